@@ -1,0 +1,192 @@
+"""The records that cross the house: StepPlan goes down, StepResult comes up, RequestOutput out.
+
+All are frozen, self-contained, and hold numbers and arrays of numbers only, so they can be
+sent, recorded and replayed. This file knows no policy, no tensor library and no clock.
+Letters: N rows of a plan (one row a scheduled request), M table deltas, C block copies,
+E tokens of a result, K alternatives a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.sampling_params import SamplingParams
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+NO_INTS: Int32s = np.empty(0, np.int32)
+NO_FLOATS: Float32s = np.empty(0, np.float32)
+NO_BOOLS: Bools = np.empty(0, np.bool_)
+for _empty in (NO_INTS, NO_FLOATS, NO_BOOLS):
+    _empty.setflags(write=False)
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end-of-text token, a stop token, or a stop string
+    LENGTH = "length"  # max_tokens or the context length
+    ABORT = "abort"  # the caller went away or asked for it
+    ERROR = "error"  # its row failed; RequestOutput.error says how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One stream of tokens. A caller's n > 1 makes a RequestGroup: n requests, one group_id.
+
+    `sampling` is resolved (it has a seed). `max_total_tokens` bounds prompt plus output and is
+    already cut to the context length. `stop_ids` are the ids that end the request: end-of-text
+    ids unless ignore_eos, and the caller's stop_token_ids.
+    """
+
+    request_id: str
+    group_id: str
+    stream: int
+    prompt_ids: Int32s
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    max_total_tokens: int
+    arrival_ms: float
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request takes a slot: the worker copies its tokens and parameters into its mirror.
+
+    `token_ids` are all tokens known so far: the prompt, and after a preemption also what was
+    generated. `num_prompt_tokens` never changes (penalties depend on it).
+    """
+
+    slot: int
+    request_id: str
+    stream: int
+    token_ids: Int32s
+    num_prompt_tokens: int
+    stop_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step computes. Plans are applied by each worker strictly in order of `step`.
+
+    Order within a plan: retired, admissions, table deltas, copies, then the rows are computed.
+    Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]; its
+    tokens come from the worker's TokenTable (a plan never carries sampled tokens). Keys and
+    values are stored only from position store_from[i] on: a fully cached prompt recomputes its
+    last token without writing the shared block. samples[i]: the row's last token yields a token,
+    which the worker appends to its TokenTable at position starts[i]+counts[i].
+    """
+
+    step: int
+    retired: Int32s = field(default_factory=lambda: NO_INTS)  # slots given back
+    admissions: tuple[Admission, ...] = ()
+    table_slots: Int32s = field(default_factory=lambda: NO_INTS)  # [M]
+    table_columns: Int32s = field(default_factory=lambda: NO_INTS)  # [M]
+    table_blocks: Int32s = field(default_factory=lambda: NO_INTS)  # [M]
+    copy_from: Int32s = field(default_factory=lambda: NO_INTS)  # [C] pool blocks
+    copy_to: Int32s = field(default_factory=lambda: NO_INTS)  # [C] pool blocks
+    slots: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
+    starts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
+    counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
+    store_from: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
+    samples: Bools = field(default_factory=lambda: NO_BOOLS)  # [N]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass: the sum of counts."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowError:
+    """Row `row` of a plan failed; the other rows stand."""
+
+    row: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step yielded, ragged: row i has token_counts[i] tokens (0 where samples is False).
+
+    `logprobs` [E] are of the chosen tokens, NaN where the request asked for none. `top_ids` and
+    `top_logprobs` are [E, K], K the most alternatives any row asked for; unused entries are -1
+    and NaN.
+    """
+
+    step: int
+    token_counts: Int32s  # [N]
+    token_ids: Int32s  # [E]
+    logprobs: Float32s = field(default_factory=lambda: NO_FLOATS)  # [E] or empty
+    top_ids: Int32s = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [E, K]
+    top_logprobs: Float32s = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    errors: tuple[RowError, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token: the chosen one and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """When things happened to a request, in milliseconds of the engine's clock.
+
+    first_scheduled_ms and first_token_ms are NaN until they happened.
+    """
+
+    arrival_ms: float
+    first_scheduled_ms: float
+    first_token_ms: float
+    last_token_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What happened to a request since its last output. The last one carries finish_reason.
+
+    stop_id: the token that ended it (it is part of token_ids), where one did.
+    cached_tokens: prompt tokens found in the prefix cache at first admission.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters and gauges of one engine. Counters (`_total`) only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0  # named by a live request
+    blocks_cached: int = 0  # free to take, but still findable by prefix
+    steps_total: int = 0
+    step_rows: int = 0  # requests in the last step
+    step_tokens: int = 0  # token rows in the last step
+    prefix_queried_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    preemptions_total: int = 0
+    row_errors_total: int = 0
+    last_step_ms: float = 0.0  # engine clock when the last step ended

@@ -1,0 +1,153 @@
+"""What a caller may ask of sampling, and the check of each field.
+
+Knows nothing of logits or HTTP. After `resolve` the record is complete: it has a seed and its
+numbers lie within the limits below, so nobody further down checks again.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1_024
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1_024
+MAX_TEMPERATURE = 100.0
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    temperature: 0 is greedy; noise is drawn by (seed, stream, position, token id).
+    top_k: keep the k largest logits; 0 or -1 keeps all. top_p, min_p: as in the field.
+    repetition_penalty looks at prompt and output; presence and frequency at the output only.
+    logprobs: None for none, else how many alternatives beside the chosen token (0 to 20);
+    always of the raw logits, before bias, penalties and temperature.
+    max_tokens: None means up to the context length.
+
+    Raises InvalidParameter when a value is outside of what is allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _whole("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), MAX_SEED)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; "
+                "lower min_tokens",
+                param="min_tokens",
+            )
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidParameter(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
+                param="stop",
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidParameter(
+                    f"stop holds {_show(text)}; each entry must be a string of 1 to "
+                    f"{MAX_STOP_STRING_CHARS} characters",
+                    param="stop",
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidParameter(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most "
+                f"{MAX_STOP_TOKEN_IDS} are allowed",
+                param="stop_token_ids",
+            )
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParameter(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} "
+                "are allowed",
+                param="logit_bias",
+            )
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias", token_id, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    def resolve(self) -> SamplingParams:
+        """Return a copy that has a seed; one without is given a random seed."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbelow(2**53))
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidParameter(
+            f"{name} is {_show(value)}; a whole number from {low} to {high} is allowed",
+            param=name,
+        )
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    fine = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and (low < value if open_low else low <= value)
+        and value <= high
+    )
+    if not fine:
+        least = f"above {low}" if open_low else f"from {low}"
+        raise InvalidParameter(
+            f"{name} is {_show(value)}; a finite number {least} to {high} is allowed", param=name
+        )

@@ -1,0 +1,30 @@
+"""Tokens of the running requests, a row a slot: the worker's mirror.
+
+Positions are absolute (prompt first). Knows no text and no policy. Always holds: entries before
+`lengths[slot]` are the request's known tokens; memory is touched only where tokens are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenTable:
+    """`tokens` int32 [slots, max_tokens], `lengths` int32 [slots], `prompt_lengths` int32 [slots]."""
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.tokens: NDArray[np.int32] = np.zeros((num_slots, max_tokens), np.int32)
+        self.lengths: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.prompt_lengths: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+
+    def admit(self, slot: int, token_ids: NDArray[np.int32], num_prompt_tokens: int) -> None:
+        """Replace the row of `slot` by `token_ids`."""
+        self.tokens[slot, : len(token_ids)] = token_ids
+        self.lengths[slot] = len(token_ids)
+        self.prompt_lengths[slot] = num_prompt_tokens
+
+    def append(self, slots: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        """Append one token to each of `slots` (distinct)."""
+        self.tokens[slots, self.lengths[slots]] = token_ids
+        self.lengths[slots] += 1

@@ -1,0 +1,33 @@
+"""ForwardBatch: the numbers one step gives to a program.
+
+Made by the runner, read by executors. Flat arrays only. Letters: T token rows, S sequences,
+C table columns, R sample rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """One step's inputs, all int32 and C-contiguous.
+
+    Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. kv_slots are
+    block * block_size + position % block_size, or -1 where nothing is stored. block_tables[s, c]
+    is the pool block of positions c*block_size .. (c+1)*block_size-1; columns past the sequence's
+    last position are not read. sample_rows index token rows, ascending.
+    """
+
+    token_ids: Int32s  # [T]
+    positions: Int32s  # [T] in the cache
+    rope_positions: Int32s  # [T]
+    kv_slots: Int32s  # [T]
+    seq_starts: Int32s  # [S + 1]
+    block_tables: Int32s  # [S, C]
+    sample_rows: Int32s  # [R]

@@ -1,0 +1,222 @@
+"""ProgramBuilder: what a family file writes its forward pass with.
+
+Each call appends one operation and returns the view it wrote, so a builder reads like a forward
+pass. Runs once; knows no executor and no checkpoint values. Row and dtype rules live here: the
+residual stream is f32, everything that feeds a product is `dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.program.ops import (
+    Buffer,
+    CacheSpec,
+    DType,
+    Op,
+    OpKind,
+    RopeSpec,
+    Rows,
+    View,
+    Weight,
+    WeightForm,
+    WeightPart,
+)
+from quire.program.program import Program
+
+
+class ProgramBuilder:
+    """Collects buffers, operations, weights, caches and ropes, and `build`s the Program."""
+
+    def __init__(self, name: str, *, dtype: DType) -> None:
+        self.name = name
+        self.dtype = dtype
+        self._buffers: list[Buffer] = []
+        self._segments: dict[str, list[Op]] = {"trunk": []}
+        self._ops = self._segments["trunk"]
+        self._rows = Rows.TOKENS
+        self._weights: dict[str, Weight] = {}
+        self._caches: list[CacheSpec] = []
+        self._ropes: list[RopeSpec] = []
+        self._outputs: dict[str, View] = {}
+
+    # ---- declarations
+
+    def matrix(
+        self, name: str, parts: Sequence[WeightPart], columns: int, *, shard: str = "rows"
+    ) -> str:
+        """Declare a [sum of parts' rows, columns] product weight; returns its name."""
+        return self._declare(
+            Weight(name, WeightForm.MATRIX, tuple(parts), columns, self.dtype, shard)
+        )
+
+    def table(self, name: str, source: str, rows: int, columns: int) -> str:
+        """Declare an embedding table that is only gathered from."""
+        part = WeightPart(name, source, rows)
+        return self._declare(Weight(name, WeightForm.TABLE, (part,), columns, self.dtype))
+
+    def vector(self, name: str, parts: Sequence[WeightPart], *, offset: float = 0.0) -> str:
+        """Declare an f32 vector (norm weight, bias)."""
+        weight = Weight(name, WeightForm.VECTOR, tuple(parts), 0, DType.F32, offset=offset)
+        return self._declare(weight)
+
+    def cache(self, spec: CacheSpec) -> None:
+        """Declare the program's paged cache; one group is supported today."""
+        if self._caches:
+            raise ValueError("a second cache group is not supported yet")
+        self._caches.append(spec)
+
+    def rope_spec(self, spec: RopeSpec) -> int:
+        """Declare rotary angles; returns the index operations refer to."""
+        self._ropes.append(spec)
+        return len(self._ropes) - 1
+
+    # ---- operations
+
+    def embed(self, weight: str) -> View:
+        """Rows of an embedding table by token id, into a new f32 residual stream."""
+        y = self._new("residual", self._weights[weight].columns, DType.F32)
+        return self._emit(OpKind.EMBED, (), y, weight=weight)
+
+    def norm(
+        self,
+        x: View,
+        weight: str,
+        *,
+        eps: float,
+        delta: View | None = None,
+        form: str = "rms",
+        bias: str | None = None,
+        out_name: str = "normed",
+    ) -> View:
+        """Norm of x, after x += delta where a delta is given (x is then also an output)."""
+        y = self._new(out_name, x.width, self.dtype)
+        inputs, outputs = ((x,), (y,)) if delta is None else ((x, delta), (y, x))
+        attrs = {"form": form, "eps": eps, "weight": weight, "bias": bias, "group": 0}
+        self._ops.append(Op(OpKind.NORM, inputs, outputs, attrs))
+        return y
+
+    def norm_heads(self, x: View, weight: str, *, eps: float, head_dim: int) -> View:
+        """RMS norm of each head by itself, in place (q/k norm)."""
+        attrs = {"form": "rms", "eps": eps, "weight": weight, "bias": None, "group": head_dim}
+        self._ops.append(Op(OpKind.NORM, (x,), (x,), attrs))
+        return x
+
+    def linear(
+        self,
+        x: View,
+        weight: str,
+        *,
+        bias: str | None = None,
+        dtype: DType | None = None,
+        out_name: str = "linear",
+    ) -> View:
+        """x @ W.T (+ bias) into a new buffer; dtype defaults to the program's."""
+        if x.width != self._weights[weight].columns:
+            raise ValueError(f"{weight} takes {self._weights[weight].columns} columns, not {x.width}")
+        y = self._new(out_name, self._weights[weight].rows, dtype or self.dtype)
+        return self._emit(OpKind.LINEAR, (x,), y, weight=weight, bias=bias)
+
+    def parts(self, view: View, weight: str) -> tuple[View, ...]:
+        """The columns of a fused linear's output that belong to each part of its weight."""
+        views, offset = [], 0
+        for part in self._weights[weight].parts:
+            views.append(view.columns(offset, part.rows))
+            offset += part.rows
+        return tuple(views)
+
+    def rope(self, x: View, rope: int, *, heads: int, head_dim: int) -> View:
+        """Rotate x in place by the angles of `rope`."""
+        attrs = {"rope": rope, "heads": heads, "head_dim": head_dim}
+        self._ops.append(Op(OpKind.ROPE, (x,), (x,), attrs))
+        return x
+
+    def store_kv(self, k: View, v: View, *, layer: int) -> None:
+        """Write keys and values of the step's tokens into the cache."""
+        self._ops.append(Op(OpKind.STORE_KV, (k, v), (), {"layer": layer}))
+
+    def attention(
+        self,
+        q: View,
+        *,
+        layer: int,
+        heads: int,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> View:
+        """Causal attention of q over the cache."""
+        spec = self._caches[0]
+        y = self._new("attended", heads * spec.head_dim, self.dtype)
+        return self._emit(
+            OpKind.ATTENTION,
+            (q,),
+            y,
+            layer=layer,
+            heads=heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
+
+    def activation(self, gate: View, up: View | None = None, *, form: str = "silu") -> View:
+        """form(gate) * up, or form(gate) alone."""
+        y = self._new("activated", gate.width, self.dtype)
+        inputs = (gate,) if up is None else (gate, up)
+        return self._emit(OpKind.ACTIVATION, inputs, y, form=form)
+
+    def add(self, x: View, y: View) -> View:
+        """x += y in place."""
+        self._ops.append(Op(OpKind.ADD, (x, y), (x,), {}))
+        return x
+
+    def scale(self, x: View, factor: float) -> View:
+        """x *= factor in place."""
+        self._ops.append(Op(OpKind.SCALE, (x,), (x,), {"factor": factor}))
+        return x
+
+    def begin_head(self, x: View) -> View:
+        """Start the head segment: the rows of x that sample."""
+        self.output("hidden", x)
+        self._ops = self._segments.setdefault("head", [])
+        self._rows = Rows.SAMPLES
+        y = self._new("sampled", x.width, x.dtype)
+        return self._emit(OpKind.GATHER_ROWS, (x,), y)
+
+    def output(self, name: str, view: View) -> None:
+        """Name a view so that executors can hand it out."""
+        self._outputs[name] = view
+
+    def build(self, *, vocab_size: int, max_positions: int) -> Program:
+        """The finished Program; raises ValueError where it contradicts itself."""
+        return Program(
+            name=self.name,
+            buffers=tuple(self._buffers),
+            segments={name: tuple(ops) for name, ops in self._segments.items()},
+            weights=dict(self._weights),
+            caches=tuple(self._caches),
+            ropes=tuple(self._ropes),
+            outputs=dict(self._outputs),
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+        )
+
+    # ---- private
+
+    def _declare(self, weight: Weight) -> str:
+        if weight.name in self._weights:
+            raise ValueError(f"weight {weight.name!r} is declared twice")
+        self._weights[weight.name] = weight
+        return weight.name
+
+    def _new(self, name: str, width: int, dtype: DType) -> View:
+        buffer = Buffer(len(self._buffers), f"{name}.{len(self._buffers)}", self._rows, width, dtype)
+        self._buffers.append(buffer)
+        return View(buffer, 0, width)
+
+    def _emit(self, kind: OpKind, inputs: tuple[View, ...], y: View, **attrs: Any) -> View:
+        self._ops.append(Op(kind, inputs, (y,), attrs))
+        return y

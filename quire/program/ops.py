@@ -1,0 +1,198 @@
+"""The vocabulary of a program: dtypes, row counts, buffers, views, operations, weights, caches.
+
+Plain frozen records. Nothing here computes; executors give operations their meaning, and the
+table below is the contract they share (H hidden width, T/S row counts of the step).
+
+kind         inputs -> outputs                     attrs
+-----------  ------------------------------------  ------------------------------------------------
+embed        () -> y[T,H]                          weight (table); reads batch token_ids
+norm         x[, delta] -> y[, x]                  form rms|layer, eps, weight[, bias], group
+             with delta: x += delta (rounded to x's dtype, in place), y = norm(x). group > 0:
+             norm each run of `group` columns by itself with the same weight (q/k norm).
+linear       x[R,K] -> y[R,N]                      weight[, bias]; y = x @ W.T (+ bias), rounded
+             once to y's dtype. bias is added in f32 before rounding.
+rope         x -> x (in place)                     rope (index into program.ropes), heads, head_dim
+             rotates the first ropes[i].rotary_dim columns of each head; x holds heads*head_dim
+             columns; angles by batch rope_positions; halves are rotated (i with i + rotary/2).
+store_kv     k, v -> ()                            layer; writes cache rows at batch kv_slots,
+             -1 stores nothing
+attention    q -> y                                layer, heads, kv_heads, head_dim, scale,
+             window (0 none), soft_cap (0 none)    causal, reads the cache only
+activation   gate[, up] -> y                       form silu|gelu|gelu_tanh|relu; y = f(gate)*up
+add          x, y -> x (in place)                  x += y, rounded to x's dtype
+scale        x -> x (in place)                     factor
+gather_rows  x[T] -> y[S]                          rows of x at batch sample_rows
+
+Arithmetic inside an operation is f32; rounding happens when an output is stored, by the output
+buffer's dtype, and nowhere else. The one exception is named by the executor's numerics version:
+attention rounds its probabilities to the cache's dtype before the product with V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class DType(StrEnum):
+    """Storage types of buffers, weights and caches."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return 4 if self is DType.F32 else 2
+
+
+class Rows(StrEnum):
+    """Symbolic row counts; a step gives the numbers."""
+
+    TOKENS = "tokens"
+    SAMPLES = "samples"
+    SEQUENCES = "sequences"
+
+
+class OpKind(StrEnum):
+    """Kinds of operation; the module docstring has their contract."""
+
+    EMBED = "embed"
+    NORM = "norm"
+    LINEAR = "linear"
+    ROPE = "rope"
+    STORE_KV = "store_kv"
+    ATTENTION = "attention"
+    ACTIVATION = "activation"
+    ADD = "add"
+    SCALE = "scale"
+    GATHER_ROWS = "gather_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A [rows, width] array of the step, laid out once for the largest step."""
+
+    index: int
+    name: str
+    rows: Rows
+    width: int
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """`width` columns of a buffer from column `offset`; the row stride is the buffer's."""
+
+    buffer: Buffer
+    offset: int
+    width: int
+
+    @property
+    def dtype(self) -> DType:
+        """The buffer's dtype."""
+        return self.buffer.dtype
+
+    def columns(self, offset: int, width: int) -> View:
+        """A narrower view of the same rows."""
+        if offset < 0 or width <= 0 or offset + width > self.width:
+            raise ValueError(
+                f"columns {offset}..{offset + width} of view {self.buffer.name} of width "
+                f"{self.width}"
+            )
+        return View(self.buffer, self.offset + offset, width)
+
+    def __str__(self) -> str:
+        if self.offset == 0 and self.width == self.buffer.width:
+            return self.buffer.name
+        return f"{self.buffer.name}[{self.offset}:{self.offset + self.width}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation on named buffers; `kind` fixes the meaning of inputs, outputs and attrs."""
+
+    kind: OpKind
+    inputs: tuple[View, ...]
+    outputs: tuple[View, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class WeightForm(StrEnum):
+    """How executors may lay a weight out."""
+
+    MATRIX = "matrix"  # [N, K], packed for products (an embedding table that is also the head too)
+    TABLE = "table"  # [N, K], gathered by row only
+    VECTOR = "vector"  # [N], kept in f32
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """Rows of a fused weight that come from one tensor of the checkpoint."""
+
+    name: str  # as in "q"
+    source: str  # the checkpoint's tensor name
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """An entry of the parameter table: what a checkpoint must hold and where it goes.
+
+    Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'.
+    `shard` says which axis tensor parallelism cuts: "rows", "columns" or "" for none.
+    `offset` is added to each element while loading (norms that store weight - 1).
+    """
+
+    name: str
+    form: WeightForm
+    parts: tuple[WeightPart, ...]
+    columns: int
+    dtype: DType
+    shard: str = ""
+    offset: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Output features (N)."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.rows * max(self.columns, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """A cache the program declares: layers of paged keys and values of one geometry."""
+
+    kind: str  # "paged"
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType
+    window: int = 0  # 0: all positions are kept
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes over all layers, keys and values."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary angles: position p turns pair i by p * inv_freq[i]; cos and sin times `attention_scale`.
+
+    inv_freq are f32 values held as floats; scalings (llama3, linear, yarn) are already in them.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_scale: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of a head that are rotated."""
+        return 2 * len(self.inv_freq)

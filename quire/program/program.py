@@ -1,0 +1,58 @@
+"""A Program: segments of operations over named buffers, the weights and caches they need.
+
+Frozen once built. Knows no executor and holds no data. Always holds: every view lies inside its
+buffer, every weight an operation names is in the table, every buffer read was written before
+(in the same segment, or in an earlier one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.program.ops import Buffer, CacheSpec, Op, RopeSpec, View, Weight
+
+# Part of every fingerprint: raised when a recipe changes so that results differ in any bit.
+NUMERICS_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A model written down.
+
+    segments: name -> operations; "trunk" runs on all token rows of a step, "head" on slices of
+    the sample rows (after its gather_rows). outputs: named taps, at least "hidden" (trunk) and
+    "logits" (head, f32). vocab_size is the width of the logits.
+    """
+
+    name: str
+    buffers: tuple[Buffer, ...]
+    segments: Mapping[str, tuple[Op, ...]]
+    weights: Mapping[str, Weight]
+    caches: tuple[CacheSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    outputs: Mapping[str, View]
+    vocab_size: int
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        written: set[int] = set()
+        for segment, ops in self.segments.items():
+            for index, op in enumerate(ops):
+                where = f"{self.name}: {segment}[{index}] {op.kind}"
+                for view in (*op.inputs, *op.outputs):
+                    if view.offset + view.width > view.buffer.width:
+                        raise ValueError(f"{where}: {view} is wider than its buffer")
+                for view in op.inputs:
+                    if view.buffer.index not in written:
+                        raise ValueError(f"{where}: {view.buffer.name} is read before written")
+                for key in ("weight", "bias"):
+                    name = op.attrs.get(key)
+                    if name is not None and name not in self.weights:
+                        raise ValueError(f"{where}: no weight named {name!r}")
+                written.update(view.buffer.index for view in op.outputs)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in their stored dtype."""
+        return sum(weight.size * weight.dtype.itemsize for weight in self.weights.values())
