@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Needs Python 3.11 or newer, a C++17 compiler and a package index; nothing else.
+
+VENV   ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+            $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.quire
+NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
+
+.PHONY: demo test lint parity bench clean help
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
+
+demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)-test  ## set up and run the default test suite
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)-lint  ## formatter, linter, types, import law
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
+	@$(BIN)/python -m pytest -m parity tests
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f quire/_native*.so
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Quire needs Python 3.11 or newer; none was found on PATH."; exit 1; }
+	@echo "[1/3] environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+
+# $(1): extras. Built once for the package, then only what is missing is added.
+define install
+	@echo "[2/3] installing quire$(1) (compiles the kernels; a minute or two)"
+	@$(BIN)/python -m pip install --quiet --editable ".$(1)"
+	@touch $@
+endef
+
+$(STAMP)-run: $(BIN)/python $(NATIVE)
+	$(call install,[demo])
+$(STAMP)-test: $(BIN)/python $(NATIVE)
+	$(call install,[test])
+$(STAMP)-lint: $(BIN)/python pyproject.toml
+	@$(BIN)/python -m pip install --quiet "ruff>=0.8" "mypy>=1.13" "import-linter>=2.1"
+	$(call install,[lint])
+$(STAMP)-parity: $(BIN)/python $(NATIVE)
+	$(call install,[test,parity])

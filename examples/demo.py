@@ -1,0 +1,95 @@
+"""The demo: a real server, a real request through the official client, a clean shutdown.
+
+Starts `quire serve` on the model in the box at a free loopback port, streams one chat answer to
+the terminal, says what to try next and stops the server with SIGTERM. Knows nothing of Quire's
+insides: everything goes through the command line and HTTP, as a user would do it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from openai import OpenAI
+
+READY_TIMEOUT_S = 60.0
+PROMPT = "Tell me a story about a little dog."
+
+
+def free_port() -> int:
+    """A port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Poll /health until it says ready; exits with the server's code if it dies first."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            sys.exit(f"the server ended with exit code {server.returncode} before it was ready")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
+                if json.load(answer).get("state") == "ready":
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.02)
+    sys.exit(f"the server was not ready within {READY_TIMEOUT_S:.0f} s")
+
+
+def stream_answer(url: str) -> None:
+    """One streamed chat request; prints the text as it comes and what it cost."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    print(f"\n> {PROMPT}\n")
+    started = time.monotonic()
+    first_s = 0.0
+    num_tokens = 0
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_completion_tokens=160,
+        seed=7,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first_s = first_s or time.monotonic() - started
+            print(chunk.choices[0].delta.content, end="", flush=True)
+        if chunk.usage:
+            num_tokens = chunk.usage.completion_tokens
+    total_s = time.monotonic() - started
+    print(f"\n\n({num_tokens} tokens in {total_s:.2f} s, the first after {first_s * 1000:.0f} ms)")
+
+
+def main() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    print("[3/3] starting the server: quire serve (the model in the box)")
+    server = subprocess.Popen([sys.executable, "-m", "quire", "serve", "--port", str(port)])
+    try:
+        wait_until_ready(url, server)
+        stream_answer(url)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(timeout=30)
+    print(f"server stopped, exit code {code}\n")
+    bin_dir = sys.executable.rsplit("/", 1)[0]
+    print("The model in the box is a toy. Try next:")
+    print(f"  {bin_dir}/quire chat                    talk to it")
+    print(f"  {bin_dir}/quire serve /path/to/llama    any Llama checkpoint with safetensors")
+    print(f"  {bin_dir}/quire program                 what the engine runs, with bytes and operations")
+    print("  make test                               prove it right")
+
+
+if __name__ == "__main__":
+    main()
