@@ -1,0 +1,205 @@
+"""Tiny random Llama checkpoints with awkward shapes, and all a server needs beside the weights.
+
+    path = write_tiny_llama(tmp_path, seed=3, dtype="bf16", num_key_value_heads=5)
+
+Keyword arguments are config.json keys; None drops a key. The default shape is odd on purpose:
+hidden 60, 5 heads of 16 (not 12) over 1 KV head, inner width 97, vocabulary 307, tied False.
+The folder gets config.json, generation_config.json, model.safetensors (or shards and an index),
+and, where the vocabulary has at least 261 ids, a byte-level tokenizer.json and a
+tokenizer_config.json with a chat template. The same arguments always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.safetensors_writer import write_safetensors
+
+BOS_ID, EOS_ID = 0, 1
+SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+MERGES = (
+    "Ġ t", "h e", "Ġ a", "i n", "r e", "o n", "Ġt he", "e r", "Ġ s", "a t", "Ġ w", "n d", "o r",
+    "e s", "e n", "a n", "i s", "Ġ b", "e d", "in g", "Ġ f", "Ġ p", "Ġa nd", "i t", "o u", "a r",
+    "Ġ c", "Ġt o", "o f", "l e", "Ġ in", "Ġ m", "Ġ d", "Ġ h", "a s", "l l", "i c", "r o", "Ġ l",
+    "Ġ n", "Ġ of", "i on", "v e", "o m", "u t", "s t",
+)  # fmt: skip
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>"
+    "{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny Llama; changes override keys, None drops one."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 60,
+        "intermediate_size": 97,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 307,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "use_cache": True,
+        "transformers_version": "4.46.0",
+    }
+    config.update(changes)
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def tiny_tensors(config: Mapping[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Random tensors of a LlamaForCausalLM with `config`, by name, scaled so that logits differ."""
+    rng = np.random.default_rng(seed)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+
+    def draw(*shape: int, scale: float, centre: float = 0.0) -> NDArray[np.float32]:
+        return (centre + scale * rng.standard_normal(shape)).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": draw(config["vocab_size"], hidden, scale=1.0)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        products = (
+            ("self_attn.q_proj", queries, hidden, config.get("attention_bias")),
+            ("self_attn.k_proj", keys, hidden, config.get("attention_bias")),
+            ("self_attn.v_proj", keys, hidden, config.get("attention_bias")),
+            ("self_attn.o_proj", hidden, queries, config.get("attention_bias")),
+            ("mlp.gate_proj", inner, hidden, config.get("mlp_bias")),
+            ("mlp.up_proj", inner, hidden, config.get("mlp_bias")),
+            ("mlp.down_proj", hidden, inner, config.get("mlp_bias")),
+        )
+        for name, rows, columns, biased in products:
+            tensors[f"{prefix}{name}.weight"] = draw(rows, columns, scale=1.2 / columns**0.5)
+            if biased:
+                tensors[f"{prefix}{name}.bias"] = draw(rows, scale=0.2)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = draw(hidden, scale=0.1, centre=1.0)
+    tensors["model.norm.weight"] = draw(hidden, scale=0.1, centre=1.0)
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = draw(config["vocab_size"], hidden, scale=3.0 / hidden**0.5)
+    return tensors
+
+
+def write_tiny_llama(
+    folder: Path, *, seed: int = 0, dtype: str = "f32", shards: int = 1, **changes: Any
+) -> Path:
+    """Write a checkpoint (see the top of this file) into `folder`, which is returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(**changes)
+    names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    config.setdefault("torch_dtype", names[dtype])
+    _write_json(folder / "config.json", config)
+    ends = {"bos_token_id": BOS_ID, "eos_token_id": config.get("eos_token_id", EOS_ID)}
+    _write_json(folder / "generation_config.json", ends)
+    write_weights(folder, tiny_tensors(config, seed), dtype=dtype, shards=shards)
+    if config["vocab_size"] >= len(SPECIAL_TOKENS) + 256:
+        write_tokenizer(folder, vocab_size=config["vocab_size"])
+    return folder
+
+
+def write_weights(
+    folder: Path, tensors: Mapping[str, NDArray[np.float32]], *, dtype: str, shards: int = 1
+) -> None:
+    """model.safetensors, or `shards` files dealt round robin and their index."""
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors, dtype=dtype)
+        return
+    names = list(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        held = {name: tensors[name] for name in names[shard::shards]}
+        weight_map |= dict.fromkeys(held, file)
+        write_safetensors(folder / file, held, dtype=dtype)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
+    """A byte-level BPE: 5 special tokens, 256 bytes, and as many merges as the ids leave room."""
+    letters = _byte_letters()
+    vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    vocab |= {letters[byte]: len(SPECIAL_TOKENS) + byte for byte in range(256)}
+    merges = MERGES[: vocab_size - len(vocab)]
+    for merge in merges:
+        vocab[merge.replace(" ", "")] = len(vocab)
+    added = [
+        {"id": vocab[token], "content": token, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False, "special": True}
+        for token in SPECIAL_TOKENS
+    ]  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    begin = SPECIAL_TOKENS[BOS_ID]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level | {"use_regex": True},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [_special(begin), _sequence("A", 0)],
+            "pair": [_special(begin), _sequence("A", 0), _sequence("B", 1)],
+            "special_tokens": {begin: {"id": begin, "ids": [BOS_ID], "tokens": [begin]}},
+        },
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": False, "vocab": vocab, "merges": list(merges),
+        },
+    }  # fmt: skip
+    _write_json(folder / "tokenizer.json", tokenizer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": SPECIAL_TOKENS[EOS_ID],
+        "add_bos_token": True,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level BPE writes for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters, extra = [""] * 256, 0
+    for byte in range(256):
+        if byte in plain:
+            letters[byte] = chr(byte)
+        else:
+            letters[byte] = chr(256 + extra)
+            extra += 1
+    return letters
+
+
+def _special(token: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": 0}}
+
+
+def _sequence(name: str, type_id: int) -> dict[str, Any]:
+    return {"Sequence": {"id": name, "type_id": type_id}}
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
