@@ -1,0 +1,160 @@
+"""Checkpoints of random weights in the shapes of real models, for speed measurements.
+
+Random weights say nothing about quality; the shapes and bytes are the real ones. Written once to
+a cache folder outside of the repository and found again by content of their config. The values
+are drawn from one pool of normals (0, 0.02), so writing 1.2 GB takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+POOL_SIZE = 1 << 22
+
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+    },
+}
+
+
+def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
+    """Folder of a bf16 Llama checkpoint of `shape`, written if it is not there yet."""
+    root = Path(os.environ.get("QUIRE_BENCH_CACHE") or Path(tempfile.gettempdir()) / "quire-bench")
+    folder = root / f"{shape}-bf16-seed{seed}"
+    if (folder / "complete").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **SHAPES[shape],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "tokenizer.json").write_text(json.dumps(_byte_tokenizer()))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
+    _write_safetensors(folder / "model.safetensors", dict(_tensor_shapes(config)), seed)
+    (folder / "complete").touch()
+    return folder
+
+
+def _tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def number(key: str) -> int:
+        return int(config[key])  # type: ignore[call-overload,no-any-return]
+
+    hidden, inter, head_dim = number("hidden_size"), number("intermediate_size"), number("head_dim")
+    q_rows = number("num_attention_heads") * head_dim
+    kv_rows = number("num_key_value_heads") * head_dim
+    yield "model.embed_tokens.weight", (number("vocab_size"), hidden)
+    yield "model.norm.weight", (hidden,)
+    for layer in range(number("num_hidden_layers")):
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight", (hidden,)
+        yield at + "post_attention_layernorm.weight", (hidden,)
+        yield at + "self_attn.q_proj.weight", (q_rows, hidden)
+        yield at + "self_attn.k_proj.weight", (kv_rows, hidden)
+        yield at + "self_attn.v_proj.weight", (kv_rows, hidden)
+        yield at + "self_attn.o_proj.weight", (hidden, q_rows)
+        yield at + "mlp.gate_proj.weight", (inter, hidden)
+        yield at + "mlp.up_proj.weight", (inter, hidden)
+        yield at + "mlp.down_proj.weight", (hidden, inter)
+
+
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    """The safetensors layout: u64 header length, JSON header, then the tensors' bytes."""
+    rng = np.random.default_rng(seed)
+    pool = _to_bf16(rng.standard_normal(POOL_SIZE, dtype=np.float32) * np.float32(0.02))
+    header: dict[str, object] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            size = int(np.prod(shape))
+            if name.endswith("norm.weight"):
+                file.write(np.full(size, 0x3F80, np.uint16).tobytes())  # 1.0
+                continue
+            while size > 0:
+                start = int(rng.integers(0, POOL_SIZE // 2))
+                run = pool[start : start + min(size, POOL_SIZE - start)]
+                file.write(run.tobytes())
+                size -= len(run)
+
+
+def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _byte_tokenizer() -> dict[str, object]:
+    """A byte-level BPE without merges: enough to put text in and get text out."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    letters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(rest))]
+    vocab = {"<s>": 0, "</s>": 1, **{letter: 2 + i for i, letter in enumerate(letters)}}
+    special = [
+        {
+            "id": i,
+            "content": text,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i, text in enumerate(("<s>", "</s>"))
+    ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }

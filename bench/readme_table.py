@@ -1,0 +1,100 @@
+"""Writes the README's measured numbers from committed results, between two markers.
+
+`python -m bench.readme_table` rewrites the README; `--check` exits 1 where it is not current. The
+README never has a figure that is not in a file under bench/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def _load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _startup_rows(result: dict[str, Any]) -> list[str]:
+    rows = []
+    names = {"box": "model in the box", "llama-0.6b": "0.6B bf16, random weights, page cache"}
+    for start in result["starts"]:
+        rows.append(
+            f"| process start to first streamed token, {names[start['model']]} | "
+            f"{start['first_token_s']:.2f} s | {start['goal_first_token_s']:.1f} s |"
+        )
+    if "installed_mb" in result:
+        rows.append(
+            f"| installed, with all dependencies and bytecode | {result['installed_mb']:.0f} MB | "
+            f"{result['goal_installed_mb']} MB |"
+        )
+    return rows
+
+
+def _scheduler_rows(result: dict[str, Any]) -> list[str]:
+    goals = {256: "50 us", 1024: "100 us"}
+    return [
+        f"| schedule + update, {case['running']} running, p50 | {case['p50_us']:.0f} us | "
+        f"{goals[case['running']]} |"
+        for case in result["steady"]
+        if case["running"] in goals
+    ]
+
+
+def _memory_rows(result: dict[str, Any]) -> list[str]:
+    cost = max(case["paged_cost_percent"] for case in result["paged_attention"])
+    return [
+        f"| share of allocated KV that holds tokens, mixed lengths | "
+        f"{result['kv_share_percent']:.1f} % (reserving the maximum: "
+        f"{result['kv_share_reserved_percent']:.0f} %) | 96 % |",
+        f"| paged against contiguous attention, worst of block sizes 16, 32, 64 | "
+        f"{cost:+.1f} % | 2 % |",
+    ]
+
+
+def table() -> str:
+    """The Markdown between the markers."""
+    rows: list[str] = []
+    machine = None
+    for name, rows_of in (
+        ("startup", _startup_rows),
+        ("scheduler", _scheduler_rows),
+        ("memory", _memory_rows),
+    ):
+        result = _load(name)
+        if result is None:
+            continue
+        machine = machine or result["machine"]
+        rows += rows_of(result)
+    if machine is None:
+        return "Not yet measured."
+    head = ["| what | measured | goal |", "|---|---|---|"]
+    card = f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:.0f} GB."
+    return "\n".join([*head, *rows, "", f"{card} From `bench/results/`, medians."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    path = ROOT / "README.md"
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    if wanted == text:
+        return
+    if args.check:
+        sys.exit("README.md is not what bench/results/ says; run python -m bench.readme_table")
+    path.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
