@@ -8,6 +8,7 @@ E tokens of a result, K alternatives a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -171,6 +172,59 @@ class RequestOutput:
     cached_tokens: int = 0
     num_preemptions: int = 0
     times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """All that one update yields: plain rows as arrays, everything else as RequestOutputs.
+
+    Row i of the arrays: request_ids[i] got token_ids[i], exactly one token, and goes on. An
+    event is the output of a request that got its first token, or that ended (its last token is
+    in the event). A request is in the rows or in the events, never in both, so a steady step
+    makes no object a request. `logprobs`, `top_ids`, `top_logprobs` are as in StepResult; NaN
+    in `logprobs` means that row asked for none.
+
+    Iterating yields one RequestOutput a request (events first), for readers that do not mind
+    the objects: a sender may ship the record as it is and let the reader's process iterate.
+    Times, cached_tokens and num_preemptions are told by events only.
+    """
+
+    step: int
+    request_ids: list[str]  # [N]
+    token_ids: Int32s  # [N]
+    logprobs: Float32s = field(default_factory=lambda: NO_FLOATS)  # [N] or empty
+    top_ids: Int32s = field(default_factory=lambda: NO_INTS.reshape(0, 0))  # [N, K]
+    top_logprobs: Float32s = field(default_factory=lambda: NO_FLOATS.reshape(0, 0))
+    events: tuple[RequestOutput, ...] = ()
+
+    def __len__(self) -> int:
+        """How many requests have something to say."""
+        return len(self.request_ids) + len(self.events)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        yield from self.events
+        for row, request_id in enumerate(self.request_ids):
+            yield RequestOutput(
+                request_id=request_id,
+                token_ids=(int(self.token_ids[row]),),
+                logprobs=token_logprobs(
+                    row, self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
+                ),
+            )
+
+
+def token_logprobs(
+    row: int, token_ids: Int32s, logprobs: Float32s, top_ids: Int32s, top_logprobs: Float32s
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of entry `row` of the arrays of a StepResult; empty where not asked for."""
+    if row >= len(logprobs) or np.isnan(logprobs[row]):
+        return ()
+    top: tuple[tuple[int, float], ...] = ()
+    if row < len(top_ids):
+        pairs = zip(top_ids[row].tolist(), top_logprobs[row].tolist(), strict=True)
+        top = tuple((token_id, logprob) for token_id, logprob in pairs if token_id >= 0)
+    chosen = TokenLogprobs(token_id=int(token_ids[row]), logprob=float(logprobs[row]), top=top)
+    return (chosen,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
