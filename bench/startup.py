@@ -25,7 +25,10 @@ from bench.machine import machine_card
 from bench.checkpoints import random_checkpoint
 
 GOALS_S = {"box": 1.0, "llama-0.6b": 2.0}
-SERVER_IMPORTS = "numpy, msgspec, zmq, starlette.applications, uvicorn, uvloop, httptools, tokenizers, jinja2, prometheus_client"
+SERVER_IMPORTS = (
+    "numpy, msgspec, zmq, starlette.applications, uvicorn, uvloop, httptools, tokenizers, "
+    "jinja2, prometheus_client"
+)
 ENGINE_IMPORTS = "numpy, msgspec, zmq"
 GIVE_UP_S = 120.0
 

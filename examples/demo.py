@@ -87,7 +87,9 @@ def main() -> None:
     print("The model in the box is a toy. Try next:")
     print(f"  {bin_dir}/quire chat                    talk to it")
     print(f"  {bin_dir}/quire serve /path/to/llama    any Llama checkpoint with safetensors")
-    print(f"  {bin_dir}/quire program                 what the engine runs, with bytes and operations")
+    print(
+        f"  {bin_dir}/quire program                 what the engine runs, with bytes and operations"
+    )
     print("  make test                               prove it right")
 
 
