@@ -1,0 +1,6 @@
+#pragma once
+namespace quire {
+struct KernelTable {
+    const char* isa;
+};
+}
