@@ -10,6 +10,7 @@
     │   ├── ConfigError         config.json: unknown, missing or contradictory values
     │   ├── WeightsError        weight files: corrupt, missing, unexpected or of a wrong shape
     │   └── TokenizerError      tokenizer or chat template: missing, broken or contradictory
+    ├── SettingError            a flag or constructor argument has a value that is not allowed
     ├── CapacityError           the machine is too small for what was asked at start-up
     ├── OverloadedError         busy now, try later (HTTP 503)
     │   └── ShuttingDown        the server is draining (HTTP 503)
@@ -65,6 +66,10 @@ class WeightsError(ModelError):
 
 class TokenizerError(ModelError):
     """The tokenizer or the chat template is missing, broken or contradicts the model."""
+
+
+class SettingError(QuireError):
+    """A flag or a constructor argument has a value that is not allowed, or is not known."""
 
 
 class CapacityError(QuireError):

@@ -1,0 +1,53 @@
+"""Log: one event a line, its fields after it, units in the fields' names.
+
+    2026-01-31T12:00:00.123Z info engine: ready model=box num_blocks=512 took_ms=310
+
+Knows no levels to be configured and no global logger: a Log is handed to whoever reports. A line
+is written by one call, so lines of several processes on one stream do not mix.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TextIO
+
+Field = str | int | float | bool | None
+
+
+class Log:
+    """Writes events of one component to a text stream (standard error unless told)."""
+
+    def __init__(self, component: str, stream: TextIO | None = None) -> None:
+        self.component = component
+        self._stream = stream
+
+    def event(self, what: str, **fields: Field) -> None:
+        """Something happened as it should."""
+        self._write("info", what, fields)
+
+    def warning(self, what: str, **fields: Field) -> None:
+        """Something is not as it should be, and the work goes on."""
+        self._write("warning", what, fields)
+
+    def error(self, what: str, **fields: Field) -> None:
+        """Something failed."""
+        self._write("error", what, fields)
+
+    def _write(self, level: str, what: str, fields: dict[str, Field]) -> None:
+        now_s = time.time()
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
+        parts = [f"{stamp}.{int(now_s * 1000) % 1000:03d}Z {level} {self.component}: {what}"]
+        parts += [f"{name}={_show(value)}" for name, value in fields.items()]
+        stream = sys.stderr if self._stream is None else self._stream
+        stream.write(" ".join(parts) + "\n")
+        stream.flush()
+
+
+def _show(value: Field) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    plain = text != "" and text.isprintable() and not any(c in text for c in ' ="')
+    return text if plain else json.dumps(text, ensure_ascii=False)

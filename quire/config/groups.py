@@ -1,0 +1,179 @@
+"""What a user may set, in frozen groups: each part of the house receives its own group.
+
+A field's metadata holds the help text its flag shows (quire/config/flags.py makes the flags) and,
+where they differ from the field's name, the flag. Checks here are about single values; what
+depends on the model or the machine is checked where those are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.base.errors import SettingError
+
+
+def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
+    """A field with a default, the help text of its flag, and the flag where it is not its name."""
+    metadata = {"help": text} if flag is None else {"help": text, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is computed."""
+
+    model: str = setting("", "folder of the model; empty: the model in the box")
+    dtype: Literal["auto", "f32", "bf16"] = setting(
+        "auto", "dtype of weights, products and KV cache; auto: as the checkpoint (f16 becomes f32)"
+    )
+    max_model_len: int | None = setting(
+        None, "most tokens of prompt and output together; default: what model and memory allow"
+    )
+    served_model_name: str | None = setting(
+        None, "name of the model in the API; default: the folder's name"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 1)
+        _one_of("dtype", self.dtype, ("auto", "f32", "bf16"))
+        if self.served_model_name == "":
+            raise SettingError("served_model_name is empty; give a name or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int = setting(16, "tokens a KV block holds")
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "memory of the KV cache, as in 2GiB; default: a share of what the machine has free",
+        flag="kv-cache-memory",
+    )
+    enable_prefix_caching: bool = setting(
+        True, "keep the KV of finished requests and share it with requests that begin alike"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.kv_cache_memory_bytes is not None:
+            _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs at once."""
+
+    max_num_seqs: int = setting(64, "most requests computed in one step")
+    max_num_batched_tokens: int = setting(512, "most tokens computed in one step")
+    plans_in_flight: int = setting(
+        1, "plans handed out before the first one's result is back: 1, or 2 to overlap"
+    )
+    max_queued_requests: int = setting(
+        1024, "requests that may wait; further ones are refused with 503"
+    )
+    step_budget_ms: float = setting(
+        0.0, "predicted milliseconds a step may take; 0: only max-num-batched-tokens limits it"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
+        _at_least("max_queued_requests", self.max_queued_requests, 1)
+        _at_least("step_budget_ms", self.step_budget_ms, 0)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SettingError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
+                f"{self.max_num_seqs}: every running request takes a token a step; raise the "
+                "former or lower the latter"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorConfig:
+    """What computes."""
+
+    executor: Literal["native", "reference"] = setting(
+        "native", "native: compiled kernels; reference: NumPy, slow and obvious"
+    )
+    num_threads: int | None = setting(
+        None, "threads that compute; default: the CPUs this process may use", flag="threads"
+    )
+    record_plans: str | None = setting(
+        None, "write every step's plan and result to this file, to be replayed later"
+    )
+
+    def __post_init__(self) -> None:
+        _one_of("executor", self.executor, ("native", "reference"))
+        if self.num_threads is not None:
+            _at_least("num_threads", self.num_threads, 1)
+            if self.num_threads > 1024:
+                raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP edge."""
+
+    host: str = setting("127.0.0.1", "address to listen on; beyond loopback needs --api-key")
+    port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
+    api_key: tuple[str, ...] = setting((), "a key that callers must show; may be given repeatedly")
+    insecure: bool = setting(False, "listen beyond loopback without a key")
+    max_output_tokens: int | None = setting(
+        None, "most output tokens a request may ask for, and the default where it names none"
+    )
+    unknown_fields: Literal["refuse", "warn"] = setting(
+        "refuse", "what to do with request fields that are not known"
+    )
+    grace_s: float = setting(
+        30.0, "seconds that running requests get to finish on SIGTERM", flag="grace-seconds"
+    )
+    request_timeout_s: float | None = setting(
+        None, "seconds after which a request is ended; default: never", flag="request-timeout"
+    )
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, "largest request body, as in 8MiB", flag="max-body"
+    )
+    watchdog_s: float = setting(
+        60.0,
+        "seconds without a step while work is pending after which /health says no",
+        flag="watchdog-seconds",
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise SettingError(f"port is {self.port}; 0 to 65535 is allowed")
+        if any(not key.strip() for key in self.api_key):
+            raise SettingError("api_key holds an empty key; give a longer one or leave it out")
+        if self.max_output_tokens is not None:
+            _at_least("max_output_tokens", self.max_output_tokens, 1)
+        _one_of("unknown_fields", self.unknown_fields, ("refuse", "warn"))
+        _at_least("grace_s", self.grace_s, 0)
+        if self.request_timeout_s is not None:
+            _at_least("request_timeout_s", self.request_timeout_s, 0.001)
+        _at_least("max_body_bytes", self.max_body_bytes, 1024)
+        _at_least("watchdog_s", self.watchdog_s, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All an engine is made from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise SettingError(f"{name} is {value}; at least {least} is needed")
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        listed = ", ".join(map(str, allowed))
+        raise SettingError(f"{name} is {value!r}; allowed: {listed}")

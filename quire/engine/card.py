@@ -1,0 +1,49 @@
+"""ModelCard and Health: what an engine says of itself.
+
+Plain frozen records; they cross the process border with `Ready` and are read by the HTTP edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+EngineState = Literal["starting", "ready", "draining", "dead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """The model an engine serves, and what bounds a request.
+
+    max_model_len: most tokens of prompt and output together. max_num_seqs: most requests of a
+    step. fingerprint: digest of all an answer depends on beside the request. dtype: "f32" or
+    "bf16". created_s: seconds since 1970, when the engine became ready.
+    """
+
+    name: str
+    path: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    fingerprint: str
+    generation_defaults: Mapping[str, float]
+    dtype: str
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    created_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether the engine does what it should: ready, and steps advance while work is pending.
+
+    ok is True only in state "ready". reason is empty where ok. pending counts open streams.
+    """
+
+    ok: bool
+    state: EngineState
+    reason: str
+    pending: int
+    steps_total: int
