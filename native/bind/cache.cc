@@ -1,0 +1,77 @@
+// Binds the digests of token blocks. Shapes are checked here; see quire/cache/digest.py for the
+// plain twin of hash_chains.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+#include "quire/hash.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Uint64Pairs = nb::ndarray<const uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Digests = nb::ndarray<nb::numpy, uint64_t, nb::shape<-1, 2>, nb::c_contig>;
+
+const uint8_t* key_bytes(const nb::bytes& key) {
+    if (key.size() != 16) throw std::invalid_argument("the hash key must have 16 bytes");
+    return reinterpret_cast<const uint8_t*>(key.c_str());
+}
+
+nb::tuple siphash128(nb::bytes message, nb::bytes key) {
+    const quire::Digest digest = quire::siphash128(
+        reinterpret_cast<const uint8_t*>(message.c_str()), message.size(), key_bytes(key));
+    return nb::make_tuple(digest.low, digest.high);
+}
+
+Digests hash_chains(Int32Table tokens, Int32s rows, Int32s firsts, Int32s counts,
+                    Uint64Pairs seeds, int64_t block_size, nb::bytes key) {
+    const size_t num_chains = rows.shape(0);
+    if (firsts.shape(0) != num_chains || counts.shape(0) != num_chains ||
+        seeds.shape(0) != num_chains) {
+        throw std::invalid_argument("rows, firsts, counts and seeds differ in length");
+    }
+    if (block_size < 1) throw std::invalid_argument("block_size must be at least 1");
+    const int64_t num_rows = static_cast<int64_t>(tokens.shape(0));
+    const int64_t num_columns = static_cast<int64_t>(tokens.shape(1));
+    int64_t total = 0;
+    for (size_t i = 0; i < num_chains; ++i) {
+        const int64_t first = firsts(i), count = counts(i);
+        if (rows(i) < 0 || rows(i) >= num_rows || first < 0 || count < 0 ||
+            first + count > num_columns / block_size) {
+            throw std::out_of_range("a chain reaches beyond the token table");
+        }
+        total += count;
+    }
+    const uint8_t* key_start = key_bytes(key);
+    auto digests = std::make_unique<quire::Digest[]>(static_cast<size_t>(total));
+    quire::Digest* out = digests.get();
+    for (size_t i = 0; i < num_chains; ++i) {
+        const int32_t* start =
+            tokens.data() + rows(i) * num_columns + static_cast<int64_t>(firsts(i)) * block_size;
+        quire::hash_chain(start, counts(i), block_size, {seeds(i, 0), seeds(i, 1)}, key_start,
+                          out);
+        out += counts(i);
+    }
+    quire::Digest* owned = digests.release();
+    nb::capsule owner(owned, [](void* p) noexcept { delete[] static_cast<quire::Digest*>(p); });
+    return Digests(reinterpret_cast<uint64_t*>(owned), {static_cast<size_t>(total), 2}, owner);
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& module) {
+    module.def("siphash128", &siphash128, nb::arg("message"), nb::arg("key"),
+               "SipHash-2-4 with 128-bit output: (low, high).");
+    module.def("hash_chains", &hash_chains, nb::arg("tokens"), nb::arg("rows"),
+               nb::arg("firsts"), nb::arg("counts"), nb::arg("seeds"), nb::arg("block_size"),
+               nb::arg("key"),
+               "Chained digests of token blocks, uint64 [sum(counts), 2]; see\n"
+               "quire.cache.digest.HashChains.");
+}

@@ -1,0 +1,119 @@
+"""Digests of chains of full blocks, and the plain twin of the native call that makes them.
+
+The digest of a block is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012, and
+the authors' reference code for the wide output) over the digest of the block before it followed
+by the block's token ids as little-endian int32. The digest before the first block is that of
+the cache salt. The key is secret and drawn a process, so that nobody can craft colliding
+prompts; the fixed key is for tests.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Uint64s = NDArray[np.uint64]
+
+DIGEST_BYTES = 16
+FIXED_KEY = bytes(range(16))
+
+_MASK = (1 << 64) - 1
+
+
+class HashChains(Protocol):
+    """The call that digests many chains at once; `hash_chains` below and quire._native have it.
+
+    tokens int32 [slots, positions] C-contiguous; for entry r the chain starts with seeds[r]
+    (uint64 [R, 2]) and takes counts[r] blocks of tokens[rows[r]] from block firsts[r] on.
+    Returns uint64 [sum(counts), 2], entry after entry.
+    """
+
+    def __call__(
+        self,
+        tokens: Int32s,
+        rows: Int32s,
+        firsts: Int32s,
+        counts: Int32s,
+        seeds: Uint64s,
+        block_size: int,
+        key: bytes,
+    ) -> Uint64s: ...
+
+
+def siphash128(message: bytes, key: bytes) -> tuple[int, int]:
+    """SipHash-2-4 with 128-bit output: the two halves as integers, low half first."""
+    k0, k1 = struct.unpack("<QQ", key)
+    state = [
+        k0 ^ 0x736F6D6570736575,
+        k1 ^ 0x646F72616E646F6D ^ 0xEE,
+        k0 ^ 0x6C7967656E657261,
+        k1 ^ 0x7465646279746573,
+    ]
+    whole = len(message) // 8 * 8
+    tail = int.from_bytes(message[whole:], "little") | (len(message) & 0xFF) << 56
+    for word in (*struct.unpack(f"<{whole // 8}Q", message[:whole]), tail):
+        state[3] ^= word
+        _rounds(state, 2)
+        state[0] ^= word
+    state[2] ^= 0xEE
+    _rounds(state, 4)
+    low = state[0] ^ state[1] ^ state[2] ^ state[3]
+    state[1] ^= 0xDD
+    _rounds(state, 4)
+    return low, state[0] ^ state[1] ^ state[2] ^ state[3]
+
+
+def hash_chains(
+    tokens: Int32s,
+    rows: Int32s,
+    firsts: Int32s,
+    counts: Int32s,
+    seeds: Uint64s,
+    block_size: int,
+    key: bytes,
+) -> Uint64s:
+    """The plain twin; see HashChains."""
+    digests: list[tuple[int, int]] = []
+    for row, first, count, seed in zip(rows, firsts, counts, seeds, strict=True):
+        chain = (int(seed[0]), int(seed[1]))
+        for block in range(int(first), int(first) + int(count)):
+            part = tokens[row, block * block_size : (block + 1) * block_size]
+            message = struct.pack("<QQ", *chain) + part.astype("<i4").tobytes()
+            chain = siphash128(message, key)
+            digests.append(chain)
+    return np.array(digests, np.uint64).reshape(-1, 2)
+
+
+def seed_of(salt: str, key: bytes) -> Uint64s:
+    """The digest before the first block, uint64 [2]: chains of different salts never meet."""
+    return np.array(siphash128(salt.encode("utf-8", "surrogatepass"), key), np.uint64)
+
+
+def keys_of(digests: Uint64s) -> list[bytes]:
+    """The digests [N, 2] as dictionary keys."""
+    raw = np.ascontiguousarray(digests).tobytes()
+    return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
+
+
+def _rounds(state: list[int], count: int) -> None:
+    v0, v1, v2, v3 = state
+    for _ in range(count):
+        v0 = (v0 + v1) & _MASK
+        v1 = _rotate(v1, 13) ^ v0
+        v0 = _rotate(v0, 32)
+        v2 = (v2 + v3) & _MASK
+        v3 = _rotate(v3, 16) ^ v2
+        v0 = (v0 + v3) & _MASK
+        v3 = _rotate(v3, 21) ^ v0
+        v2 = (v2 + v1) & _MASK
+        v1 = _rotate(v1, 17) ^ v2
+        v2 = _rotate(v2, 32)
+    state[:] = v0, v1, v2, v3
+
+
+def _rotate(word: int, bits: int) -> int:
+    return (word << bits | word >> (64 - bits)) & _MASK

@@ -1,0 +1,78 @@
+"""PrefixIndex: from the digest of a chain of full blocks to the block that holds its last one.
+
+Knows digests (16 bytes each, made by quire.cache.digest) and block numbers; knows neither
+tokens nor who uses a block, and evicts nothing by itself: the pool hands out the oldest free
+block and the manager makes the index forget it. Always holds: one block a digest, one digest
+a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+
+
+class PrefixIndex:
+    """An index over `num_blocks` blocks, empty at first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: list[bytes | None] = [None] * num_blocks
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def longest_match(self, keys: Sequence[bytes]) -> Int32s:
+        """Blocks of the longest run of known keys from the first on."""
+        found: list[int] = []
+        block_of = self._block_of
+        for key in keys:
+            block = block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, np.int32)
+
+    def insert(self, keys: Sequence[bytes], blocks: Int32s) -> Int32s:
+        """Make blocks[i] findable under keys[i]; returns the blocks that are new here.
+
+        Where a key is known already its first block stays, and blocks[i] is left out.
+        """
+        block_of, key_of = self._block_of, self._key_of
+        new: list[int] = []
+        for key, block in zip(keys, blocks.tolist(), strict=True):
+            if key in block_of or key_of[block] is not None:
+                continue
+            block_of[key] = block
+            key_of[block] = key
+            new.append(block)
+        return np.array(new, np.int32)
+
+    def forget(self, blocks: Int32s) -> None:
+        """Drop `blocks`, all of them known here."""
+        for block in blocks.tolist():
+            key = self._key_of[block]
+            if key is None:
+                raise RuntimeError(f"block {block} was evicted but the prefix index has no key")
+            del self._block_of[key]
+            self._key_of[block] = None
+
+    def key_of(self, block: int) -> bytes | None:
+        """The digest under which `block` is found, None if it is not."""
+        return self._key_of[block]
+
+    def problems(self) -> list[str]:
+        """Contradictions between the two directions, in words; empty when the books agree."""
+        found = [
+            f"prefix index: key of block {block} leads to block {self._block_of.get(key)}"
+            for block, key in enumerate(self._key_of)
+            if key is not None and self._block_of.get(key) != block
+        ]
+        known = sum(key is not None for key in self._key_of)
+        if known != len(self._block_of):
+            found.append(f"prefix index: {len(self._block_of)} keys but {known} blocks with one")
+        return found

@@ -1,0 +1,67 @@
+"""BlockTable: which pool blocks hold a slot's tokens, in order of position.
+
+Column c of a slot's row is the block of positions c * block_size .. (c + 1) * block_size - 1.
+Knows no tokens and no reference counts. Always holds: the first `counts[slot]` columns are
+blocks, the others -1; `capacities[slot]` is counts[slot] * block_size tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+
+
+class BlockTable:
+    """`blocks` int32 [num_slots, num_columns], `counts` and `capacities` int32 [num_slots]."""
+
+    def __init__(self, num_slots: int, num_columns: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: Int32s = np.full((num_slots, num_columns), -1, np.int32)
+        self.counts: Int32s = np.zeros(num_slots, np.int32)
+        self.capacities: Int32s = np.zeros(num_slots, np.int32)
+
+    def row(self, slot: int) -> Int32s:
+        """The blocks of `slot` (a view)."""
+        return self.blocks[slot, : self.counts[slot]]
+
+    def append(self, slot: int, blocks: Int32s) -> Int32s:
+        """Put `blocks` behind those of `slot`; returns their columns."""
+        first = int(self.counts[slot])
+        last = first + len(blocks)
+        self.blocks[slot, first:last] = blocks
+        self.counts[slot] = last
+        self.capacities[slot] = last * self.block_size
+        return np.arange(first, last, dtype=np.int32)
+
+    def append_many(self, slots: Int32s, added: Int32s, blocks: Int32s) -> tuple[Int32s, Int32s]:
+        """Give slots[i] (distinct) its next added[i] >= 1 of `blocks`, in order.
+
+        Returns (slots, columns), each as long as `blocks`.
+        """
+        first = self.counts[slots]
+        if len(blocks) == len(slots):
+            rows, columns = slots, first
+        else:
+            rows = np.repeat(slots, added)
+            before = np.cumsum(added, dtype=np.int32) - added
+            columns = np.repeat(first - before, added) + np.arange(len(blocks), dtype=np.int32)
+        self.blocks[rows, columns] = blocks
+        counts = first + added
+        self.counts[slots] = counts
+        self.capacities[slots] = counts * np.int32(self.block_size)
+        return rows, columns
+
+    def take(self, slots: Int32s) -> Int32s:
+        """Empty `slots` (distinct) and return their blocks, last column first within a slot."""
+        counts = self.counts[slots]
+        width = int(counts.max(initial=0))
+        columns = np.arange(width - 1, -1, -1)
+        held = columns < counts[:, None]
+        rows = self.blocks[slots[:, None], columns]
+        blocks: Int32s = rows[held]
+        self.blocks[slots, :width] = -1
+        self.counts[slots] = 0
+        self.capacities[slots] = 0
+        return blocks
