@@ -1,0 +1,178 @@
+"""Flags and keyword arguments, made from the fields of the config groups, and back.
+
+The field's name with dashes is the flag (`max_num_seqs` -> `--max-num-seqs`) unless its metadata
+names another. Booleans get `--x` and `--no-x`, byte counts take 512MiB or 2GiB, tuples may be
+given repeatedly. Knows argparse and dataclasses; knows no single setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from quire.base.errors import SettingError
+from quire.config.groups import EngineConfig
+
+Group = TypeVar("Group")
+
+_SUFFIXES = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _SUFFIXES[f"{_letter}ib"] = 1024**_power
+    _SUFFIXES[_letter] = 1024**_power
+    _SUFFIXES[f"{_letter}b"] = 1000**_power
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "512MiB", "2GiB", "1.5GB" (powers of 1000), "2g" (powers of 1024) or "4096"."""
+    stripped = text.strip().lower()
+    number = stripped.rstrip("bikmgt ")
+    factor = _SUFFIXES.get(stripped[len(number) :].strip())
+    try:
+        value = float(number) * factor if factor is not None else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 2**63:
+        raise SettingError(f"{text!r} is not a size in bytes; write it as in 512MiB, 2GiB or 4096")
+    return int(value)
+
+
+def flag_of(setting: Field[Any]) -> str:
+    """The flag of a field, with its dashes."""
+    return "--" + str(setting.metadata.get("flag", setting.name.replace("_", "-")))
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, *groups: type[Any], skip: frozenset[str] = frozenset()
+) -> None:
+    """Add a flag for each field of `groups` but those named in `skip`; `built` reads them back."""
+    for group in groups:
+        hints = get_type_hints(group)
+        section = parser.add_argument_group(str(group.__doc__).splitlines()[0].rstrip("."))
+        for setting in fields(group):
+            if setting.name not in skip:
+                _add_flag(section, setting, hints[setting.name])
+
+
+def built(group: type[Group], arguments: argparse.Namespace) -> Group:
+    """The group, from what argparse parsed. Raises SettingError where a value is not allowed."""
+    given = vars(arguments)
+    names = [setting.name for setting in fields(group)]  # type: ignore[arg-type]
+    return group(**{name: given[name] for name in names if name in given})
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword arguments by field or flag name, as `LLM(**settings)` takes.
+
+    Strings are read as their flags would read them ("2GiB"). Raises SettingError for a name that
+    is not known, and says which is near.
+    """
+    left = dict(settings)
+    parts = {}
+    known: list[str] = []
+    for part in fields(EngineConfig):
+        group = get_type_hints(EngineConfig)[part.name]
+        hints = get_type_hints(group)
+        values = {}
+        for setting in fields(group):
+            known.append(setting.name)
+            for name in dict.fromkeys((setting.name, flag_of(setting)[2:].replace("-", "_"))):
+                if name in left:
+                    values[setting.name] = _checked(setting, hints[setting.name], left.pop(name))
+        parts[part.name] = group(**values)
+    if left:
+        name = next(iter(left))
+        near = get_close_matches(name, known, 1)
+        raise SettingError(
+            f"{name!r} is not a setting of the engine; "
+            + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}")
+        )
+    return EngineConfig(**parts)
+
+
+def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:
+    flag, text = flag_of(setting), str(setting.metadata.get("help", ""))
+    default = setting.default if setting.default is not MISSING else None
+    shown = default is not None and default != () and default != "" and default is not False
+    shared = {
+        "dest": setting.name,
+        "default": argparse.SUPPRESS,
+        "help": (text + (f" (default: {_default_text(setting)})" if shown else "")).replace(
+            "%", "%%"
+        ),
+    }
+    kind = _kind(hint)
+    if kind is bool:
+        section.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+    elif get_origin(kind) is Literal:
+        section.add_argument(flag, choices=get_args(kind), **shared)
+    elif get_origin(kind) is tuple:
+        action = _AppendToTuple
+        section.add_argument(flag, action=action, metavar=_metavar(setting), **shared)
+    else:
+        section.add_argument(flag, type=_reader(setting, kind), metavar=_metavar(setting), **shared)
+
+
+class _AppendToTuple(argparse.Action):
+    """Collects repeated values of one flag in a tuple."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+
+
+def _reader(setting: Field[Any], kind: Any) -> Any:
+    if not setting.name.endswith("_bytes"):
+        return kind
+
+    def size(text: str) -> int:
+        try:
+            return parse_bytes(text)
+        except SettingError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return size
+
+
+def _metavar(setting: Field[Any]) -> str:
+    if setting.name.endswith("_bytes"):
+        return "SIZE"
+    return setting.name.rsplit("_", 1)[-1].upper()
+
+
+def _default_text(setting: Field[Any]) -> str:
+    value = setting.default
+    if not setting.name.endswith("_bytes"):
+        return str(value)
+    for suffix, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value % factor == 0:
+            return f"{value // factor}{suffix}"
+    return str(value)
+
+
+def _kind(hint: Any) -> Any:
+    """The annotation without `| None`."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(part for part in get_args(hint) if part is not type(None))
+    return hint
+
+
+def _checked(setting: Field[Any], hint: Any, value: Any) -> Any:
+    """`value` if it fits the annotation; sizes may be text, tuples may be lists or one string."""
+    kind = _kind(hint)
+    if value is None and kind is not hint:
+        return None
+    if setting.name.endswith("_bytes") and isinstance(value, str):
+        return parse_bytes(value)
+    if kind is str and hasattr(value, "__fspath__"):
+        return str(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = (str,) if get_origin(kind) is Literal else (kind,)
+    fits = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
+    if not fits:
+        name = "text" if wanted == (str,) else kind.__name__
+        raise SettingError(f"{setting.name} is {value!r}; {name} is expected")
+    return value

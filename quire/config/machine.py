@@ -1,0 +1,115 @@
+"""What this machine lets the process use: memory and CPUs, control groups included.
+
+Reads /proc and /sys/fs/cgroup (versions 1 and 2, the process's own group and all above it); where
+they do not exist, as outside Linux, falls back to what the system tells. Reads only. `root` lets
+tests show another machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMemory:
+    """Bytes this process may still take, and which limit said so."""
+
+    available_bytes: int
+    limit: str  # "free memory" or "control group"
+
+
+def machine_memory(root: Path = Path("/")) -> MachineMemory:
+    """The least of free memory and what is left in each control group above this process."""
+    least = MachineMemory(available_bytes=_free_memory_bytes(root), limit="free memory")
+    for folder in _group_folders(root, "memory"):
+        left_bytes = _left_in_group_bytes(folder)
+        if left_bytes is not None and left_bytes < least.available_bytes:
+            least = MachineMemory(available_bytes=left_bytes, limit="control group")
+    return least
+
+
+def num_usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs this process may run on, cut to the control group's quota (rounded up); at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    for folder in _group_folders(root, "cpu"):
+        quota = _quota_cpus(folder)
+        if quota is not None:
+            count = min(count, math.ceil(quota))
+    return max(count, 1)
+
+
+def _free_memory_bytes(root: Path) -> int:
+    for line in _lines(root / "proc" / "meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_folders(root: Path, controller: str) -> list[Path]:
+    """Folders of this process's groups that may limit `controller`, innermost first.
+
+    Inside a container the path in /proc may not exist under /sys; the mount's top is the
+    container's own group then, so the top is always looked at too.
+    """
+    mount = root / "sys" / "fs" / "cgroup"
+    folders: list[Path] = []
+    for line in _lines(root / "proc" / "self" / "cgroup"):
+        _, names, path = line.split(":", 2)
+        if names == "":
+            top = mount
+        elif controller in names.split(","):
+            top = next((mount / n for n in (controller, names) if (mount / n).is_dir()), mount)
+        else:
+            continue
+        here = top / path.lstrip("/")
+        while here != top and top in here.parents:
+            folders.append(here)
+            here = here.parent
+        folders.append(top)
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def _left_in_group_bytes(folder: Path) -> int | None:
+    """Limit less usage; page cache that can be dropped does not count as used."""
+    for limit_name, usage_name, droppable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is None or limit >= _UNLIMITED_BYTES:
+            continue
+        stat = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
+        used = max((usage or 0) - int(stat.get(droppable, 0)), 0)
+        return max(limit - used, 0)
+    return None
+
+
+def _quota_cpus(folder: Path) -> float | None:
+    for line in _lines(folder / "cpu.max"):
+        quota, period = line.split()[:2]
+        return None if quota == "max" else int(quota) / int(period)
+    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    if quota_us is None or not period_us or quota_us <= 0:
+        return None
+    return quota_us / period_us
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].lstrip("-").isdigit() else None

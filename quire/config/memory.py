@@ -1,0 +1,149 @@
+"""How much memory the KV cache gets: a sum that is shown, or an error that says what to lower.
+
+Pure arithmetic on numbers that others measured. Always holds: the blocks a plan names fit in the
+memory it was given, and one request of max_model_len tokens fits in the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.base.errors import CapacityError
+from quire.config.machine import MachineMemory
+
+# Kept free for the interpreter, tokenizer, HTTP and the rest of the machine.
+RESERVE_BYTES = 256 * 1024 * 1024
+# Share of what is left that the KV cache takes when nobody says otherwise.
+DEFAULT_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeds:
+    """What is known before anything is allocated.
+
+    weights_bytes: as packed by the executor. step_bytes: buffers of the largest step.
+    token_bytes: KV of one token over all layers.
+    """
+
+    weights_bytes: int
+    step_bytes: int
+    token_bytes: int
+    block_size: int
+    max_num_seqs: int
+    model_max_len: int
+    max_model_len: int | None
+    kv_cache_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """One line of the sum."""
+
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """num_blocks of KV, max_model_len tokens a request, and the sum that led there."""
+
+    num_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    lines: tuple[MemoryLine, ...]
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """The sum as aligned lines."""
+        width = max(len(line.what) for line in self.lines)
+        rows = [f"{line.what:<{width}}  {mib(line.num_bytes):>12}" for line in self.lines]
+        return "\n".join([*rows, *self.notes])
+
+
+def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
+    """Blocks and context length for this model on this machine.
+
+    Without max_model_len the model's is taken, lowered (with a note) to what the cache can hold.
+    Raises CapacityError where the weights, the KV memory asked for, or one request of the length
+    asked for do not fit: with what is needed, what there is, and what to lower.
+    """
+    fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
+    left_bytes = memory.available_bytes - fixed_bytes
+    block_bytes = needs.block_size * needs.token_bytes
+    if left_bytes < block_bytes:
+        raise CapacityError(
+            f"the model does not fit: {mib(fixed_bytes + block_bytes)} are needed "
+            f"({mib(needs.weights_bytes)} weights, {mib(needs.step_bytes)} step buffers, "
+            f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
+            f"{mib(memory.available_bytes)} are available ({memory.limit}); free memory, take a "
+            "smaller model, or lower --max-num-batched-tokens"
+        )
+    useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
+    if needs.kv_cache_memory_bytes is None:
+        num_blocks = min(int(left_bytes * DEFAULT_SHARE) // block_bytes, useful_blocks)
+        num_blocks = max(num_blocks, 1)
+    else:
+        num_blocks = needs.kv_cache_memory_bytes // block_bytes
+        if needs.kv_cache_memory_bytes > left_bytes:
+            raise CapacityError(
+                f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}, but of "
+                f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
+                f"are left beside weights, step buffers and reserve ({mib(fixed_bytes)}); lower "
+                "--kv-cache-memory"
+            )
+        if num_blocks < 1:
+            raise CapacityError(
+                f"--kv-cache-memory is {needs.kv_cache_memory_bytes} bytes, less than one block of "
+                f"{needs.block_size} tokens, which takes {block_bytes}; raise it or lower "
+                "--block-size"
+            )
+    max_model_len, notes = _context(needs, num_blocks)
+    lines = (
+        MemoryLine(what=f"available ({memory.limit})", num_bytes=memory.available_bytes),
+        MemoryLine(what="weights", num_bytes=-needs.weights_bytes),
+        MemoryLine(what="step buffers", num_bytes=-needs.step_bytes),
+        MemoryLine(what="reserve", num_bytes=-RESERVE_BYTES),
+        MemoryLine(
+            what=f"KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
+            num_bytes=-num_blocks * block_bytes,
+        ),
+        MemoryLine(what="left free", num_bytes=left_bytes - num_blocks * block_bytes),
+    )
+    return MemoryPlan(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        kv_bytes=num_blocks * block_bytes,
+        lines=lines,
+        notes=notes,
+    )
+
+
+def mib(num_bytes: int) -> str:
+    """Bytes as text: KiB below one MiB, else MiB with one decimal."""
+    if abs(num_bytes) < 2**20:
+        return f"{num_bytes / 2**10:.1f} KiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _context(needs: MemoryNeeds, num_blocks: int) -> tuple[int, tuple[str, ...]]:
+    holds_tokens = num_blocks * needs.block_size
+    if needs.max_model_len is None:
+        if holds_tokens >= needs.model_max_len:
+            return needs.model_max_len, ()
+        return holds_tokens, (
+            f"max-model-len is lowered from the model's {needs.model_max_len} to {holds_tokens}: "
+            "more does not fit in the KV cache",
+        )
+    if holds_tokens < needs.max_model_len:
+        needed_bytes = _blocks(needs.max_model_len, needs) * needs.block_size * needs.token_bytes
+        raise CapacityError(
+            f"one request of --max-model-len {needs.max_model_len} tokens needs {mib(needed_bytes)} "
+            f"of KV cache; there are {num_blocks} blocks for {holds_tokens} tokens "
+            f"({mib(holds_tokens * needs.token_bytes)}); lower --max-model-len to {holds_tokens}, "
+            "raise --kv-cache-memory, or free memory"
+        )
+    return needs.max_model_len, ()
+
+
+def _blocks(num_tokens: int, needs: MemoryNeeds) -> int:
+    return -(-num_tokens // needs.block_size)
