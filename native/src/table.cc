@@ -1,9 +1,25 @@
+// The kernel table of one instruction set (compiled once for each).
+
 #include "quire/kernels.h"
-#define QUIRE_STRING2(x) #x
-#define QUIRE_STRING(x) QUIRE_STRING2(x)
+
+#define QUIRE_QUOTE(text) #text
+#define QUIRE_QUOTE_VALUE(macro) QUIRE_QUOTE(macro)
+
 namespace quire::QUIRE_ISA_NS {
+
+// Kernels that are still being written are absent, not link errors.
+__attribute__((weak)) void store_kv(const StoreKvArgs& args);
+__attribute__((weak)) void attention(const AttentionArgs& args);
+__attribute__((weak)) void choose(const ChooseArgs& args);
+
 const KernelTable& kernel_table() {
-    static constexpr KernelTable table{QUIRE_STRING(QUIRE_ISA_NS)};
+    static const KernelTable table{
+        QUIRE_QUOTE_VALUE(QUIRE_ISA_NS),
+#define QUIRE_KERNEL_ADDRESS(name, Args) &name,
+        QUIRE_KERNELS(QUIRE_KERNEL_ADDRESS)
+#undef QUIRE_KERNEL_ADDRESS
+    };
     return table;
 }
-}
+
+}  // namespace quire::QUIRE_ISA_NS

@@ -1,6 +1,200 @@
+// What every instruction set's kernels take, and the table through which they are called.
+// Plain pointers and sizes only. Strides are in elements unless named `_bytes`. A kernel reads
+// nothing past the last element of a row it is given (rows lie in larger buffers whose other
+// columns may hold NaN) and writes only its output columns.
+//
+// The Row Rule: row i of a result depends on row i of the inputs only, bit for bit, whatever the
+// number of rows or threads.
 #pragma once
+
+#include "quire/pool.h"
+#include "quire/types.h"
+
 namespace quire {
+
+// `rows` rows of `width` elements; row r starts at data + r * stride elements.
+struct Rows {
+    void* data;
+    int64_t stride;
+    Type type;
+    int64_t width;
+
+    void* at(int64_t row) const {
+        return static_cast<char*>(data) + row * stride * type_bytes(type);
+    }
+};
+
+// A [n, k] weight packed in panels of 32 outputs, padded with zeros:
+//   f32   [ceil(n/32)][k][32]
+//   bf16  [ceil(n/32)][ceil(k/2)][32][2]
+struct PackedMatrix {
+    const void* data;
+    int64_t n, k;
+    Type type;
+};
+constexpr int64_t kPanel = 32;
+
+static inline int64_t panel_bytes(int64_t k, Type type) {
+    return type == Type::f32 ? k * kPanel * 4 : (k + 1) / 2 * kPanel * 4;
+}
+
+static inline int64_t packed_bytes(int64_t n, int64_t k, Type type) {
+    return (n + kPanel - 1) / kPanel * panel_bytes(k, type);
+}
+
+// y[r, :] = matrix row token_ids[r], widened or rounded to y's type.
+struct EmbedArgs {
+    const int32_t* token_ids;
+    int64_t rows;
+    bool packed;  // weight is in panels; else [n, k] row after row
+    PackedMatrix weight;
+    Rows y;
+    Pool* pool;
+};
+
+// y = x @ W.T (+ bias). x has the weight's type.
+struct LinearArgs {
+    Rows x, y;
+    int64_t rows;
+    PackedMatrix weight;
+    const float* bias;  // [n] or null
+    Pool* pool;
+};
+
+// With delta: x += delta first (in place, rounded to x's type). y may be x itself.
+struct NormArgs {
+    Rows x, delta, y;  // delta.data null: none
+    int64_t rows;
+    bool layer;  // layer norm; else rms
+    float eps;
+    const float* weight;  // [group or width]
+    const float* bias;    // same, or null
+    int64_t group;        // 0: the whole row; else each run of `group` columns by itself
+    Pool* pool;
+};
+
+// Rotates the first 2 * half columns of each head in place: i with i + half.
+struct RopeArgs {
+    Rows x;
+    int64_t rows;
+    int64_t heads, head_dim, half;
+    const int32_t* positions;  // [rows]
+    const float* cos;          // [positions, half]
+    const float* sin;          // [positions, half]
+    Pool* pool;
+};
+
+enum class Activation : int32_t { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+
+// y = f(gate) * up; up.data null: y = f(gate).
+struct ActivationArgs {
+    Rows gate, up, y;
+    int64_t rows;
+    Activation form;
+    Pool* pool;
+};
+
+struct AddArgs {  // x += y
+    Rows x, y;
+    int64_t rows;
+    Pool* pool;
+};
+
+struct ScaleArgs {  // x *= factor
+    Rows x;
+    int64_t rows;
+    float factor;
+    Pool* pool;
+};
+
+struct GatherRowsArgs {  // y[r] = x[index[r]]; same type
+    Rows x, y;
+    int64_t rows;  // of y
+    const int32_t* index;
+    Pool* pool;
+};
+
+// Geometry of a paged cache. One layer is [block][kv_head]{ K part | V part }, its base 64-byte
+// aligned; the inside of a part belongs to store_kv.cc and attention.cc:
+//   bf16  K [ceil(head_dim/2)][block_size][2]   V [block_size/2][head_dim][2]
+//   f32   K [head_dim][block_size]              V [block_size][head_dim]
+struct CacheShape {
+    Type type;
+    int32_t kv_heads, head_dim;
+    int32_t block_size;  // 16 to 128, a multiple of 16
+};
+
+// Bytes of the K part, and of the V part, of one block and head: a multiple of 64.
+static inline int64_t kv_part_bytes(const CacheShape& shape) {
+    const int64_t dim = shape.type == Type::f32 ? shape.head_dim : round_up(shape.head_dim, 2);
+    return round_up(dim * shape.block_size * type_bytes(shape.type), 64);
+}
+
+// Bytes of one block of one layer.
+static inline int64_t kv_block_bytes(const CacheShape& shape) {
+    return 2 * kv_part_bytes(shape) * shape.kv_heads;
+}
+
+// Writes keys and values of each token at kv_slots (block * block_size + position % block_size);
+// a slot of -1 stores nothing. k and v have the cache's type, width kv_heads * head_dim.
+struct StoreKvArgs {
+    Rows k, v;
+    int64_t num_tokens;
+    const int32_t* kv_slots;  // [num_tokens]
+    void* cache;              // base of this layer
+    CacheShape shape;
+    Pool* pool;
+};
+
+// Causal attention of each token over positions 0..p of its sequence, from the cache only.
+// q has the cache's type, width heads * head_dim; y likewise (y may be f32 or the cache's type).
+struct AttentionArgs {
+    Rows q, y;
+    int64_t num_tokens;
+    int64_t num_sequences;
+    const int32_t* seq_starts;    // [num_sequences + 1] rows of q
+    const int32_t* positions;     // [num_tokens]
+    const int32_t* block_tables;  // [num_sequences, table_columns]
+    int64_t table_columns;
+    const void* cache;  // base of this layer
+    CacheShape shape;
+    int64_t heads;
+    float scale;
+    int64_t window;  // 0: none; else positions p - window + 1 .. p
+    float soft_cap;  // 0: none
+    Pool* pool;
+};
+
+struct ChooseArgs;  // token choice: quire/sampling.h
+
+#define QUIRE_KERNELS(KERNEL)               \
+    KERNEL(embed, EmbedArgs)                \
+    KERNEL(linear, LinearArgs)              \
+    KERNEL(norm, NormArgs)                  \
+    KERNEL(rope, RopeArgs)                  \
+    KERNEL(activation, ActivationArgs)      \
+    KERNEL(add, AddArgs)                    \
+    KERNEL(scale, ScaleArgs)                \
+    KERNEL(gather_rows, GatherRowsArgs)     \
+    KERNEL(store_kv, StoreKvArgs)           \
+    KERNEL(attention, AttentionArgs)        \
+    KERNEL(choose, ChooseArgs)
+
+// One instruction set's kernels. Each is defined in its own file, inside
+// `namespace quire::QUIRE_ISA_NS`, as `void name(const Args& args)`.
 struct KernelTable {
     const char* isa;
+#define QUIRE_KERNEL_ENTRY(name, Args) void (*name)(const Args& args);
+    QUIRE_KERNELS(QUIRE_KERNEL_ENTRY)
+#undef QUIRE_KERNEL_ENTRY
 };
-}
+
+#ifdef QUIRE_ISA_NS
+namespace QUIRE_ISA_NS {
+#define QUIRE_KERNEL_DECLARATION(name, Args) void name(const Args& args);
+QUIRE_KERNELS(QUIRE_KERNEL_DECLARATION)
+#undef QUIRE_KERNEL_DECLARATION
+}  // namespace QUIRE_ISA_NS
+#endif
+
+}  // namespace quire

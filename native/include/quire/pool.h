@@ -1,0 +1,59 @@
+// The thread pool: the caller is thread 0, num_threads - 1 workers join it. Calls come from one
+// thread at a time and do not nest. A pool also carries the instruction set its kernels use.
+// Who computes an item never changes its result; kernels must not read the thread number except
+// to find their scratch. Includes no library code (see vec.h for why).
+#pragma once
+
+#include <stdint.h>
+
+namespace quire {
+
+struct KernelTable;
+
+class Pool {
+  public:
+    // Starts the workers. Throws std::runtime_error where a thread cannot be made.
+    Pool(int num_threads, const KernelTable& kernels);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int num_threads() const { return num_threads_; }
+    const KernelTable& kernels() const { return kernels_; }
+
+    // body(thread) once on each thread; returns when all are done.
+    template <class Body>
+    void run(Body&& body) {
+        run_raw([](void* context, int thread) { (*static_cast<Naked<Body>*>(context))(thread); },
+                const_cast<void*>(static_cast<const void*>(&body)));
+    }
+
+    // body(begin, end, thread) over 0..n in chunks of at most `grain`. Each thread walks one
+    // contiguous run from its front; who is done takes chunks from the far end of another's.
+    // With at most one chunk, or one thread, the caller does all of it.
+    template <class Body>
+    void deal(int64_t n, int64_t grain, Body&& body) {
+        deal_raw(n, grain,
+                 [](void* context, int64_t begin, int64_t end, int thread) {
+                     (*static_cast<Naked<Body>*>(context))(begin, end, thread);
+                 },
+                 const_cast<void*>(static_cast<const void*>(&body)));
+    }
+
+  private:
+    template <class T> struct Strip { using type = T; };
+    template <class T> struct Strip<T&> { using type = T; };
+    template <class T> using Naked = typename Strip<T>::type;
+    using RunBody = void (*)(void* context, int thread);
+    using DealBody = void (*)(void* context, int64_t begin, int64_t end, int thread);
+
+    void run_raw(RunBody body, void* context);
+    void deal_raw(int64_t n, int64_t grain, DealBody body, void* context);
+
+    struct State;
+    State* state_;
+    const KernelTable& kernels_;
+    int num_threads_;
+};
+
+}  // namespace quire
