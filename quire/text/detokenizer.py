@@ -1,0 +1,192 @@
+"""Token ids to text, a little at a time, for one stream.
+
+Text once returned never changes and never ends in half a character: what could still change is
+held until later ids, or `flush`, settle it. The pieces joined equal the whole decode for any ids
+and any cut. Each piece of text is known by the token that completed it, so that whoever cuts the
+text can say which tokens were used. Nothing is decoded twice: the state is a few bytes.
+
+One bound: where bytes stand for single tokens (SentencePiece byte fallback), a run of them is
+judged as a whole; whole characters are given out after RUN_LIMIT bytes without waiting longer.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from quire.text.pieces import Piece
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+Span = tuple[str, int]
+"""Some text, and the index in the stream of the token that completed it."""
+
+RUN_LIMIT = 32
+_STRICT_UTF8 = codecs.getincrementaldecoder("utf-8")
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """State of one stream.
+
+    skip_special_tokens: special tokens have no text. continues: the stream goes on after other
+    text, so that a leading space is part of it (at the start of a text it is not).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
+    ) -> None:
+        pieces = tokenizer.pieces
+        self._pieces = pieces
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._run: _Run = _Utf8Run() if pieces.rules.byte_level else _FallbackRun()
+        self._opens = not continues
+        strip_character, num_strip = pieces.rules.strip
+        self._strip_character = strip_character
+        self._num_strip = 0 if continues else num_strip
+        self.num_tokens = 0
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """How many leading tokens of the stream have given out all of their text."""
+        held = self._run.held_from
+        return self.num_tokens if held is None else held
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take ids, return the text they settle. Raises InvalidParameter for an unknown id."""
+        return "".join(text for text, _ in self.spans(token_ids))
+
+    def flush(self) -> str:
+        """End the stream: whatever is held comes out as it stands."""
+        return "".join(text for text, _ in self.flush_spans())
+
+    def spans(self, token_ids: Iterable[int]) -> list[Span]:
+        """As `push`, with each text's token."""
+        spans: list[Span] = []
+        skipped, piece_of, run = self._skipped, self._pieces.piece, self._run
+        index = self.num_tokens
+        for token_id in token_ids:
+            if token_id not in skipped:
+                piece: Piece
+                if self._opens:
+                    piece = self._pieces.first_piece(token_id)
+                    self._opens = False
+                else:
+                    piece = piece_of(token_id)
+                if isinstance(piece, bytes):
+                    spans += run.push(piece, index)
+                else:
+                    if run.held_from is not None or run.broken:
+                        spans += run.close()
+                    if piece:
+                        spans.append((piece, index))
+            index += 1
+            self.num_tokens = index
+        return self._without_opening(spans) if self._num_strip else spans
+
+    def flush_spans(self) -> list[Span]:
+        """As `flush`, with each text's token."""
+        spans = self._run.close()
+        return self._without_opening(spans) if self._num_strip else spans
+
+    def _without_opening(self, spans: list[Span]) -> list[Span]:
+        kept: list[Span] = []
+        for text, index in spans:
+            while self._num_strip and text:
+                if text[0] != self._strip_character:
+                    self._num_strip = 0
+                    break
+                text = text[1:]
+                self._num_strip -= 1
+            if text:
+                kept.append((text, index))
+        return kept
+
+
+class _Run(Protocol):
+    """Bytes since the last text piece. held_from: the first token whose text is not out yet."""
+
+    held_from: int | None
+    broken: bool
+
+    def push(self, piece: bytes, index: int) -> list[Span]: ...
+
+    def close(self) -> list[Span]: ...
+
+
+class _Utf8Run:
+    """Byte-level tokens: one UTF-8 stream; an ill-formed part is one U+FFFD, as Unicode advises."""
+
+    def __init__(self) -> None:
+        self.held_from: int | None = None
+        self.broken = False
+        self._decoder = _STRICT_UTF8("replace")
+        self._last = 0
+
+    def push(self, piece: bytes, index: int) -> list[Span]:
+        text = self._decoder.decode(piece)
+        num_held = len(self._decoder.getstate()[0])
+        if num_held == 0:
+            self.held_from = None
+        elif self.held_from is None or num_held <= len(piece):
+            self.held_from = index
+        self._last = index
+        return [(text, index)] if text else []
+
+    def close(self) -> list[Span]:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        self.held_from = None
+        return [(text, self._last)] if text else []
+
+
+class _FallbackRun:
+    """Byte-fallback tokens: a run is its text if all of it is valid, else one U+FFFD a byte."""
+
+    def __init__(self) -> None:
+        self.held_from: int | None = None
+        self.broken = False
+        self._decoder = _STRICT_UTF8("strict")
+        self._characters: list[Span] = []
+        self._indexes: list[int] = []  # the token of each byte of the run
+
+    def push(self, piece: bytes, index: int) -> list[Span]:
+        if self.broken:
+            return [(_BROKEN, index)]
+        if self.held_from is None:
+            self.held_from = index
+        self._indexes.append(index)
+        try:
+            text = self._decoder.decode(piece)
+        except UnicodeDecodeError:
+            spans = self._give_up()
+            self.broken = True
+            return spans
+        if not text:
+            return []
+        self._characters.append((text, index))
+        return self._settle() if len(self._indexes) >= RUN_LIMIT else []
+
+    def close(self) -> list[Span]:
+        incomplete = bool(self._decoder.getstate()[0])
+        spans = self._give_up() if incomplete else self._settle()
+        self.broken = False
+        return spans
+
+    def _settle(self) -> list[Span]:
+        spans = self._characters
+        self._start_anew()
+        return spans
+
+    def _give_up(self) -> list[Span]:
+        spans = [(_BROKEN, index) for index in self._indexes]
+        self._start_anew()
+        return spans
+
+    def _start_anew(self) -> None:
+        self._decoder.reset()
+        self._characters = []
+        self._indexes = []
+        self.held_from = None

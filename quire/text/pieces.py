@@ -1,0 +1,194 @@
+"""What each token id contributes to text, as the `decoder` part of a tokenizer.json says.
+
+A decoder there is a chain of steps. This file compiles the chains that language models use into
+one piece an id (text, or bytes where a token may hold part of a character) and a few facts about
+joining pieces; every other chain is refused by name. It does not join pieces (detokenizer.py
+does) and keeps no state but a cache. Pieces joined as these facts say equal what the
+`tokenizers` library decodes; tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import InvalidParameter, TokenizerError
+
+Piece = str | bytes
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SUPPORTED = (
+    "ByteLevel, or a sequence of Replace, Metaspace or Strip, then at most one ByteFallback, one "
+    "Fuse, and one Strip at the start"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRules:
+    """How pieces become text.
+
+    byte_level: bytes decode as one UTF-8 stream. Otherwise each run of byte pieces is judged as
+    a whole: valid UTF-8 is its text, anything else is one U+FFFD a byte.
+    strip: a character, and how many of it are dropped from the start of the whole text.
+    """
+
+    byte_level: bool = False
+    strip: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """A compiled decoder: `first` and `later` map a token's string to its piece."""
+
+    rules: JoinRules
+    first: Callable[[str], Piece]
+    later: Callable[[str], Piece]
+
+
+class PieceTable:
+    """Pieces by id. `num_ids` is one more than the largest id; ids without a token are empty.
+
+    Raises TokenizerError at construction for a decoder this file does not know.
+    """
+
+    def __init__(
+        self, token_of_id: Callable[[int], str | None], *, num_ids: int, decoder_json: bytes | None
+    ) -> None:
+        chain = _compile(decoder_json)
+        self.rules = chain.rules
+        self.num_ids = num_ids
+        self._token_of_id = token_of_id
+        self._chain = chain
+        self._later: dict[int, Piece] = {}
+
+    def piece(self, token_id: int) -> Piece:
+        """The piece of a token that is not the first. Raises InvalidParameter out of range."""
+        piece = self._later.get(token_id)
+        if piece is None:
+            piece = self._later[int(token_id)] = self._chain.later(self._token(token_id))
+        return piece
+
+    def first_piece(self, token_id: int) -> Piece:
+        """The piece of a token that opens the text."""
+        return self._chain.first(self._token(token_id))
+
+    def _token(self, token_id: int) -> str:
+        if not 0 <= token_id < self.num_ids:
+            raise InvalidParameter(
+                f"token id {token_id} is out of range; ids from 0 to {self.num_ids - 1} exist",
+                param="token_ids",
+            )
+        return self._token_of_id(int(token_id)) or ""
+
+
+def _compile(decoder_json: bytes | None) -> _Chain:
+    if decoder_json is None:  # the library joins bare tokens with spaces
+        return _Chain(rules=JoinRules(), first=lambda token: token, later=lambda token: " " + token)
+    decoder = json.loads(decoder_json)
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        to_bytes = _byte_level_piece(_byte_of_character())
+        return _Chain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
+    return _compile_text_chain(steps)
+
+
+def _compile_text_chain(steps: list[dict[str, Any]]) -> _Chain:
+    rewrites: list[tuple[Callable[[str], str], Callable[[str], str]]] = []
+    strip = ("", 0)
+    byte_fallback = fused = False
+    for step in steps:
+        match step["type"]:
+            case "Replace" if not (byte_fallback or fused):
+                rewrites.append(_same_everywhere(_replace(step)))
+            case "Metaspace" if not (byte_fallback or fused):
+                rewrites.append(_metaspace(step))
+            case "Strip" if not (byte_fallback or fused):
+                rewrites.append(_same_everywhere(_strip(step)))
+            case "ByteFallback" if not (byte_fallback or fused):
+                byte_fallback = True
+            case "Fuse" if not fused:
+                fused = True
+            case "Strip" if fused and strip[1] == 0 and step["stop"] == 0:
+                strip = (step["content"], step["start"])
+            case kind:
+                raise TokenizerError(
+                    f"tokenizer.json: its decoder has a step {kind} that cannot be streamed where "
+                    f"it stands; supported: {_SUPPORTED}. Re-export the tokenizer with such a "
+                    "decoder"
+                )
+
+    def piece(token: str, place: int) -> Piece:
+        if byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        for rewrite in rewrites:
+            token = rewrite[place](token)
+        return token
+
+    return _Chain(
+        rules=JoinRules(strip=strip),
+        first=lambda token: piece(token, 0),
+        later=lambda token: piece(token, 1),
+    )
+
+
+def _same_everywhere(
+    rewrite: Callable[[str], str],
+) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    return rewrite, rewrite
+
+
+def _replace(step: dict[str, Any]) -> Callable[[str], str]:
+    pattern, content = step["pattern"], step["content"]
+    if "String" not in pattern:
+        raise TokenizerError(
+            "tokenizer.json: its decoder has a Replace with a regular expression; only a plain "
+            "String pattern is supported"
+        )
+    return lambda token: token.replace(pattern["String"], content)
+
+
+def _strip(step: dict[str, Any]) -> Callable[[str], str]:
+    content, start, stop = step["content"], step["start"], step["stop"]
+
+    def rewrite(token: str) -> str:
+        low = 0
+        while low < min(start, len(token)) and token[low] == content:
+            low += 1
+        high = len(token)
+        while high > low and len(token) - high < stop and token[high - 1] == content:
+            high -= 1
+        return token[low:high]
+
+    return rewrite
+
+
+def _metaspace(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    mark = step["replacement"]
+    at_start = " " if step.get("prepend_scheme", "always") == "never" else ""
+    return (lambda token: token.replace(mark, at_start)), (lambda token: token.replace(mark, " "))
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins: visible Latin-1 is itself, the rest moves to 256 and up."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    stand_ins = {chr(byte): byte for byte in visible}
+    stand_ins.update((chr(256 + place), byte) for place, byte in enumerate(hidden))
+    return stand_ins
+
+
+def _byte_level_piece(byte_of: dict[str, int]) -> Callable[[str], Piece]:
+    def piece(token: str) -> Piece:
+        try:
+            raw = bytes(byte_of[character] for character in token)
+        except KeyError:  # an added token with characters outside of the alphabet stands as it is
+            return token
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return raw
+
+    return piece

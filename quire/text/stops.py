@@ -1,0 +1,108 @@
+"""Stop strings: where text that arrives in pieces has to end.
+
+Text is read character by character through one automaton over all stop strings (Aho and Corasick,
+1975), so the result cannot depend on how the text was cut. The match that is complete first wins;
+of those complete at the same character the longest. Only what could still become a stop string is
+held back. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Watches one stream of text.
+
+    include: the stop string itself stays part of the text. After a match, `matched` is the stop
+    string, nothing more comes out, and `num_used_chars` says how much of the last push was used.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._automaton = _Automaton(stops)
+        self._include = include
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None
+        self.num_used_chars = 0
+
+    @property
+    def num_held_chars(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """Take text, return what is certain. Unless armed, matches that end here do not count."""
+        if self.matched is not None:
+            self.num_used_chars = 0
+            return ""
+        automaton, state = self._automaton, self._state
+        for place, character in enumerate(text):
+            state = automaton.step(state, character)
+            longest = automaton.longest[state]
+            if longest is not None and armed:
+                return self._match(longest, text[: place + 1])
+        self._state = state
+        self.num_used_chars = len(text)
+        seen = self._held + text
+        cut = len(seen) - automaton.depth[state]
+        self._held = seen[cut:]
+        return seen[:cut]
+
+    def flush(self) -> str:
+        """End the stream: what was held back comes out."""
+        text, self._held = self._held, ""
+        return text
+
+    def _match(self, stop: str, used: str) -> str:
+        seen = self._held + used
+        self._held = ""
+        self.matched = stop
+        self.num_used_chars = len(used)
+        return seen if self._include else seen[: -len(stop)]
+
+
+class _Automaton:
+    """States are prefixes of stop strings; state 0 is the empty one.
+
+    depth: length of a state's prefix. longest: the longest stop string that ends there.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.depth = [0]
+        self.longest: list[str | None] = [None]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def step(self, state: int, character: str) -> int:
+        following = self._next
+        while state and character not in following[state]:
+            state = self._fallback[state]
+        return following[state].get(character, 0)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            after = self._next[state].get(character)
+            if after is None:
+                after = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.longest.append(None)
+            state = after
+        self.longest[state] = stop
+
+    def _link(self) -> None:
+        """Each state falls back to its longest proper suffix; shorter prefixes come first."""
+        order = [0]
+        for state in order:
+            for character, after in self._next[state].items():
+                order.append(after)
+                if state:
+                    self._fallback[after] = self.step(self._fallback[state], character)
+                if self.longest[after] is None:
+                    self.longest[after] = self.longest[self._fallback[after]]
