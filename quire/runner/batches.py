@@ -1,0 +1,106 @@
+"""From a StepPlan and the slot tables to the arrays executors read: ForwardBatch, SampleBatch.
+
+Vector operations only: a step of many rows costs no Python loop, unless a row carries penalties,
+bias or banned ids. Letters: N rows of the plan, T token rows, R rows that sample.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
+from quire.program.batch import ForwardBatch
+from quire.runner.slot_tables import SlotTables
+from quire.sampling.batch import SampleBatch
+
+Int32s = NDArray[np.int32]
+
+
+def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
+    """The token rows of `plan` [T], in the order of its rows. The plan has at least one row."""
+    block_size = tables.block_size
+    num_rows = len(plan.slots)
+    seq_starts = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(plan.counts, out=seq_starts[1:])
+    row_of = np.repeat(np.arange(num_rows), plan.counts)  # [T]
+    offsets = plan.starts - seq_starts[:-1]
+    positions = np.arange(seq_starts[-1], dtype=np.int32) + offsets[row_of]
+    slots = plan.slots[row_of]
+    columns = positions // block_size
+    kv_slots = tables.blocks[slots, columns] * np.int32(block_size) + positions % block_size
+    kv_slots[positions < plan.store_from[row_of]] = -1
+    num_columns = int((plan.starts + plan.counts - 1).max()) // block_size + 1
+    return ForwardBatch(
+        token_ids=tables.tokens.tokens[slots, positions],
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=kv_slots,
+        seq_starts=seq_starts,
+        block_tables=tables.blocks[plan.slots, :num_columns],
+        sample_rows=seq_starts[1:][plan.samples] - np.int32(1),
+    )
+
+
+def sample_batch(slots: Int32s, positions: Int32s, tables: SlotTables) -> SampleBatch:
+    """Parameters of the rows in `slots` [R] whose next token gets `positions` [R]."""
+    banned = positions < tables.stops_from[slots]
+    history_starts, history = _history(slots, positions, tables)
+    bias_starts, bias_ids, bias_values = _bias(slots, tables)
+    banned_starts, banned_ids = _ragged(
+        [tables.stop_ids[slot] if ban else NO_INTS for slot, ban in zip(slots, banned, strict=True)]
+        if banned.any()
+        else None,
+        len(slots),
+    )
+    return SampleBatch(
+        temperature=tables.temperature[slots],
+        top_k=tables.top_k[slots],
+        top_p=tables.top_p[slots],
+        min_p=tables.min_p[slots],
+        repetition_penalty=tables.repetition_penalty[slots],
+        presence_penalty=tables.presence_penalty[slots],
+        frequency_penalty=tables.frequency_penalty[slots],
+        seeds=tables.seeds[slots],
+        streams=tables.streams[slots],
+        positions=positions,
+        num_prompt_tokens=tables.tokens.prompt_lengths[slots],
+        num_logprobs=tables.num_logprobs[slots],
+        history_starts=history_starts,
+        history=history,
+        bias_starts=bias_starts,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        banned_starts=banned_starts,
+        banned_ids=banned_ids,
+    )
+
+
+def _history(slots: Int32s, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
+    penalized = tables.has_penalty[slots]
+    if not penalized.any():
+        return _ragged(None, len(slots))
+    tokens = tables.tokens.tokens
+    return _ragged(
+        [
+            tokens[slot, :length] if wanted else NO_INTS
+            for slot, length, wanted in zip(slots, positions, penalized, strict=True)
+        ],
+        len(slots),
+    )
+
+
+def _bias(slots: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:
+    if not tables.has_bias[slots].any():
+        return *_ragged(None, len(slots)), NO_FLOATS
+    starts, ids = _ragged([tables.bias_ids[slot] for slot in slots], len(slots))
+    return starts, ids, np.concatenate([tables.bias_values[slot] for slot in slots])
+
+
+def _ragged(parts: list[Int32s] | None, num_rows: int) -> tuple[Int32s, Int32s]:
+    """(starts [num_rows + 1], flat values) of one array a row; None is one of no values each."""
+    starts = np.zeros(num_rows + 1, np.int32)
+    if parts is None:
+        return starts, NO_INTS
+    np.cumsum([len(part) for part in parts], out=starts[1:])
+    return starts, np.ascontiguousarray(np.concatenate(parts), np.int32)

@@ -1,0 +1,150 @@
+"""ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
+
+Order within a plan: admissions, table deltas, block copies, trunk, head in slices, token choice,
+append to the token table. Knows nothing of policy, text or time. Always holds: plans run strictly
+in the order they were submitted; a failed row never touches another; what a plan's rows read was
+put into the mirrors by this plan or an earlier one, even where computing an earlier one failed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import RowError, StepPlan, StepResult
+from quire.execute.executor import Executor
+from quire.program.batch import ForwardBatch
+from quire.runner.batches import forward_batch, sample_batch
+from quire.runner.slot_tables import SlotTables
+from quire.runner.worker_thread import Job, WorkerThread
+from quire.sampling.batch import TokenChoice
+
+Int32s = NDArray[np.int32]
+ROW_FAILED = "the row's logits hold NaN, or bias and banned tokens leave nothing to choose"
+
+
+class Handle(Protocol):
+    """A plan handed in; `outcome` waits for its result or raises what went wrong."""
+
+    def outcome(self) -> StepResult: ...
+
+
+class ModelRunner:
+    """Two-phase: `submit(plan)` then `collect(handle)`, in the same order.
+
+    With `overlap`, plans are computed by one thread of the runner's own, so that the caller can
+    make the next plan meanwhile; else submit computes. `max_samples` is the head's largest slice.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        max_samples: int = 64,
+        overlap: bool = False,
+    ) -> None:
+        self.executor = executor
+        self.tables = SlotTables(
+            num_slots=num_slots, max_model_len=max_model_len, block_size=block_size
+        )
+        self._max_samples = max_samples
+        self._thread = WorkerThread("quire-runner") if overlap else None
+
+    def submit(self, plan: StepPlan) -> Handle:
+        """Hand in the next plan. Never raises for what computing it does; `collect` does."""
+        job = Job(lambda: self._run(plan))
+        if self._thread is None:
+            job.run()
+        else:
+            self._thread.put(job)
+        return job
+
+    def collect(self, handle: Handle) -> StepResult:
+        """The result of a plan; raises what the executor raised."""
+        return handle.outcome()
+
+    def close(self) -> None:
+        """Let plans handed in finish, end the thread, close the executor."""
+        if self._thread is not None:
+            self._thread.close()
+        self.executor.close()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self.tables.apply(plan)
+        if len(plan.copy_from):
+            self.executor.copy_blocks(plan.copy_from, plan.copy_to)
+        if len(plan.slots) == 0:
+            return StepResult(step=plan.step, token_counts=np.zeros(0, np.int32), token_ids=_none())
+        batch = forward_batch(plan, self.tables)
+        self.executor.run_trunk(batch)
+        slots = plan.slots[plan.samples]  # [R]
+        positions = (plan.starts + plan.counts)[plan.samples]  # [R]
+        choice = self._choose(batch, slots, positions)
+        return self._finish(plan, choice, slots, positions)
+
+    def _choose(self, batch: ForwardBatch, slots: Int32s, positions: Int32s) -> TokenChoice:
+        """Head and token choice, at most max_samples rows at a time."""
+        parts = []
+        for first in range(0, len(slots), self._max_samples):
+            rows = slice(first, min(first + self._max_samples, len(slots)))
+            logits = self.executor.run_head(batch, first, rows.stop - first)
+            sampling = sample_batch(slots[rows], positions[rows], self.tables)
+            parts.append(self.executor.sample(logits, sampling))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _finish(
+        self, plan: StepPlan, choice: TokenChoice, slots: Int32s, positions: Int32s
+    ) -> StepResult:
+        token_counts = plan.samples.astype(np.int32)
+        good = choice.token_ids >= 0
+        errors: tuple[RowError, ...] = ()
+        if not good.all():
+            failed_rows = np.flatnonzero(plan.samples)[~good]
+            token_counts[failed_rows] = 0
+            errors = tuple(RowError(row=int(row), message=ROW_FAILED) for row in failed_rows)
+            slots, positions = slots[good], positions[good]
+            choice = TokenChoice(
+                token_ids=choice.token_ids[good],
+                logprobs=choice.logprobs[good],
+                top_ids=choice.top_ids[good],
+                top_logprobs=choice.top_logprobs[good],
+            )
+        self.tables.append(slots, positions, choice.token_ids)
+        return StepResult(
+            step=plan.step,
+            token_counts=token_counts,
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+            top_ids=choice.top_ids,
+            top_logprobs=choice.top_logprobs,
+            errors=errors,
+        )
+
+
+def _joined(parts: list[TokenChoice]) -> TokenChoice:
+    """Slices of the head put together; [R, K] with K the widest slice's. No slices: no rows."""
+    num_rows = sum(len(part.token_ids) for part in parts)
+    width = max((part.top_ids.shape[1] for part in parts), default=0)
+    top_ids = np.full((num_rows, width), -1, np.int32)
+    top_logprobs = np.full((num_rows, width), np.nan, np.float32)
+    row = 0
+    for part in parts:
+        rows, columns = part.top_ids.shape
+        top_ids[row : row + rows, :columns] = part.top_ids
+        top_logprobs[row : row + rows, :columns] = part.top_logprobs
+        row += len(part.token_ids)
+    return TokenChoice(
+        token_ids=np.concatenate([_none(), *(part.token_ids for part in parts)]),
+        logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _none() -> Int32s:
+    return np.empty(0, np.int32)

@@ -1,0 +1,81 @@
+"""SlotTables: the worker's mirror of what runs, a row a slot: tokens, block tables, parameters.
+
+Changed only by the retired slots, admissions and table deltas of plans, in order, and by the
+tokens the worker samples. Knows no scheduler and no executor. Always holds: what a plan's rows
+name is what the scheduler knew when it made the plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
+from quire.base.token_table import TokenTable
+
+Int32s = NDArray[np.int32]
+
+
+class SlotTables:
+    """Arrays by slot. `blocks` is int32 [slots, columns]; the rest is [slots]."""
+
+    def __init__(self, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.tokens = TokenTable(num_slots, max_model_len)
+        self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.repetition_penalty = np.ones(num_slots, np.float32)
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        self.frequency_penalty = np.zeros(num_slots, np.float32)
+        self.seeds = np.zeros(num_slots, np.int64)
+        self.streams = np.zeros(num_slots, np.int32)
+        self.num_logprobs = np.full(num_slots, -1, np.int32)
+        # Rows beyond the plain case: they carry history, bias or banned ids.
+        self.has_penalty = np.zeros(num_slots, np.bool_)
+        self.has_bias = np.zeros(num_slots, np.bool_)
+        # The first output position at which stop ids may be chosen; 0 where always.
+        self.stops_from = np.zeros(num_slots, np.int32)
+        self.bias_ids: list[Int32s] = [NO_INTS] * num_slots
+        self.bias_values: list[NDArray[np.float32]] = [NO_FLOATS] * num_slots
+        self.stop_ids: list[Int32s] = [NO_INTS] * num_slots
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over the plan's admissions and table deltas. Retired slots need nothing."""
+        for admission in plan.admissions:
+            self._admit(admission)
+        self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
+
+    def append(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> None:
+        """Put one sampled token a slot at its absolute position, its row's next."""
+        self.tokens.tokens[slots, positions] = token_ids
+        self.tokens.lengths[slots] = positions + 1
+
+    def _admit(self, admission: Admission) -> None:
+        slot, sampling = admission.slot, admission.sampling
+        if sampling.seed is None:
+            raise ValueError(f"request {admission.request_id} was planned without a seed")
+        self.tokens.admit(slot, admission.token_ids, admission.num_prompt_tokens)
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = max(sampling.top_k, 0)
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.repetition_penalty[slot] = sampling.repetition_penalty
+        self.presence_penalty[slot] = sampling.presence_penalty
+        self.frequency_penalty[slot] = sampling.frequency_penalty
+        self.seeds[slot] = sampling.seed
+        self.streams[slot] = admission.stream
+        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.has_penalty[slot] = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+        self.has_bias[slot] = bool(sampling.logit_bias)
+        self.bias_ids[slot] = np.fromiter(sampling.logit_bias.keys(), np.int32)
+        self.bias_values[slot] = np.fromiter(sampling.logit_bias.values(), np.float32)
+        self.stop_ids[slot] = np.array(admission.stop_ids, np.int32)
+        until = admission.num_prompt_tokens + sampling.min_tokens
+        self.stops_from[slot] = until if sampling.min_tokens and admission.stop_ids else 0
