@@ -1,0 +1,172 @@
+"""EngineCore: the loop, on one page. Take messages, schedule, submit, collect, update, emit.
+
+Knows no clock (its owner passes one in), no process, no text and no executor. Always holds: plans
+are collected in the order they were submitted; a step that fails ends the requests it computed,
+with an error each, and nobody else; with nothing to do the loop waits in its inbox.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from quire.base.errors import QuireError, WorkerError
+from quire.base.records import (
+    NO_INTS,
+    EngineStats,
+    Request,
+    RequestOutput,
+    RowError,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+)
+from quire.engine.messages import Abort, FromEngine, Outputs, Refused, Stop, Submit, ToEngine, fault_of
+from quire.runner.model_runner import Handle
+from quire.scheduler.scheduler import Scheduler
+
+# A step that fails is its requests' misfortune; this many in a row are the engine's.
+MAX_FAILED_STEPS = 3
+# Seconds without work after which the cache audits its books, once.
+AUDIT_AFTER_S = 5.0
+# Seconds to wait for a message where work is pending that cannot be scheduled.
+RETRY_AFTER_S = 0.05
+
+
+class Runner(Protocol):
+    """Computes plans in order."""
+
+    def submit(self, plan: StepPlan) -> Handle: ...
+
+    def collect(self, handle: Handle) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class Inbox(Protocol):
+    """Messages to the engine."""
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """All that came; waits at most `wait_s` for the first (None: for ever)."""
+
+
+class EngineCore:
+    """One scheduler, one runner, and the plans in flight between them."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, plans_in_flight: int) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._plans_in_flight = plans_in_flight
+        self._flight: deque[tuple[StepPlan, Handle]] = deque()
+        self._failed_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is not finished or a plan is not collected."""
+        return bool(self._flight) or self.scheduler.has_work
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take the streams of one request, all or none. Raises as Scheduler.add does."""
+        for index, request in enumerate(requests):
+            try:
+                self.scheduler.add(request)
+            except QuireError:
+                self.abort([taken.request_id for taken in requests[:index]])
+                raise
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """End requests now; their last outputs. Ids not running are ignored."""
+        outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
+        return [output for output in outputs if output is not None]
+
+    def step(self, now_ms: Callable[[], float]) -> StepOutputs | None:
+        """Hand out plans as far as allowed, then finish the oldest. None: nothing could be done.
+
+        Raises WorkerError when several steps in a row have failed.
+        """
+        while len(self._flight) < self._plans_in_flight:
+            plan = self.scheduler.schedule(now_ms())
+            if plan is None:
+                break
+            self._flight.append((plan, self.runner.submit(plan)))
+        if not self._flight:
+            return None
+        plan, handle = self._flight.popleft()
+        return self.scheduler.update(plan, self._result(plan, handle), now_ms())
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of now."""
+        return self.scheduler.stats()
+
+    def _result(self, plan: StepPlan, handle: Handle) -> StepResult:
+        try:
+            result = self.runner.collect(handle)
+        except Exception as error:  # noqa: BLE001  whatever an executor raises fails this step only
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise WorkerError(
+                    f"{self._failed_steps} steps in a row failed, the last with "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return _all_rows_failed(plan, error)
+        self._failed_steps = 0
+        return result
+
+
+def serve(
+    core: EngineCore,
+    inbox: Inbox,
+    emit: Callable[[FromEngine], None],
+    now_ms: Callable[[], float],
+    *,
+    report: Callable[[list[str]], None],
+) -> None:
+    """Run until a Stop comes. `report` gets what the audit of the books found, if anything."""
+    stuck, audited = False, True
+    while True:
+        if core.has_work:
+            wait_s: float | None = RETRY_AFTER_S if stuck else 0.0
+        else:
+            wait_s = None if audited else AUDIT_AFTER_S
+        messages = inbox.take(wait_s)
+        for message in messages:
+            if isinstance(message, Stop):
+                return
+            _handle(core, message, emit)
+        if core.has_work:
+            outputs = core.step(now_ms)
+            stuck, audited = outputs is None, False
+            if outputs is not None:
+                emit(Outputs(outputs=outputs, stats=core.stats()))
+        elif not messages and not audited:
+            report(core.scheduler.check_integrity())
+            audited = True
+
+
+def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], None]) -> None:
+    if isinstance(message, Abort):
+        ended = core.abort(message.request_ids)
+        emit(Outputs(outputs=_events(ended), stats=core.stats()))
+    elif isinstance(message, Submit):
+        try:
+            core.add(message.requests)
+        except QuireError as error:
+            ids = tuple(request.request_id for request in message.requests)
+            emit(Refused(request_ids=ids, fault=fault_of(error)))
+
+
+def _events(outputs: list[RequestOutput]) -> StepOutputs:
+    return StepOutputs(step=-1, request_ids=[], token_ids=NO_INTS, events=tuple(outputs))
+
+
+def _all_rows_failed(plan: StepPlan, error: Exception) -> StepResult:
+    message = f"the step failed: {type(error).__name__}: {error}"
+    return StepResult(
+        step=plan.step,
+        token_counts=np.zeros(len(plan.slots), np.int32),
+        token_ids=NO_INTS,
+        errors=tuple(RowError(row=row, message=message) for row in range(len(plan.slots))),
+    )

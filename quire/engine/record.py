@@ -1,0 +1,126 @@
+"""Record of plans and results, and their replay.
+
+A file of frames: one StepRecord a step, in the order of steps, each preceded by its length in 4
+bytes (little end first). A plan is self-contained, so a fresh runner that is given the recorded
+plans must give the recorded results, bit for bit: that is what `replay` holds.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from quire.base.records import StepPlan, StepResult
+from quire.base.wire import Wire, WireError
+from quire.engine.core import Runner
+from quire.runner.model_runner import Handle
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step: what was planned and what came of it (None: computing it failed)."""
+
+    plan: StepPlan
+    result: StepResult | None
+
+
+class RecordingRunner:
+    """A Runner that writes down each plan and result, and changes nothing else."""
+
+    def __init__(self, runner: Runner, path: Path) -> None:
+        self._runner = runner
+        self._wire = Wire(StepRecord)
+        self._file: BinaryIO = path.open("wb")
+        self._plans: dict[int, StepPlan] = {}
+
+    def submit(self, plan: StepPlan) -> Handle:
+        """As the runner's."""
+        handle = self._runner.submit(plan)
+        self._plans[id(handle)] = plan
+        return handle
+
+    def collect(self, handle: Handle) -> StepResult:
+        """As the runner's; the step is in the file when this returns or raises."""
+        plan, result = self._plans.pop(id(handle)), None
+        try:
+            result = self._runner.collect(handle)
+        finally:
+            self._write(StepRecord(plan=plan, result=result))
+        return result
+
+    def close(self) -> None:
+        """Close the file and the runner."""
+        self._file.close()
+        self._runner.close()
+
+    def __enter__(self) -> RecordingRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, record: StepRecord) -> None:
+        frame = self._wire.encode(record)
+        self._file.write(_LENGTH.pack(len(frame)) + frame)
+        self._file.flush()
+
+
+def read_records(path: Path) -> Iterator[StepRecord]:
+    """The steps of a file, in order. Raises WireError where the file is cut short or not one."""
+    wire = Wire(StepRecord)
+    with path.open("rb") as file:
+        while head := file.read(_LENGTH.size):
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
+            frame = file.read(length)
+            if len(head) < _LENGTH.size or len(frame) < length:
+                raise WireError(
+                    f"{path} ends within a step: {length} bytes announced, {len(frame)} there; "
+                    "it was cut short or is not a record of plans"
+                )
+            yield wire.decode(frame)
+
+
+def replay(records: Iterable[StepRecord], runner: Runner) -> list[str]:
+    """Run recorded plans on a fresh runner; the differences found, a line each (none: equal).
+
+    Steps whose computation failed when they were recorded are submitted and not compared.
+    """
+    differences = []
+    for record in records:
+        handle = runner.submit(record.plan)
+        if record.result is None:
+            continue
+        result = runner.collect(handle)
+        differences += [
+            f"step {record.plan.step}: {name} is {getattr(result, name)!r}, "
+            f"was {getattr(record.result, name)!r}"
+            for name in _differing(result, record.result)
+        ]
+    return differences
+
+
+def _differing(one: StepResult, other: StepResult) -> list[str]:
+    names = []
+    for item in fields(StepResult):
+        left, right = getattr(one, item.name), getattr(other, item.name)
+        if isinstance(left, np.ndarray):
+            # Bytes, not values: NaN equals NaN, and 0.0 differs from -0.0.
+            same = left.shape == right.shape and left.tobytes() == right.tobytes()
+        else:
+            same = left == right
+        if not same:
+            names.append(item.name)
+    return names

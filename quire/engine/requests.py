@@ -1,0 +1,109 @@
+"""From a prompt and sampling parameters to Requests: the checks that need to know the model.
+
+What can never be served is refused here, with the numbers, before it crosses to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from quire.base.errors import ContextTooLong, InvalidParameter
+from quire.base.records import Request
+from quire.base.sampling_params import SamplingParams
+from quire.engine.card import ModelCard
+
+
+def make_requests(
+    card: ModelCard,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    request_id: str,
+    priority: int = 0,
+    arrival_ms: float,
+) -> tuple[Request, ...]:
+    """The n streams of one caller's request; stream i has the id "<request_id>/<i>".
+
+    All have the same seed; their noise differs by stream. Raises InvalidParameter for ids the
+    model does not have and for an empty prompt, ContextTooLong where no output fits.
+    """
+    prompt = _prompt(card, prompt_ids)
+    _check_ids(card, "stop_token_ids", sampling.stop_token_ids)
+    _check_ids(card, "logit_bias", tuple(sampling.logit_bias))
+    room_tokens = card.max_model_len - len(prompt)
+    if room_tokens < 1:
+        raise ContextTooLong(
+            f"the prompt has {len(prompt)} tokens; prompt and output together may have "
+            f"{card.max_model_len}, and at least one token of output is needed; shorten the prompt",
+            param="prompt",
+        )
+    if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
+        raise ContextTooLong(
+            f"max_tokens is {sampling.max_tokens} and the prompt has {len(prompt)} tokens; together "
+            f"they may be {card.max_model_len}; lower max_tokens to {room_tokens} or shorten the "
+            "prompt",
+            param="max_tokens",
+        )
+    if sampling.min_tokens > room_tokens:
+        raise ContextTooLong(
+            f"min_tokens is {sampling.min_tokens} and the prompt has {len(prompt)} tokens; together "
+            f"they may be {card.max_model_len}; lower min_tokens",
+            param="min_tokens",
+        )
+    resolved = sampling.resolve()
+    eos_ids = () if sampling.ignore_eos else card.eos_ids
+    limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
+    return tuple(
+        Request(
+            request_id=f"{request_id}/{stream}",
+            group_id=request_id,
+            stream=stream,
+            prompt_ids=prompt,
+            sampling=resolved,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
+            max_total_tokens=len(prompt) + limit,
+            arrival_ms=arrival_ms,
+            priority=priority,
+        )
+        for stream in range(sampling.n)
+    )
+
+
+def default_sampling(card: ModelCard) -> SamplingParams:
+    """SamplingParams with the model's own generation defaults."""
+    defaults = dict(card.generation_defaults)
+    known = {name: defaults[name] for name in ("temperature", "top_p", "min_p") if name in defaults}
+    if "repetition_penalty" in defaults:
+        known["repetition_penalty"] = defaults["repetition_penalty"]
+    sampling = SamplingParams(**known)
+    if "top_k" in defaults:
+        sampling = replace(sampling, top_k=int(defaults["top_k"]))
+    return sampling
+
+
+def _prompt(card: ModelCard, prompt_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    if len(prompt_ids) == 0:
+        raise InvalidParameter(
+            "the prompt is empty; give at least one token (a model with a begin-of-text token "
+            "gets one from its tokenizer)",
+            param="prompt",
+        )
+    for token_id in prompt_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+            raise InvalidParameter(
+                f"the prompt holds {token_id!r}; token ids are whole numbers", param="prompt"
+            )
+    _check_ids(card, "prompt", prompt_ids)
+    return np.array(prompt_ids, np.int32)
+
+
+def _check_ids(card: ModelCard, param: str, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < card.vocab_size:
+            raise InvalidParameter(
+                f"{param} holds token id {token_id}; the model has ids 0 to {card.vocab_size - 1}",
+                param=param,
+            )
