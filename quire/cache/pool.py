@@ -128,7 +128,9 @@ class BlockPool:
         self._queue_head = self._queue_tail = self._num_queued = 0
         self._push_queue(aged[(references[aged] == 0) & self.findable[aged]])
         free = references == 0
-        self._push_queue(np.flatnonzero(free & self.findable & (self._stamps == 0)).astype(np.int32))
+        self._push_queue(
+            np.flatnonzero(free & self.findable & (self._stamps == 0)).astype(np.int32)
+        )
         plain = np.flatnonzero(free & ~self.findable).astype(np.int32)[::-1]
         self._stack[: len(plain)] = plain
         self._stack_size = len(plain)
@@ -169,7 +171,8 @@ class BlockPool:
     def _queued(self) -> Int32s:
         window = self._queue[self._queue_head : self._queue_tail]
         stamps = self._queue_stamps[self._queue_head : self._queue_tail]
-        return window[self._stamps[window] == stamps]
+        live: Int32s = window[self._stamps[window] == stamps]
+        return live
 
     def _compact_queue(self) -> None:
         blocks = self._queued()

@@ -1,0 +1,286 @@
+"""CacheManager: who holds which KV blocks. The only face of the cache towards the scheduler.
+
+Ties together the pool (free or not), the tables (whose), and the prefix index (findable by
+content). Knows slots, token counts and step numbers; no requests, no policy, no tensors.
+Always holds: a block's references are the table entries that name it plus the holds on it; a
+block in the prefix index holds exactly the keys and values of the chain its digest stands for,
+because blocks are registered only up to positions whose step has ended well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from quire._native import hash_chains
+
+from quire.base.errors import CapacityError
+from quire.cache import audit
+from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
+from quire.cache.pool import BlockPool
+from quire.cache.prefix_index import PrefixIndex
+from quire.cache.table import BlockTable, Int32s
+
+_NONE = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableDeltas:
+    """New table entries: blocks[i] now stands in column columns[i] of slot slots[i]."""
+
+    slots: Int32s
+    columns: Int32s
+    blocks: Int32s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The digests of a request's full blocks, so that they are computed once while it waits."""
+
+    seed: Uint64s  # [2]
+    digests: Uint64s  # [num_full_blocks, 2]
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatch:
+    """Blocks found for a chain, in order. Valid until the next allocation."""
+
+    chain: Chain
+    blocks: Int32s
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks found."""
+        return len(self.blocks)
+
+
+class CacheManager:
+    """`num_blocks` blocks of `block_size` tokens.
+
+    hash_key: 16 secret bytes, drawn anew for each process that serves; the default is for tests.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        hash_key: bytes = FIXED_KEY,
+        hash_blocks: HashChains = hash_chains,
+    ) -> None:
+        if block_size < 1:
+            raise CapacityError(f"block_size is {block_size}; it must be at least 1")
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex(num_blocks)
+        self.lay_out(num_slots=1, max_tokens=block_size)
+        self._hash_key = hash_key
+        self._hash_blocks = hash_blocks
+        # Blocks still named by a step in flight: (that step, blocks), a reference on each.
+        self.holds: list[tuple[int, Int32s]] = []
+        self._settled_step = 0
+
+    def lay_out(self, *, num_slots: int, max_tokens: int) -> None:
+        """Make empty tables for `num_slots` requests of up to `max_tokens` positions."""
+        num_columns = -(-max_tokens // self.block_size)
+        self.tables = BlockTable(num_slots, num_columns, self.block_size)
+        # How many leading columns of a slot were offered to the index, and the digest there.
+        self._registered: Int32s = np.zeros(num_slots, np.int32)
+        self._chain_ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        self._seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return self.pool.num_blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions the whole pool can hold."""
+        return self.pool.num_blocks * self.block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now."""
+        return self.pool.num_free
+
+    @property
+    def capacities(self) -> Int32s:
+        """Tokens that the blocks of each slot can hold, int32 [num_slots]."""
+        return self.tables.capacities
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        """Whether `num_blocks` blocks are free."""
+        return num_blocks <= self.pool.num_free
+
+    def blocks_short(self, slots: Int32s, num_tokens: Int32s) -> Int32s:
+        """Blocks that slots[i] lacks to hold num_tokens[i] tokens; 0 where it lacks none."""
+        size = np.int32(self.block_size)
+        lacking = (num_tokens - self.tables.capacities[slots] + (size - np.int32(1))) // size
+        short: Int32s = np.maximum(lacking, np.int32(0))
+        return short
+
+    def allocate(self, slots: Int32s, added: Int32s) -> TableDeltas:
+        """Give slots[i] (distinct) added[i] >= 1 further blocks.
+
+        Raises CapacityError if too few are free; ask can_allocate first.
+        """
+        blocks = self._take_blocks(int(added.sum()))
+        rows, columns = self.tables.append_many(slots, added, blocks)
+        return TableDeltas(slots=rows, columns=columns, blocks=blocks)
+
+    def chain(self, token_ids: Int32s, salt: str) -> Chain | None:
+        """Digests of the full blocks of a request's known tokens; None without prefix caching."""
+        if not self.prefix_caching:
+            return None
+        seed = seed_of(salt, self._hash_key)
+        zero, count = np.zeros(1, np.int32), len(token_ids) // self.block_size
+        digests = self._hash_blocks(
+            np.ascontiguousarray(token_ids, np.int32).reshape(1, -1),
+            zero,
+            zero,
+            np.array([count], np.int32),
+            seed.reshape(1, 2),
+            self.block_size,
+            self._hash_key,
+        )
+        return Chain(seed=seed, digests=digests, keys=tuple(keys_of(digests)))
+
+    def match(self, chain: Chain) -> PrefixMatch:
+        """The longest run of a chain's first blocks that the pool still holds."""
+        return PrefixMatch(chain=chain, blocks=self.index.longest_match(chain.keys))
+
+    def num_takeable(self, match: PrefixMatch | None) -> int:
+        """Blocks that could be allocated once `match` is attached."""
+        if match is None:
+            return self.pool.num_free
+        return self.pool.num_free - self.pool.num_unreferenced(match.blocks)
+
+    def attach(self, slot: int, match: PrefixMatch) -> TableDeltas:
+        """Make an empty slot begin with the blocks of `match`, shared."""
+        self._registered[slot] = match.num_blocks
+        self._seeds[slot] = match.chain.seed
+        self._chain_ends[slot] = (
+            match.chain.digests[match.num_blocks - 1] if match.num_blocks else match.chain.seed
+        )
+        return self._share(slot, match.blocks)
+
+    def fork(self, source: int, slot: int, num_tokens: int) -> tuple[TableDeltas, Int32s, Int32s]:
+        """Make an empty slot begin with the first `num_tokens` tokens of `source`.
+
+        Full blocks are shared. A partial last block is copied at once, because the fork's next
+        token goes into it. Returns (table entries, copy_from, copy_to). The block copied from
+        must stay as it is until the step that copies has ended: hold() it.
+        """
+        full = num_tokens // self.block_size
+        row = self.tables.row(source)
+        self._inherit_chain(slot, source, row[:full])
+        deltas = self._share(slot, row[:full].copy())
+        if num_tokens % self.block_size == 0:
+            return deltas, _NONE, _NONE
+        own = self._take_blocks(1)
+        columns = np.concatenate((deltas.columns, self.tables.append(slot, own)))
+        blocks = np.concatenate((deltas.blocks, own))
+        return (
+            TableDeltas(slots=np.full(len(blocks), slot, np.int32), columns=columns, blocks=blocks),
+            row[full : full + 1].copy(),
+            own,
+        )
+
+    def hold(self, blocks: Int32s, step: int) -> None:
+        """Keep `blocks` from being handed out until `step` has ended."""
+        if len(blocks):
+            self.pool.share(blocks)
+            self.holds.append((step, blocks))
+
+    def register(self, slots: Int32s, computed: Int32s, tokens: Int32s) -> None:
+        """Make the full blocks of `slots` findable, up to computed[i] tokens of slots[i].
+
+        tokens: int32 [num_slots, positions], the known tokens by slot. `computed` must count
+        only positions whose step has ended well. One native call digests them all.
+        """
+        if not self.prefix_caching:
+            return
+        firsts = self._registered[slots]
+        counts = computed // np.int32(self.block_size) - firsts
+        fresh = np.flatnonzero(counts > 0)
+        if not len(fresh):
+            return
+        slots, firsts, counts = slots[fresh], firsts[fresh], counts[fresh]
+        digests = self._hash_blocks(
+            tokens,
+            slots,
+            firsts,
+            counts,
+            self._chain_ends[slots],
+            self.block_size,
+            self._hash_key,
+        )
+        ends = np.cumsum(counts)
+        columns = np.arange(len(digests)) - np.repeat(ends - counts - firsts, counts)
+        blocks = self.tables.blocks[np.repeat(slots, counts), columns]
+        self.pool.findable[self.index.insert(keys_of(digests), blocks)] = True
+        self._registered[slots] = firsts + counts
+        self._chain_ends[slots] = digests[ends - 1]
+
+    def free(self, slots: Int32s, last_steps: NDArray[np.int64]) -> int:
+        """Empty `slots` (distinct). last_steps[i] is the last step that names slots[i].
+
+        Blocks of slots whose last step has not ended are held until it has. Within a request
+        later blocks are forgotten first. Returns how many blocks became free now.
+        """
+        self._registered[slots] = 0
+        busy = last_steps > self._settled_step
+        if not busy.any():
+            return self.pool.release(self.tables.take(slots))
+        for step in np.unique(last_steps[busy]).tolist():
+            self.holds.append((step, self.tables.take(slots[last_steps == step])))
+        return self.pool.release(self.tables.take(slots[~busy]))
+
+    def settle(self, step: int) -> int:
+        """Step `step`, and all before it, have ended. Returns how many blocks became free."""
+        self._settled_step = step
+        if not self.holds:
+            return 0
+        ended = [blocks for until, blocks in self.holds if until <= step]
+        self.holds = [(until, blocks) for until, blocks in self.holds if until > step]
+        return sum(self.pool.release(blocks) for blocks in ended)
+
+    def num_freed_by(self, slot: int) -> int:
+        """Blocks that only `slot` names: what freeing it would yield."""
+        return self.pool.num_freed_by(self.tables.row(slot))
+
+    def check_integrity(self, *, repair: bool = False) -> list[str]:
+        """Compare all books; returns contradictions in words, none if all agree.
+
+        With `repair` reference counts and free blocks are derived anew from tables and holds.
+        """
+        return audit.check(self.pool, self.index, self.tables, self.holds, repair=repair)
+
+    def _take_blocks(self, count: int) -> Int32s:
+        blocks, evicted = self.pool.allocate(count)
+        if len(evicted):
+            self.index.forget(evicted)
+        return blocks
+
+    def _share(self, slot: int, blocks: Int32s) -> TableDeltas:
+        self.pool.share(blocks)
+        columns = self.tables.append(slot, blocks)
+        return TableDeltas(
+            slots=np.full(len(blocks), slot, np.int32), columns=columns, blocks=blocks
+        )
+
+    def _inherit_chain(self, slot: int, source: int, shared: Int32s) -> None:
+        """Shared blocks need no second digest where the index knows the last of them."""
+        self._seeds[slot] = self._seeds[source]
+        key = self.index.key_of(int(shared[-1])) if len(shared) else None
+        if key is None:
+            self._registered[slot] = 0
+            self._chain_ends[slot] = self._seeds[slot]
+            return
+        self._registered[slot] = len(shared)
+        self._chain_ends[slot] = np.frombuffer(key, np.uint64)
