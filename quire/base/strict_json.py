@@ -1,0 +1,54 @@
+"""JSON from files nobody here wrote, read without surprises.
+
+Size is limited, duplicate keys are refused (which of two values counts is anybody's guess), NaN
+and Infinity are refused (they are not JSON), and nesting too deep is an error, not a crash. Knows
+nothing of what the document means.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_DIGITS = 40
+
+
+def parse_object(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
+    """The JSON object in `raw` (UTF-8). Raises ValueError saying what is wrong with it."""
+    if len(raw) > limit_bytes:
+        raise ValueError(f"it has {len(raw)} bytes; at most {limit_bytes} are allowed")
+    try:
+        document = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_int=_whole,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"it holds a {type(document).__name__}; an object is expected")
+    return document
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})[:5]
+        raise ValueError(f"key {', '.join(map(repr, twice))} is given twice; keep one")
+    return document
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is not JSON; write a finite number")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it holds a number of {len(digits)} digits; at most {MAX_DIGITS}")
+    return int(digits)

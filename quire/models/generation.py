@@ -1,0 +1,114 @@
+"""generation_config.json: a model's own defaults for sampling, and the ids that end its text.
+
+Values that SamplingParams can express become defaults; a setting that would change answers and
+cannot be expressed is refused by name, unless it has the value that switches it off. Knows
+nothing of requests: the engine merges these defaults into what a caller leaves open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.models.config_reader import ConfigReader, load_config
+from quire.models.spec import ModelSpec
+
+# Bookkeeping; length limits that the context length already sets; what only training reads.
+PASSED_OVER = (
+    "_from_model_config",
+    "assistant_early_exit",
+    "cache_implementation",
+    "chat_format",
+    "decoder_start_token_id",
+    "early_stopping",
+    "length_penalty",
+    "max_length",
+    "max_window_size",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "pad_token_id",
+    "return_dict_in_generate",
+    "transformers_version",
+    "trust_remote_code",
+    "use_cache",
+)
+
+# Ways of choosing tokens that are not here, and the values that mean "not used".
+SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
+    "assistant_confidence_threshold": (0, 0.0, 0.4),
+    "begin_suppress_tokens": (),
+    "bad_words_ids": (),
+    "constraints": (),
+    "diversity_penalty": (0, 0.0),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1, 1.0),
+    "epsilon_cutoff": (0, 0.0),
+    "eta_cutoff": (0, 0.0),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1, 1.0),
+    "is_assistant": (False,),
+    "min_length": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0, 0.0),
+    "prompt_lookup_num_tokens": (),
+    "remove_invalid_values": (False,),
+    "renormalize_logits": (False,),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "suppress_tokens": (),
+    "temperature_last": (False,),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1, 1.0),
+    "watermarking_config": (),
+}
+
+
+def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
+    """`spec` with the defaults of `path`; eos and bos ids there replace those of config.json.
+
+    `do_sample: false` is a default temperature of 0. Raises ConfigError.
+    """
+    reader = ConfigReader(load_config(path), where=str(path))
+    reader.pass_over(PASSED_OVER)
+    for key, allowed in SWITCHED_OFF.items():
+        off = "null" if not allowed else f"null or {allowed[0]}"
+        reader.require(key, allowed, f"this way of choosing tokens is not supported; only {off} is")
+    defaults: dict[str, float | int] = {}
+    for key, low, high in (
+        ("temperature", 0.0, 100.0),
+        ("top_p", 1e-9, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 1e-9, 100.0),
+    ):
+        if reader.has(key):
+            defaults[key] = reader.number(key, low, high)
+    if reader.has("top_k"):
+        defaults["top_k"] = reader.whole("top_k", 0, 2**31 - 1)
+    if reader.has("max_new_tokens"):
+        defaults["max_new_tokens"] = reader.whole("max_new_tokens", 1, 2**31 - 1)
+    if not reader.flag("do_sample", default=True):
+        defaults["temperature"] = 0.0
+    bos_ids = reader.ids("bos_token_id", spec.vocab_size)
+    eos_ids = reader.ids("eos_token_id", spec.vocab_size)
+    reader.pass_over(["temperature", "top_p", "min_p", "repetition_penalty"])
+    reader.pass_over(["top_k", "max_new_tokens"])
+    reader.finish()
+    return replace(
+        spec,
+        bos_ids=bos_ids or spec.bos_ids,
+        eos_ids=eos_ids or spec.eos_ids,
+        generation_defaults=defaults,
+    )

@@ -1,0 +1,114 @@
+"""Which architectures run, and how a model folder becomes a ModelSpec and a Program.
+
+    spec = open_model(path)
+    program = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+
+Reads config.json and generation_config.json, never weights. A new family is a line in FAMILIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from quire.base.errors import ConfigError
+from quire.models.config_reader import ConfigReader, load_config, shown
+from quire.models.generation import with_generation_defaults
+from quire.models.llama import build_llama
+from quire.models.llama_config import read_llama
+from quire.models.spec import ModelSpec
+from quire.program.ops import DType
+from quire.program.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture: `read` makes its spec, `build` its program."""
+
+    model_type: str
+    read: Callable[[ConfigReader, str], ModelSpec]
+    build: Callable[..., Program]
+
+
+FAMILIES = MappingProxyType(
+    {"LlamaForCausalLM": Family(model_type="llama", read=read_llama, build=build_llama)}
+)
+
+
+def open_model(path: Path) -> ModelSpec:
+    """The spec of the model in folder `path`.
+
+    Raises ConfigError where there is no model, its architecture is not supported, or its
+    configuration cannot be honoured as written (all problems listed).
+    """
+    folder = Path(path)
+    _check_folder(folder)
+    values = load_config(folder / "config.json")
+    architecture = _architecture(values.get("architectures"), values.get("model_type"), folder)
+    reader = ConfigReader(values, where=str(folder / "config.json"))
+    spec = FAMILIES[architecture].read(reader, architecture)
+    generation = folder / "generation_config.json"
+    return with_generation_defaults(spec, generation) if generation.is_file() else spec
+
+
+def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
+    """The program of `spec`, computing in `dtype`, for up to `max_positions` positions.
+
+    Raises ConfigError where max_positions is not between 1 and the model's own limit.
+    """
+    if not 1 <= max_positions <= spec.max_positions:
+        raise ConfigError(
+            f"max_positions is {max_positions}; this model allows 1 to {spec.max_positions} "
+            "(max_position_embeddings of its config.json)"
+        )
+    return FAMILIES[spec.architecture].build(spec, dtype=dtype, max_positions=max_positions)
+
+
+def box_path() -> Path:
+    """The folder of the small model that comes with the package. Raises ConfigError if absent."""
+    box = Path(__file__).parent / "box"
+    if not (box / "config.json").is_file():
+        raise ConfigError(f"{box}: this installation has no model in the box; give a model folder")
+    return box
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.suffix == ".gguf":
+        raise ConfigError(
+            f"{folder}: GGUF files are not read yet; give the folder of the safetensors checkpoint"
+        )
+    if not folder.exists():
+        raise ConfigError(
+            f"{folder}: no such folder; give a folder with config.json and *.safetensors "
+            "(nothing is downloaded: fetch the model first)"
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")
+    if (folder / "config.json").is_file():
+        return
+    if any(folder.glob("*.gguf")):
+        raise ConfigError(
+            f"{folder}: only GGUF files and no config.json; GGUF is not read yet, give the folder "
+            "of the safetensors checkpoint"
+        )
+    raise ConfigError(f"{folder}: there is no config.json; give the folder of a model")
+
+
+def _architecture(names: object, model_type: object, folder: Path) -> str:
+    known = ", ".join(FAMILIES)
+    if names is None:
+        for name, family in FAMILIES.items():
+            if family.model_type == model_type:
+                return name
+        raise ConfigError(
+            f"{folder / 'config.json'}: no architectures, and model_type is {shown(model_type)}; "
+            f"these run: {known}"
+        )
+    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
+        return str(names[0])
+    raise ConfigError(
+        f"{folder / 'config.json'}: architectures is {shown(names)}, which is not supported; "
+        f"these run: {known}"
+    )
