@@ -1,0 +1,164 @@
+"""A checkpoint: all tensors of a model folder by name, whether in one file or in shards.
+
+Only safetensors: pickles are refused because loading one runs whatever code it holds. What
+always holds: each name lies in exactly one shard, the one the index says, and no path leaves the
+folder. Knows no model; binding.py compares names and shapes with a program.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import WeightsError
+from quire.base.strict_json import parse_object
+from quire.weights.dtypes import from_bf16_bits
+from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MAX_INDEX_BYTES = 100_000_000
+WHOLE = slice(None)
+
+
+class Checkpoint:
+    """Tensors by name, over the files that hold them."""
+
+    def __init__(self, path: Path, holders: dict[str, SafetensorsFile]) -> None:
+        self.path = path
+        self._holders = holders
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names."""
+        return tuple(self._holders)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(len(self.tensor(name).raw) for name in self._holders)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor as stored, a view of the file. Raises WeightsError for an unknown name."""
+        holder = self._holders.get(name)
+        if holder is None:
+            raise WeightsError(f"{self.path}: no tensor named {name!r}")
+        return holder.tensor(name)
+
+    def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
+        """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+        stored = self.tensor(name)
+        part = stored.array[rows] if stored.shape else stored.array
+        if stored.dtype == "bf16":
+            return from_bf16_bits(part)
+        return np.array(part, np.float32, order="C")
+
+    def release(self, name: str) -> None:
+        """Drop the tensor's pages from memory; views stay valid and read the file again."""
+        self._holders[name].release(name)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in folder `path` (or the one safetensors file `path`).
+
+    model.safetensors counts before model.safetensors.index.json, as in transformers.
+    Raises WeightsError: nothing readable there (with the way out), or corrupt files.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        return _open_single(path, path)
+    if not path.is_dir():
+        raise WeightsError(f"{path}: no such folder; give the folder of a model")
+    if (path / SINGLE_FILE).exists():
+        return _open_single(path, path / SINGLE_FILE)
+    if (path / INDEX_FILE).exists():
+        return _open_shards(path)
+    raise WeightsError(_why_nothing(path))
+
+
+def _open_single(path: Path, file_path: Path) -> Checkpoint:
+    file = SafetensorsFile(file_path)
+    return Checkpoint(path, dict.fromkeys(file.names, file))
+
+
+def _open_shards(folder: Path) -> Checkpoint:
+    weight_map = _read_weight_map(folder / INDEX_FILE)
+    problems: list[str] = []
+    files: dict[str, SafetensorsFile] = {}
+    for file_name in sorted(set(weight_map.values())):
+        if not (folder / file_name).is_file():
+            problems.append(f"shard {file_name} is missing; fetch it")
+            continue
+        try:
+            files[file_name] = SafetensorsFile(folder / file_name)
+        except WeightsError as error:
+            problems.append(str(error))
+    for name, file_name in weight_map.items():
+        if file_name in files and name not in files[file_name].names:
+            others = [other for other, file in files.items() if name in file.names]
+            where = f"it is in {', '.join(others)}" if others else "it is in none that was read"
+            problems.append(f"{name} should be in {file_name}, but {where}")
+    for file_name, file in files.items():
+        for name in file.names:
+            if name not in weight_map:
+                problems.append(f"{name} is in {file_name}, but not in the index")
+            elif weight_map[name] != file_name and name in _names(files, weight_map[name]):
+                problems.append(f"{name} is in {file_name} and in {weight_map[name]}")
+    raise_problems(str(folder / INDEX_FILE), problems)
+    return Checkpoint(folder, {name: files[file] for name, file in weight_map.items()})
+
+
+def _names(files: dict[str, SafetensorsFile], file_name: str) -> tuple[str, ...]:
+    return files[file_name].names if file_name in files else ()
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        index = parse_object(path.read_bytes(), limit_bytes=MAX_INDEX_BYTES)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeightsError(f"{path}: {error}") from error
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{path}: weight_map must be an object of tensor names and files")
+    problems = [
+        f"{name}: file is {file_name!r}; a plain name ending in .safetensors is allowed"
+        for name, file_name in weight_map.items()
+        if not _is_plain_name(file_name)
+    ]
+    raise_problems(str(path), problems)
+    return weight_map
+
+
+def _is_plain_name(file_name: Any) -> bool:
+    return (
+        isinstance(file_name, str)
+        and file_name.endswith(".safetensors")
+        and not file_name.startswith(".")
+        and not any(character in file_name for character in "/\\:\0")
+    )
+
+
+def _why_nothing(folder: Path) -> str:
+    files = sorted(file.name for file in folder.iterdir() if file.is_file())
+    pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
+    if pickles:
+        return (
+            f"{folder}: weights are only there as pickles ({', '.join(pickles[:3])}), which are "
+            "refused because loading one can run any code it holds; convert them to safetensors "
+            "(load the model in transformers and call save_pretrained), or fetch the safetensors "
+            "files of the same model"
+        )
+    gguf = [name for name in files if name.endswith(".gguf")]
+    if gguf:
+        return (
+            f"{folder}: weights are only there as GGUF ({', '.join(gguf[:3])}), which is not read "
+            "yet; fetch the safetensors files of the same model"
+        )
+    found = ", ".join(files[:8]) or "nothing"
+    return f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; found {found}"

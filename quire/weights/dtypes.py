@@ -1,0 +1,44 @@
+"""Storage types of checkpoint tensors, and how their values become float32 and bfloat16.
+
+bfloat16 is held as uint16 (the upper half of a float32): NumPy has no such type, and none is
+needed. Rounding is to nearest, ties to even; NaN stays NaN, quiet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32s = NDArray[np.float32]
+Uint16s = NDArray[np.uint16]
+
+# NumPy's view of each readable type; bf16 as its bits.
+NUMPY_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+)
+
+
+def bf16_bits(values: Float32s) -> Uint16s:
+    """Float32 to bfloat16 bits, same shape."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    with np.errstate(over="ignore"):
+        rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(is_nan, quiet, rounded).astype(np.uint16)
+
+
+def from_bf16_bits(bits: Uint16s) -> Float32s:
+    """Bfloat16 bits to the float32 of the same value, same shape."""
+    wide = bits.astype(np.uint32) << np.uint32(16)
+    return np.asarray(wide).view(np.float32)
+
+
+def round_to_bf16(values: Float32s) -> Float32s:
+    """Float32 values rounded to the nearest that bfloat16 has."""
+    return from_bf16_bits(bf16_bits(values))

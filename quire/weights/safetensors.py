@@ -1,0 +1,203 @@
+"""One safetensors file, mapped into memory and checked before anything is believed.
+
+Format (huggingface/safetensors): 8 bytes little-endian header length, a JSON object naming each
+tensor's dtype, shape and data_offsets (relative to the end of the header), then the data. What
+always holds after opening: tensors cover the data without gap or overlap, each has exactly the
+bytes its dtype and shape need, and all dtypes are f32, f16 or bf16. Values are not looked at.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import WeightsError
+from quire.base.strict_json import parse_object
+from quire.weights.dtypes import NUMPY_TYPES
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
+MAX_SHOWN_PROBLEMS = 20
+LENGTH_BYTES = 8
+
+DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor as it lies in the file: `raw` uint8 [bytes], read-only, a view of the mapping.
+
+    `dtype` is "f32", "f16" or "bf16"; `array` views the same bytes typed and shaped (bf16 as
+    uint16). The start need not be aligned to the element size.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    raw: NDArray[np.uint8]
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The elements, [*shape]; bf16 as uint16."""
+        return self.raw.view(NUMPY_TYPES[self.dtype]).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # in the file
+    end: int
+
+
+class SafetensorsFile:
+    """An open file. Raises WeightsError, all problems of the header listed together."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = _map_file(path)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._entries = _read_entries(path, self._bytes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tensor names in the header's order."""
+        return tuple(self._entries)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor `name`, which must be one of `names`."""
+        entry = self._entries[name]
+        raw = self._bytes[entry.start : entry.end]
+        return StoredTensor(name=name, dtype=entry.dtype, shape=entry.shape, raw=raw)
+
+    def release(self, name: str) -> None:
+        """Give the tensor's pages back to the system; reading it again reads the file again."""
+        entry = self._entries[name]
+        start = entry.start - entry.start % mmap.PAGESIZE
+        if entry.end > start and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, entry.end - start)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < LENGTH_BYTES:
+                raise WeightsError(
+                    f"{path}: the file has {size} bytes, too short for safetensors; fetch it again"
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_entries(path: Path, content: NDArray[np.uint8]) -> dict[str, _Entry]:
+    length = int.from_bytes(content[:LENGTH_BYTES].tobytes(), "little")
+    room = len(content) - LENGTH_BYTES
+    if length > min(room, MAX_HEADER_BYTES):
+        raise WeightsError(
+            f"{path}: the header says it has {length} bytes; {room} bytes follow and at most "
+            f"{MAX_HEADER_BYTES} are allowed; the file is corrupt or cut short, fetch it again"
+        )
+    data_start = LENGTH_BYTES + length
+    raw = content[LENGTH_BYTES:data_start].tobytes()
+    if raw[:1] != b"{":
+        raise WeightsError(f"{path}: the header is not a JSON object; this is no safetensors file")
+    try:
+        header = parse_object(raw, limit_bytes=MAX_HEADER_BYTES)
+    except ValueError as error:
+        raise WeightsError(f"{path}: the header cannot be read: {error}") from error
+    _check_metadata(path, header.pop("__metadata__", None))
+
+    problems: list[str] = []
+    entries: dict[str, _Entry] = {}
+    for name, described in header.items():
+        entry = _read_entry(name, described, data_start, problems)
+        if entry is not None:
+            entries[name] = entry
+    if not problems:
+        _check_coverage(entries, data_start, len(content), problems)
+    raise_problems(str(path), problems)
+    return entries
+
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    if metadata is None:
+        return
+    fine = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not fine:
+        raise WeightsError(f"{path}: __metadata__ must map strings to strings")
+
+
+def _read_entry(name: str, described: Any, data_start: int, problems: list[str]) -> _Entry | None:
+    keys = {"dtype", "shape", "data_offsets"}
+    if not isinstance(described, dict) or described.keys() != keys:
+        problems.append(f"{name}: must have exactly dtype, shape and data_offsets")
+        return None
+    dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        problems.append(f"{name}: dtype is {dtype!r}; F32, F16 and BF16 can be read")
+        return None
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        problems.append(
+            f"{name}: shape is {shape!r}; a list of at most {MAX_DIMENSIONS} whole numbers "
+            "from 0 is allowed"
+        )
+        return None
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        problems.append(f"{name}: data_offsets is {offsets!r}; [start, end] is allowed")
+        return None
+    needed = prod(shape) * NUMPY_TYPES[DTYPES[dtype]].itemsize
+    if offsets[1] - offsets[0] != needed:
+        problems.append(
+            f"{name}: {dtype} {shape} needs {needed} bytes, but data_offsets {offsets} "
+            f"span {offsets[1] - offsets[0]}"
+        )
+        return None
+    start, end = data_start + offsets[0], data_start + offsets[1]
+    return _Entry(DTYPES[dtype], tuple(shape), start, end)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+    )
+
+
+def _check_coverage(
+    entries: Mapping[str, _Entry], data_start: int, file_size: int, problems: list[str]
+) -> None:
+    """Tensors, sorted by place, follow each other from the first data byte to the last."""
+    ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].end))
+    position, before = data_start, "the header"
+    for name, entry in ordered:
+        if entry.start < position:
+            problems.append(f"{name}: overlaps {before} by {position - entry.start} bytes")
+        elif entry.start > position:
+            problems.append(f"{name}: {entry.start - position} bytes between {before} and it")
+        position, before = max(position, entry.end), name
+    if position > file_size:
+        problems.append(
+            f"the data ends {position - file_size} bytes after the end of the file; it is cut "
+            "short, fetch it again"
+        )
+    elif position < file_size:
+        problems.append(f"{file_size - position} bytes after the last tensor belong to none")
+
+
+def raise_problems(where: str, problems: list[str]) -> None:
+    """Raise WeightsError listing `problems` (the first of them, and how many more), if any."""
+    if not problems:
+        return
+    lines = [f"\n  - {problem}" for problem in problems[:MAX_SHOWN_PROBLEMS]]
+    if len(problems) > MAX_SHOWN_PROBLEMS:
+        lines.append(f"\n  - and {len(problems) - MAX_SHOWN_PROBLEMS} more")
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise WeightsError(f"{where}: {count}" + "".join(lines))
