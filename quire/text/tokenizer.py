@@ -80,8 +80,8 @@ class Tokenizer:
                 f"{file}: cannot be read as a tokenizer ({error}); copy it again, or re-export it "
                 f"for tokenizers {tokenizers.__version__}"
             ) from error
-        config = _read_json(path / "special_tokens_map.json")
-        config.update(_read_json(path / "tokenizer_config.json"))
+        config = read_json(path / "special_tokens_map.json")
+        config.update(read_json(path / "tokenizer_config.json"))
         return cls(backend, config=config, vocab_size=vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -183,7 +183,8 @@ def _what_is_there(path: Path) -> str:
     return f"{path}: no tokenizer.json; found {there}{more}. Copy the model's tokenizer.json there"
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no file. Raises TokenizerError if it is broken."""
     if not file.is_file():
         return {}
     try:

@@ -1,0 +1,195 @@
+"""What a caller sees of one stream: token ids become text, stop strings end it, tokens are counted.
+
+    RequestOutput (ids) -> Detokenizer -> StopStrings -> TextDelta (text)
+
+All it yields depends on the stream's tokens alone, never on how they were cut into outputs. Text
+once sent never changes. A token is delivered, and counted, with the last of its text; what is
+held back carries its tokens along. Nothing after a stop string is shown or counted. Knows no
+scheduler, no transport and no JSON.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
+from quire.text.detokenizer import Detokenizer, Span
+from quire.text.stops import StopStrings
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenText:
+    """A token with its log-probability, as text and as bytes (which may be part of a character).
+
+    top: the best alternatives, the likeliest first; their own `top` is empty.
+    """
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What happened to stream `index` of a request since its last delta.
+
+    token_ids were completed by this delta; logprobs are parallel to them, or empty if not asked
+    for. num_output_tokens counts all delivered so far, this delta's included. The last delta has
+    a finish_reason; stop_reason is the stop string or the caller's stop token id, if one ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenText, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    cached_tokens: int
+    num_output_tokens: int
+    times: RequestTimes | None
+    seed: int | None
+    error: str | None
+
+
+class OutputStream:
+    """Turns the RequestOutputs of one Request into TextDeltas.
+
+    finished: the last delta was given out. wants_abort: a stop string ended the stream before
+    the engine knew; whoever holds the stream should abort the request.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        sampling, prompt = request.sampling, request.prompt_ids
+        continues = len(prompt) > 0 and int(prompt[-1]) not in tokenizer.special_ids
+        self.finished = False
+        self.wants_abort = False
+        self._tokenizer = tokenizer
+        self._request = request
+        self._detokenizer = Detokenizer(tokenizer, continues=continues)
+        self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
+        self._watches = bool(sampling.stop)
+        self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token
+        self._waiting_ids: list[int] = []
+        self._waiting_logprobs: list[TokenLogprobs] = []
+        self._num_delivered = 0
+        self._cached_tokens = 0
+        self._times: RequestTimes | None = None
+
+    def push(self, output: RequestOutput) -> TextDelta | None:
+        """Take an output; None while there is no text to show and the stream goes on."""
+        if self.finished:
+            return None
+        self._note(output)
+        shown_ids = output.token_ids if output.stop_id is None else output.token_ids[:-1]
+        spans = self._detokenizer.spans(shown_ids)
+        if output.finish_reason is not None:
+            spans += self._detokenizer.flush_spans()
+        text, last_token = self._watch(spans)
+        if self._stops.matched is not None:
+            self.wants_abort = output.finish_reason is None
+            return self._last(text, last_token + 1, FinishReason.STOP, self._stops.matched)
+        if output.finish_reason is not None:
+            num_tokens = self._num_delivered + len(self._waiting_ids)
+            asked = output.stop_id in self._request.sampling.stop_token_ids
+            stop_reason = output.stop_id if asked else None
+            text += self._stops.flush()
+            return self._last(text, num_tokens, output.finish_reason, stop_reason, output.error)
+        return self._delta(text, self._num_complete_tokens()) if text else None
+
+    def _note(self, output: RequestOutput) -> None:
+        self._waiting_ids += output.token_ids
+        if self._request.sampling.logprobs is not None:
+            self._waiting_logprobs += output.logprobs
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._times = output.times or self._times
+
+    def _watch(self, spans: list[Span]) -> tuple[str, int]:
+        """The text that is certain, and the token that completed the stop string if one did."""
+        if not self._watches:
+            return "".join(text for text, _ in spans), -1
+        stops, certain = self._stops, []
+        for text, token in spans:
+            certain.append(stops.push(text, armed=token >= self._request.sampling.min_tokens))
+            if stops.matched is not None:
+                return "".join(certain), token
+            self._hold(len(text), token)
+        return "".join(certain), -1
+
+    def _hold(self, num_chars: int, token: int) -> None:
+        """Add characters of a token to those held, then let go of all but what the stops hold."""
+        held = self._held
+        held.append((num_chars, token))
+        num_free = sum(count for count, _ in held) - self._stops.num_held_chars
+        while num_free > 0:
+            count, of_token = held.popleft()
+            if count > num_free:
+                held.appendleft((count - num_free, of_token))
+            num_free -= count
+
+    def _num_complete_tokens(self) -> int:
+        if self._held:
+            return self._held[0][1]
+        return self._detokenizer.num_settled_tokens
+
+    def _last(
+        self,
+        text: str,
+        num_tokens: int,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        error: str | None = None,
+    ) -> TextDelta:
+        self.finished = True
+        return self._delta(text, num_tokens, reason=reason, stop_reason=stop_reason, error=error)
+
+    def _delta(
+        self,
+        text: str,
+        num_tokens: int,
+        *,
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> TextDelta:
+        """A delta that brings the stream's delivered tokens to `num_tokens`."""
+        num_new = num_tokens - self._num_delivered
+        token_ids = tuple(self._waiting_ids[:num_new])
+        logprobs = tuple(map(self._token_text, self._waiting_logprobs[:num_new]))
+        del self._waiting_ids[:num_new], self._waiting_logprobs[:num_new]
+        self._num_delivered = num_tokens
+        return TextDelta(
+            index=self._request.stream,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=len(self._request.prompt_ids),
+            cached_tokens=self._cached_tokens,
+            num_output_tokens=num_tokens,
+            times=self._times,
+            seed=self._request.sampling.seed,
+            error=error,
+        )
+
+    def _token_text(self, token: TokenLogprobs) -> TokenText:
+        return TokenText(
+            token_id=token.token_id,
+            text=self._tokenizer.token_text(token.token_id),
+            raw=self._tokenizer.token_bytes(token.token_id),
+            logprob=token.logprob,
+            top=tuple(
+                TokenText(
+                    token_id=token_id,
+                    text=self._tokenizer.token_text(token_id),
+                    raw=self._tokenizer.token_bytes(token_id),
+                    logprob=logprob,
+                )
+                for token_id, logprob in token.top
+            ),
+        )
