@@ -1,0 +1,67 @@
+// Binds token choice. quire/sampling/native.py has checked shapes and made arrays contiguous.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "quire/kernels.h"
+#include "quire/sampling.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntsOut = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using IntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Floats top_p,
+            Floats min_p, Floats repetition_penalty, Floats presence_penalty,
+            Floats frequency_penalty, Longs seeds, Ints streams, Ints positions,
+            Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
+            Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
+            Ints banned_ids, IntsOut token_ids, FloatsOut logprobs, IntTable top_ids,
+            FloatTable top_logprobs) {
+    quire::ChooseArgs args{};
+    args.logits = logits.data();
+    args.stride = logits.stride(0);
+    args.rows = static_cast<int32_t>(logits.shape(0));
+    args.vocabulary = static_cast<int32_t>(logits.shape(1));
+    args.temperature = temperature.data();
+    args.top_k = top_k.data();
+    args.top_p = top_p.data();
+    args.min_p = min_p.data();
+    args.repetition_penalty = repetition_penalty.data();
+    args.presence_penalty = presence_penalty.data();
+    args.frequency_penalty = frequency_penalty.data();
+    args.seeds = seeds.data();
+    args.streams = streams.data();
+    args.positions = positions.data();
+    args.num_prompt_tokens = num_prompt_tokens.data();
+    args.num_logprobs = num_logprobs.data();
+    args.history_starts = history_starts.data();
+    args.history = history.data();
+    args.bias_starts = bias_starts.data();
+    args.bias_ids = bias_ids.data();
+    args.bias_values = bias_values.data();
+    args.banned_starts = banned_starts.data();
+    args.banned_ids = banned_ids.data();
+    args.num_top = static_cast<int32_t>(top_ids.shape(1));
+    args.token_ids = token_ids.data();
+    args.logprobs = logprobs.data();
+    args.top_ids = top_ids.data();
+    args.top_logprobs = top_logprobs.data();
+    args.pool = &pool;
+    nb::gil_scoped_release release;
+    pool.kernels().choose(args);
+}
+
+}  // namespace
+
+void bind_sampling(nb::module_& module) {
+    module.def("choose", &choose, "Choose a token for each row; see quire/sampling/native.py.");
+}

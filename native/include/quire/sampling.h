@@ -1,0 +1,54 @@
+// Token choice of a whole batch: the semantics of quire/sampling/batch.py, the bits of
+// quire/sampling/reference.py.
+#pragma once
+
+#include <stdint.h>
+
+#include "quire/pool.h"
+#include "quire/sampling_passes.h"
+
+namespace quire {
+
+// Fields are those of SampleBatch and TokenChoice; R rows, V tokens in the vocabulary. Ids and
+// offsets were checked by the caller. Logits are only read.
+struct ChooseArgs {
+    const float* logits;  // [rows, vocabulary], `stride` apart
+    int64_t stride;
+    int32_t rows, vocabulary;
+
+    const float* temperature;  // [R] from here on
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const float* repetition_penalty;
+    const float* presence_penalty;
+    const float* frequency_penalty;
+    const int64_t* seeds;
+    const int32_t* streams;
+    const int32_t* positions;
+    const int32_t* num_prompt_tokens;
+    const int32_t* num_logprobs;
+    const int32_t* history_starts;  // [R + 1], as the other starts
+    const int32_t* history;
+    const int32_t* bias_starts;
+    const int32_t* bias_ids;
+    const float* bias_values;
+    const int32_t* banned_starts;
+    const int32_t* banned_ids;
+
+    int32_t num_top;      // K
+    int32_t* token_ids;   // [R] out
+    float* logprobs;      // [R] out
+    int32_t* top_ids;     // [R, K] out
+    float* top_logprobs;  // [R, K] out
+
+    Pool* pool;
+};
+
+// The key of a row's noise.
+NoiseKey noise_key(int64_t seed, int32_t stream, int32_t position);
+
+// Chooses with one instruction set's passes; KernelTable::choose calls it with its own.
+void choose_tokens(const ChooseArgs& args, const SamplingPasses& passes);
+
+}  // namespace quire

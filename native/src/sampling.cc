@@ -1,0 +1,375 @@
+// Token choice, row by row: edits, filters, noise, log-probabilities. Many rows are dealt to the
+// threads whole; few rows are each split over all threads. Neither changes a result: every
+// reduction here is exact (largest with ties to the lower id, counts, sums of masses), so it has
+// no order.
+//
+// top_k and top_p select, they do not sort. Values are dealt into bins by their distance from
+// the largest, the bin holding the boundary is found by its running sum, and only that bin's
+// tokens are looked at closely. Either filter ends as a Cut: one value and one id.
+
+#include "quire/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "quire/recipe.h"
+
+namespace quire {
+
+namespace {
+
+constexpr int32_t kChunk = 16384;  // tokens of one piece of work where a row is split
+constexpr int kBins = 2048;        // of 1/64 each; the last holds all that is further away
+constexpr float kBinsPerUnit = 64.0f;
+constexpr float kSmallestTemperature = 0x1p-40f;
+constexpr float kSmallestMinP = 0x1p-126f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr int32_t kLastId = std::numeric_limits<int32_t>::max();
+
+struct Candidate {
+    float value;
+    int32_t id;
+    double weight;
+};
+
+bool before(const Candidate& a, const Candidate& b) {
+    return a.value > b.value || (a.value == b.value && a.id < b.id);
+}
+
+bool keeps(Cut cut, float value, int32_t id) {
+    return value > cut.value || (value == cut.value && id <= cut.last_id);
+}
+
+int bin_of(float largest, float value) {
+    const float distance = (largest - value) * kBinsPerUnit;
+    return distance < static_cast<float>(kBins - 1) ? static_cast<int>(distance) : kBins - 1;
+}
+
+// The first candidate, in order, at which `sum` plus the weights so far reaches `needed`.
+Cut boundary(std::vector<Candidate>& candidates, double sum, double needed) {
+    auto low = candidates.begin(), high = candidates.end();
+    while (high - low > 1) {
+        const auto middle = low + (high - low) / 2;
+        std::nth_element(low, middle, high, before);
+        double part = 0.0;
+        for (auto it = low; it != middle; ++it) part += it->weight;
+        if (sum + part >= needed) {
+            high = middle;
+        } else {
+            sum += part;
+            low = middle;
+        }
+    }
+    return {low->value, low->id};
+}
+
+// What a thread keeps between rows.
+struct Scratch {
+    std::vector<float> values;    // [V] the row after edits and temperature
+    std::vector<int32_t> counts;  // [V] all zero between uses
+};
+
+class Row {
+  public:
+    // pool: null where the row is not split.
+    Row(const ChooseArgs& args, const SamplingPasses& passes, int32_t row, Pool* pool,
+        Scratch& scratch)
+        : args_(args), passes_(passes), row_(row), pool_(pool), scratch_(scratch),
+          raw_(args.logits + row * args.stride), num_chunks_(1) {
+        if (pool != nullptr) num_chunks_ = (args.vocabulary + kChunk - 1) / kChunk;
+    }
+
+    void choose() {
+        const int32_t token_id = token();
+        args_.token_ids[row_] = token_id;
+        args_.logprobs[row_] = kNaN;
+        for (int32_t i = 0; i < args_.num_top; i++) {
+            args_.top_ids[row_ * static_cast<int64_t>(args_.num_top) + i] = -1;
+            args_.top_logprobs[row_ * static_cast<int64_t>(args_.num_top) + i] = kNaN;
+        }
+        if (token_id >= 0 && args_.num_logprobs[row_] >= 0) write_logprobs(token_id);
+    }
+
+  private:
+    // Calls body(chunk, begin, end) for the row's chunks, on all threads where it is split.
+    template <class Body>
+    void each_chunk(const Body& body) {
+        if (pool_ == nullptr) return body(0, 0, args_.vocabulary);
+        pool_->deal(num_chunks_, 1, [&](int64_t first, int64_t last, int) {
+            for (int64_t chunk = first; chunk < last; chunk++) {
+                const int32_t begin = static_cast<int32_t>(chunk) * kChunk;
+                body(chunk, begin, std::min(begin + kChunk, args_.vocabulary));
+            }
+        });
+    }
+
+    // The best over chunks of pass(begin, end, bad); id -1 where a value is NaN or +inf.
+    template <class Pass>
+    BestToken best_of_chunks(const Pass& pass) {
+        std::vector<BestToken> found(num_chunks_);
+        std::vector<char> bad(num_chunks_, 0);
+        each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
+            bool is_bad = false;
+            found[chunk] = pass(begin, end, &is_bad);
+            bad[chunk] = is_bad;
+        });
+        BestToken best{-kInfinity, -1};
+        for (int64_t chunk = 0; chunk < num_chunks_; chunk++) {
+            if (bad[chunk]) return {kNaN, -1};
+            if (found[chunk].id < 0) continue;
+            if (best.id < 0 || found[chunk].value > best.value) best = found[chunk];
+        }
+        return best;
+    }
+
+    BestToken largest(const float* values) {
+        return best_of_chunks([&](int32_t begin, int32_t end, bool* bad) {
+            return passes_.largest(values, begin, end, bad);
+        });
+    }
+
+    BestToken noisiest(const float* values, float temperature, Cut cut) {
+        const NoiseKey key =
+            noise_key(args_.seeds[row_], args_.streams[row_], args_.positions[row_]);
+        return best_of_chunks([&](int32_t begin, int32_t end, bool* bad) {
+            return passes_.noisiest(values, begin, end, temperature, cut, key, bad);
+        });
+    }
+
+    int32_t token() {
+        const float* values = raw_;
+        if (has_edits()) {
+            if (largest(raw_).id < 0) return -1;
+            values = edited();
+        }
+        const float temperature = args_.temperature[row_];
+        if (temperature < kSmallestTemperature) return largest(values).id;
+        const bool filtered = args_.top_k[row_] > 0 || args_.top_p[row_] < 1.0f ||
+                              args_.min_p[row_] >= kSmallestMinP;
+        if (!filtered) return noisiest(values, temperature, {-kInfinity, kLastId}).id;
+
+        scratch_.values.resize(args_.vocabulary);
+        float* scaled = scratch_.values.data();
+        const BestToken top = best_of_chunks([&](int32_t begin, int32_t end, bool* bad) {
+            return passes_.scale(values, begin, end, temperature, scaled, bad);
+        });
+        if (top.id < 0) return -1;
+        return noisiest(scaled, 1.0f, filter(scaled, top.value)).id;
+    }
+
+    bool has_edits() const {
+        return args_.bias_starts[row_ + 1] > args_.bias_starts[row_] ||
+               args_.banned_starts[row_ + 1] > args_.banned_starts[row_] ||
+               args_.repetition_penalty[row_] != 1.0f || args_.frequency_penalty[row_] != 0.0f ||
+               args_.presence_penalty[row_] != 0.0f;
+    }
+
+    // Steps 2 to 4: bias, penalties, bans.
+    const float* edited() {
+        scratch_.values.resize(args_.vocabulary);
+        scratch_.counts.resize(args_.vocabulary, 0);
+        float* values = scratch_.values.data();
+        int32_t* counts = scratch_.counts.data();
+        std::memcpy(values, raw_, sizeof(float) * args_.vocabulary);
+        for (int32_t i = args_.bias_starts[row_]; i < args_.bias_starts[row_ + 1]; i++) {
+            values[args_.bias_ids[i]] += args_.bias_values[i];
+        }
+        const int32_t* prompt = args_.history + args_.history_starts[row_];
+        const int32_t* end = args_.history + args_.history_starts[row_ + 1];
+        const int32_t* output = prompt + std::min<int64_t>(args_.num_prompt_tokens[row_], end - prompt);
+        const float repetition = args_.repetition_penalty[row_];
+        if (repetition != 1.0f) {
+            each_distinct(prompt, end, counts, [&](int32_t id, int32_t) {
+                values[id] = values[id] > 0 ? values[id] / repetition : values[id] * repetition;
+            });
+        }
+        const float frequency = args_.frequency_penalty[row_];
+        const float presence = args_.presence_penalty[row_];
+        if (frequency != 0.0f || presence != 0.0f) {
+            each_distinct(output, end, counts, [&](int32_t id, int32_t count) {
+                values[id] -= frequency * static_cast<float>(count) + presence;
+            });
+        }
+        for (int32_t i = args_.banned_starts[row_]; i < args_.banned_starts[row_ + 1]; i++) {
+            values[args_.banned_ids[i]] = -kInfinity;
+        }
+        return values;
+    }
+
+    template <class Body>
+    static void each_distinct(const int32_t* begin, const int32_t* end, int32_t* counts,
+                              const Body& body) {
+        for (const int32_t* id = begin; id != end; id++) counts[*id]++;
+        for (const int32_t* id = begin; id != end; id++) {
+            if (counts[*id] > 0) body(*id, counts[*id]);
+            counts[*id] = 0;
+        }
+    }
+
+    // What min_p, then top_k, then top_p leave.
+    Cut filter(const float* values, float top) {
+        Cut cut{-kInfinity, kLastId};
+        if (args_.min_p[row_] >= kSmallestMinP) {
+            cut.value = top - recipe::minus_log(args_.min_p[row_]);
+        }
+        const int32_t top_k = args_.top_k[row_];
+        if (top_k > 0) {
+            const std::vector<double> counts = bins(values, top, cut, false);
+            double kept = 0.0;
+            for (double count : counts) kept += count;
+            if (kept > top_k) cut = narrowed(values, top, cut, counts, top_k, false);
+        }
+        if (args_.top_p[row_] < 1.0f) {
+            const std::vector<double> sums = bins(values, top, cut, true);
+            double total = 0.0;
+            for (double sum : sums) total += sum;
+            const double needed = static_cast<double>(args_.top_p[row_]) * total;
+            cut = narrowed(values, top, cut, sums, needed, true);
+        }
+        return cut;
+    }
+
+    // Calls body(id, weight) for what the cut keeps of begin..end; weights are masses, or ones.
+    template <class Body>
+    void each_kept(const float* values, int32_t begin, int32_t end, float top, Cut cut,
+                   bool by_mass, const Body& body) const {
+        double weights[kMassBlock];
+        std::fill(weights, weights + kMassBlock, 1.0);
+        for (int32_t first = begin; first < end; first += kMassBlock) {
+            const int32_t count = std::min(kMassBlock, end - first);
+            if (by_mass) passes_.masses(values + first, count, top, weights);
+            for (int32_t i = 0; i < count; i++) {
+                if (keeps(cut, values[first + i], first + i)) body(first + i, weights[i]);
+            }
+        }
+    }
+
+    // The weight in each bin of what the cut keeps.
+    std::vector<double> bins(const float* values, float top, Cut cut, bool by_mass) {
+        std::vector<std::vector<double>> parts(num_chunks_);
+        each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
+            std::vector<double> sums(kBins, 0.0);
+            each_kept(values, begin, end, top, cut, by_mass, [&](int32_t id, double weight) {
+                sums[bin_of(top, values[id])] += weight;
+            });
+            parts[chunk] = std::move(sums);
+        });
+        for (int64_t chunk = 1; chunk < num_chunks_; chunk++) {
+            for (int bin = 0; bin < kBins; bin++) parts[0][bin] += parts[chunk][bin];
+        }
+        return parts[0];
+    }
+
+    // The cut after which the weight kept first reaches `needed`.
+    Cut narrowed(const float* values, float top, Cut cut, const std::vector<double>& sums,
+                 double needed, bool by_mass) {
+        double sum = 0.0;
+        int bin = 0;
+        while (bin + 1 < kBins && sum + sums[bin] < needed) sum += sums[bin++];
+        std::vector<std::vector<Candidate>> parts(num_chunks_);
+        each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
+            std::vector<Candidate> found;
+            each_kept(values, begin, end, top, cut, by_mass, [&](int32_t id, double weight) {
+                if (bin_of(top, values[id]) == bin) found.push_back({values[id], id, weight});
+            });
+            parts[chunk] = std::move(found);
+        });
+        std::vector<Candidate> all = std::move(parts[0]);
+        for (int64_t chunk = 1; chunk < num_chunks_; chunk++) {
+            all.insert(all.end(), parts[chunk].begin(), parts[chunk].end());
+        }
+        return boundary(all, sum, needed);
+    }
+
+    // Log-probabilities of the raw logits: the chosen token's and the best ones'.
+    void write_logprobs(int32_t token_id) {
+        const int32_t wanted = std::min(args_.num_logprobs[row_], args_.num_top);
+        const float top = largest(raw_).value;
+        std::vector<double> sums(num_chunks_, 0.0);
+        std::vector<std::vector<BestToken>> bests(num_chunks_);
+        each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
+            sums[chunk] = passes_.mass_sum(raw_, begin, end, top);
+            bests[chunk] = highest(begin, end, wanted);
+        });
+        double total = 0.0;
+        std::vector<BestToken> all;
+        for (int64_t chunk = 0; chunk < num_chunks_; chunk++) {
+            total += sums[chunk];
+            all.insert(all.end(), bests[chunk].begin(), bests[chunk].end());
+        }
+        std::stable_sort(all.begin(), all.end(), [](const BestToken& a, const BestToken& b) {
+            return a.value > b.value;
+        });
+        const float minus_log_total = recipe::minus_log(static_cast<float>(total));
+        args_.logprobs[row_] = (raw_[token_id] - top) + minus_log_total;
+        const int32_t count = std::min<int32_t>(wanted, static_cast<int32_t>(all.size()));
+        for (int32_t i = 0; i < count; i++) {
+            const int64_t at = row_ * static_cast<int64_t>(args_.num_top) + i;
+            args_.top_ids[at] = all[i].id;
+            args_.top_logprobs[at] = (all[i].value - top) + minus_log_total;
+        }
+    }
+
+    // The `wanted` largest raw logits of begin..end above -inf, best first, ties by id.
+    std::vector<BestToken> highest(int32_t begin, int32_t end, int32_t wanted) const {
+        std::vector<BestToken> found;
+        if (wanted == 0) return found;
+        float least = -kInfinity;  // ids rise: an equal value comes too late
+        for (int32_t id = begin; id < end; id++) {
+            if (!(raw_[id] > least)) continue;
+            if (static_cast<int32_t>(found.size()) == wanted) found.pop_back();
+            const auto place = std::find_if(found.begin(), found.end(), [&](const BestToken& a) {
+                return a.value < raw_[id];
+            });
+            found.insert(place, {raw_[id], id});
+            if (static_cast<int32_t>(found.size()) == wanted) least = found.back().value;
+        }
+        return found;
+    }
+
+    const ChooseArgs& args_;
+    const SamplingPasses& passes_;
+    const int32_t row_;
+    Pool* const pool_;
+    Scratch& scratch_;
+    const float* const raw_;
+    int64_t num_chunks_;
+};
+
+}  // namespace
+
+NoiseKey noise_key(int64_t seed, int32_t stream, int32_t position) {
+    const auto finalize = [](uint64_t x) {
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+        return x ^ x >> 31;
+    };
+    const uint64_t place = static_cast<uint64_t>(static_cast<uint32_t>(stream)) << 32 |
+                           static_cast<uint32_t>(position);
+    const uint64_t key =
+        finalize(finalize(static_cast<uint64_t>(seed) + 0x9e3779b97f4a7c15u) ^ place);
+    return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
+}
+
+void choose_tokens(const ChooseArgs& args, const SamplingPasses& passes) {
+    const int num_threads = args.pool->num_threads();
+    const bool split = args.rows < 4 * num_threads && args.vocabulary >= 2 * kChunk;
+    std::vector<Scratch> scratch(split ? 1 : num_threads);
+    if (split) {
+        for (int32_t row = 0; row < args.rows; row++) {
+            Row(args, passes, row, args.pool, scratch[0]).choose();
+        }
+        return;
+    }
+    args.pool->deal(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t row = begin; row < end; row++) {
+            Row(args, passes, static_cast<int32_t>(row), nullptr, scratch[thread]).choose();
+        }
+    });
+}
+
+}  // namespace quire

@@ -1,0 +1,72 @@
+"""Token choice by the native kernels: the whole batch in one call, without the GIL.
+
+Same tokens as the NumPy twin (sampling/reference.py), bit for bit, for any number of threads,
+rows and any order of rows. Knows no requests; the pool belongs to the executor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.reference import check_shapes
+
+if TYPE_CHECKING:
+    from quire._native import Pool
+
+
+def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> TokenChoice:
+    """Choose a token for each row of logits [R, V] (only read), with the pool's threads.
+
+    Raises ValueError on shapes that disagree.
+    """
+    check_shapes(logits, batch)
+    if logits.strides[1] != logits.itemsize:
+        logits = np.ascontiguousarray(logits)
+    num_rows = len(logits)
+    num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
+    choice = TokenChoice(
+        token_ids=np.empty(num_rows, np.int32),
+        logprobs=np.empty(num_rows, np.float32),
+        top_ids=np.empty((num_rows, num_top), np.int32),
+        top_logprobs=np.empty((num_rows, num_top), np.float32),
+    )
+    if num_rows == 0:
+        return choice
+    _native.choose(
+        pool,
+        logits,
+        *(np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _FIELDS),
+        choice.token_ids,
+        choice.logprobs,
+        choice.top_ids,
+        choice.top_logprobs,
+    )
+    return choice
+
+
+_FIELDS: tuple[tuple[str, type[np.generic]], ...] = (  # in the order of native/bind/sampling.cc
+    ("temperature", np.float32),
+    ("top_k", np.int32),
+    ("top_p", np.float32),
+    ("min_p", np.float32),
+    ("repetition_penalty", np.float32),
+    ("presence_penalty", np.float32),
+    ("frequency_penalty", np.float32),
+    ("seeds", np.int64),
+    ("streams", np.int32),
+    ("positions", np.int32),
+    ("num_prompt_tokens", np.int32),
+    ("num_logprobs", np.int32),
+    ("history_starts", np.int32),
+    ("history", np.int32),
+    ("bias_starts", np.int32),
+    ("bias_ids", np.int32),
+    ("bias_values", np.float32),
+    ("banned_starts", np.int32),
+    ("banned_ids", np.int32),
+)
