@@ -1,0 +1,210 @@
+"""Metrics: what a server did, in Prometheus' text format, from a registry of its own.
+
+Two sources. Requests are told by whoever serves them (`request`, `error`, ...); the engine's own
+counters are read from the latest EngineStats when somebody scrapes. Knows no HTTP server and no
+engine. Always holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`;
+counters only grow. docs/serving.md lists the names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from quire.base.records import EngineStats, RequestTimes
+
+# A tiny model answers in a millisecond, a long prompt on a CPU takes minutes.
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0, 300.0, 600.0,
+)  # fmt: skip
+TOKEN_SECONDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.5, 1.0, 2.5,
+)  # fmt: skip
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """All metrics of one server process."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._stats = EngineStats()
+        self._last_step = 0
+        self._first_token = Histogram(
+            "quire_time_to_first_token_seconds",
+            "From arrival to the first token, a choice",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "quire_time_per_output_token_seconds",
+            "Mean time between output tokens after the first, a choice",
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._end_to_end = Histogram(
+            "quire_request_seconds",
+            "From arrival to the last token, a choice",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._queued = Histogram(
+            "quire_queue_seconds",
+            "From arrival to the first step it was part of, a choice",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._batch_rows = Histogram(
+            "quire_batch_rows",
+            "Requests computed in a step, of the steps seen",
+            buckets=COUNTS,
+            registry=registry,
+        )
+        self._batch_tokens = Histogram(
+            "quire_batch_tokens",
+            "Token rows computed in a step, of the steps seen",
+            buckets=COUNTS,
+            registry=registry,
+        )
+        self._finished = Counter(
+            "quire_requests",
+            "Choices that ended, by finish reason",
+            ("finish_reason",),
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "quire_prompt_tokens", "Prompt tokens of admitted prompts", registry=registry
+        )
+        self._generated_tokens = Counter(
+            "quire_generated_tokens", "Tokens generated and sent", registry=registry
+        )
+        self._errors = Counter(
+            "quire_errors",
+            "Requests that ended in an error, by its class",
+            ("kind",),
+            registry=registry,
+        )
+        self._timeouts = Counter(
+            "quire_timeouts", "Requests ended by their time limit", registry=registry
+        )
+        self._disconnects = Counter(
+            "quire_disconnects",
+            "Requests whose client went away before the answer was complete",
+            registry=registry,
+        )
+        self._responses = Counter(
+            "quire_http_responses",
+            "HTTP responses, by route and status",
+            ("route", "status"),
+            registry=registry,
+        )
+        self._open = Gauge("quire_open_requests", "HTTP requests being answered", registry=registry)
+        registry.register(_EngineCollector(lambda: self._stats))
+
+    def choice(
+        self,
+        *,
+        finish_reason: str,
+        times: RequestTimes | None,
+        prompt_tokens: int,
+        output_tokens: int,
+    ) -> None:
+        """A choice ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
+        self._finished.labels(finish_reason).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._generated_tokens.inc(output_tokens)
+        if times is None:
+            return
+        _observe_ms(self._queued, times.first_scheduled_ms - times.arrival_ms)
+        _observe_ms(self._first_token, times.first_token_ms - times.arrival_ms)
+        _observe_ms(self._end_to_end, times.last_token_ms - times.arrival_ms)
+        if output_tokens > 1:
+            between_ms = (times.last_token_ms - times.first_token_ms) / (output_tokens - 1)
+            _observe_ms(self._per_token, between_ms)
+
+    def error(self, kind: str) -> None:
+        """A request ended in an error of class `kind`."""
+        self._errors.labels(kind).inc()
+
+    def timeout(self) -> None:
+        """A request was ended by its time limit."""
+        self._timeouts.inc()
+
+    def disconnect(self) -> None:
+        """A client went away before its answer was complete."""
+        self._disconnects.inc()
+
+    def opened(self) -> None:
+        """An HTTP request arrived."""
+        self._open.inc()
+
+    def answered(self, *, route: str, status: int) -> None:
+        """An HTTP request that was opened is over. `route` is a pattern, never a raw path."""
+        self._open.dec()
+        self._responses.labels(route, str(status)).inc()
+
+    def see(self, stats: EngineStats) -> None:
+        """The engine's latest counters. Each step is observed at most once."""
+        self._stats = stats
+        if stats.steps_total > self._last_step:
+            self._last_step = stats.steps_total
+            self._batch_rows.observe(stats.step_rows)
+            self._batch_tokens.observe(stats.step_tokens)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    """Shows an EngineStats as metrics; the numbers are the engine's, not copies."""
+
+    def __init__(self, latest: Callable[[], EngineStats]) -> None:
+        self._latest = latest
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._latest()
+        gauges = (
+            ("quire_running_requests", "Requests that have a slot", stats.running),
+            ("quire_waiting_requests", "Requests that wait for a slot", stats.waiting),
+            ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
+            ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
+            (
+                "quire_kv_blocks_cached",
+                "KV blocks free to take that a prefix may still find",
+                stats.blocks_cached,
+            ),
+        )
+        counters = (
+            ("quire_steps", "Steps computed", stats.steps_total),
+            (
+                "quire_prefix_queried_tokens",
+                "Prompt tokens looked up in the prefix cache",
+                stats.prefix_queried_tokens_total,
+            ),
+            (
+                "quire_prefix_hit_tokens",
+                "Prompt tokens found in the prefix cache",
+                stats.prefix_hit_tokens_total,
+            ),
+            ("quire_preemptions", "Requests preempted", stats.preemptions_total),
+            ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in counters:
+            yield CounterMetricFamily(name, text, value=value)
+
+
+def _observe_ms(histogram: Histogram, duration_ms: float) -> None:
+    """Observe milliseconds as seconds; what never happened (NaN) is not observed."""
+    if not math.isnan(duration_ms):
+        histogram.observe(max(duration_ms, 0.0) / 1e3)

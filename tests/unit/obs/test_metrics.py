@@ -1,0 +1,127 @@
+"""Each metric moves when the thing it counts happens, and only then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.base.records import EngineStats, RequestTimes
+from quire.obs.metrics import Metrics
+
+TIMES = RequestTimes(
+    arrival_ms=1_000.0, first_scheduled_ms=1_010.0, first_token_ms=1_200.0, last_token_ms=1_600.0
+)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """All samples by name with labels, as a scraper reads them."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def a_choice(metrics: Metrics) -> None:
+    metrics.choice(finish_reason="stop", times=TIMES, prompt_tokens=7, output_tokens=5)
+
+
+def engine(**fields: int) -> Callable[[Metrics], None]:
+    return lambda metrics: metrics.see(EngineStats(**fields))
+
+
+MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
+    ("quire_time_to_first_token_seconds_sum", a_choice, 0.2),
+    ("quire_time_per_output_token_seconds_sum", a_choice, 0.1),
+    ("quire_request_seconds_sum", a_choice, 0.6),
+    ("quire_queue_seconds_sum", a_choice, 0.01),
+    ("quire_requests_total{finish_reason=stop}", a_choice, 1),
+    ("quire_prompt_tokens_total", a_choice, 7),
+    ("quire_generated_tokens_total", a_choice, 5),
+    ("quire_errors_total{kind=WorkerError}", lambda metrics: metrics.error("WorkerError"), 1),
+    ("quire_timeouts_total", lambda metrics: metrics.timeout(), 1),
+    ("quire_disconnects_total", lambda metrics: metrics.disconnect(), 1),
+    ("quire_open_requests", lambda metrics: metrics.opened(), 1),
+    (
+        "quire_http_responses_total{route=/v1/models,status=200}",
+        lambda metrics: metrics.answered(route="/v1/models", status=200),
+        1,
+    ),
+    ("quire_batch_rows_sum", engine(steps_total=1, step_rows=3), 3),
+    ("quire_batch_tokens_sum", engine(steps_total=1, step_tokens=40), 40),
+    ("quire_running_requests", engine(running=4), 4),
+    ("quire_waiting_requests", engine(waiting=5), 5),
+    ("quire_kv_blocks", engine(blocks_total=6), 6),
+    ("quire_kv_blocks_used", engine(blocks_used=7), 7),
+    ("quire_kv_blocks_cached", engine(blocks_cached=8), 8),
+    ("quire_steps_total", engine(steps_total=9), 9),
+    ("quire_prefix_queried_tokens_total", engine(prefix_queried_tokens_total=10), 10),
+    ("quire_prefix_hit_tokens_total", engine(prefix_hit_tokens_total=11), 11),
+    ("quire_preemptions_total", engine(preemptions_total=12), 12),
+    ("quire_row_errors_total", engine(row_errors_total=13), 13),
+]
+
+
+@pytest.mark.parametrize(("name", "happens", "value"), MOVES, ids=[name for name, _, _ in MOVES])
+def test_each_metric_moves_when_its_event_happens(
+    name: str, happens: Callable[[Metrics], None], value: float
+) -> None:
+    metrics = Metrics()
+    assert samples(metrics).get(name, 0) == 0
+    happens(metrics)
+    assert samples(metrics)[name] == pytest.approx(value)
+
+
+def test_every_metric_shown_has_a_case_that_moves_it() -> None:
+    metrics = Metrics()
+    for _, happens, _ in MOVES:
+        happens(metrics)
+    shown = {name.split("{")[0] for name in samples(metrics)}
+    families = {name.removesuffix("_bucket").removesuffix("_count") for name in shown}
+    moved = {name.split("{")[0].removesuffix("_sum") for name, _, _ in MOVES}
+    assert {name.removesuffix("_sum") for name in families} == moved
+
+
+def test_what_never_happened_is_not_observed() -> None:
+    metrics = Metrics()
+    never = RequestTimes(
+        arrival_ms=0.0, first_scheduled_ms=math.nan, first_token_ms=math.nan, last_token_ms=math.nan
+    )
+    metrics.choice(finish_reason="abort", times=never, prompt_tokens=3, output_tokens=0)
+    found = samples(metrics)
+    assert found["quire_queue_seconds_count"] == 0
+    assert found["quire_time_to_first_token_seconds_count"] == 0
+    assert found["quire_request_seconds_count"] == 0
+    assert found["quire_requests_total{finish_reason=abort}"] == 1
+
+
+def test_a_single_token_has_no_time_between_tokens() -> None:
+    metrics = Metrics()
+    metrics.choice(finish_reason="length", times=TIMES, prompt_tokens=1, output_tokens=1)
+    assert samples(metrics)["quire_time_per_output_token_seconds_count"] == 0
+
+
+def test_the_same_step_is_observed_once() -> None:
+    metrics = Metrics()
+    for _ in range(3):
+        metrics.see(EngineStats(steps_total=5, step_rows=2, step_tokens=2))
+    assert samples(metrics)["quire_batch_rows_count"] == 1
+
+
+def test_an_answered_request_is_no_longer_open() -> None:
+    metrics = Metrics()
+    metrics.opened()
+    metrics.answered(route="/", status=200)
+    assert samples(metrics)["quire_open_requests"] == 0
+
+
+def test_two_servers_in_one_process_do_not_share_metrics() -> None:
+    first, second = Metrics(), Metrics()
+    first.timeout()
+    assert samples(second)["quire_timeouts_total"] == 0
