@@ -4,6 +4,7 @@
     ├── RequestError            the caller's fault: fix the request (HTTP 400)
     │   ├── InvalidParameter    a field has a value that is not allowed; `param` names it
     │   ├── ContextTooLong      prompt and output can never fit the context or the cache
+    │   ├── BodyTooLarge        more bytes were sent than are allowed (HTTP 413)
     │   ├── UnknownModel        the model asked for is not served here (HTTP 404)
     │   └── NotAuthorized       no key, or a wrong one (HTTP 401)
     ├── ModelError              the model's files are wrong or not supported
@@ -13,7 +14,8 @@
     ├── SettingError            a flag or constructor argument has a value that is not allowed
     ├── CapacityError           the machine is too small for what was asked at start-up
     ├── OverloadedError         busy now, try later (HTTP 503)
-    │   └── ShuttingDown        the server is draining (HTTP 503)
+    │   ├── ShuttingDown        the server is draining (HTTP 503)
+    │   └── TimedOut            the request ran past its time limit (HTTP 504)
     └── WorkerError             the engine or a worker failed or is gone (HTTP 500)
         └── StepRowError        one request's row of a step failed; the others go on
 
@@ -42,6 +44,10 @@ class InvalidParameter(RequestError):
 
 class ContextTooLong(RequestError):
     """Prompt and requested output can never fit the context length or the cache."""
+
+
+class BodyTooLarge(RequestError):
+    """More bytes were sent than are allowed."""
 
 
 class UnknownModel(RequestError):
@@ -86,6 +92,10 @@ class OverloadedError(QuireError):
 
 class ShuttingDown(OverloadedError):
     """The server is draining and takes nothing new."""
+
+
+class TimedOut(OverloadedError):
+    """The request ran past its time limit."""
 
 
 class WorkerError(QuireError):

@@ -8,6 +8,7 @@ nothing of what the document means.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 MAX_DIGITS = 40
@@ -38,8 +39,8 @@ def parse_object(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})[:5]
+        counts = Counter(key for key, _ in pairs)
+        twice = sorted(key for key, count in counts.items() if count > 1)[:5]
         raise ValueError(f"key {', '.join(map(repr, twice))} is given twice; keep one")
     return document
 

@@ -1,0 +1,104 @@
+"""Errors as HTTP: each class of the tree has a status, a type and a code, as OpenAI's API words them.
+
+Knows nothing of how an error came about. Always holds: every class of quire/base/errors.py maps to
+exactly one row (its own, else its nearest ancestor's), and a body is always
+{"error": {message, type, param, code}}.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.base.errors import (
+    BodyTooLarge,
+    CapacityError,
+    ContextTooLong,
+    InvalidParameter,
+    ModelError,
+    NotAuthorized,
+    OverloadedError,
+    QuireError,
+    RequestError,
+    SettingError,
+    ShuttingDown,
+    StepRowError,
+    TimedOut,
+    UnknownModel,
+    WorkerError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorShape:
+    """How a class of errors looks to a caller."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+class UnknownRoute(RequestError):
+    """Nothing is served at this path."""
+
+
+class MethodNotAllowed(RequestError):
+    """The path is served, but not by this method."""
+
+
+SHAPES: dict[type[QuireError], ErrorShape] = {
+    RequestError: ErrorShape(status=400, type="invalid_request_error", code=None),
+    InvalidParameter: ErrorShape(status=400, type="invalid_request_error", code="invalid_value"),
+    ContextTooLong: ErrorShape(
+        status=400, type="invalid_request_error", code="context_length_exceeded"
+    ),
+    BodyTooLarge: ErrorShape(status=413, type="invalid_request_error", code="body_too_large"),
+    UnknownModel: ErrorShape(status=404, type="invalid_request_error", code="model_not_found"),
+    UnknownRoute: ErrorShape(status=404, type="invalid_request_error", code="unknown_url"),
+    MethodNotAllowed: ErrorShape(
+        status=405, type="invalid_request_error", code="method_not_allowed"
+    ),
+    NotAuthorized: ErrorShape(status=401, type="invalid_request_error", code="invalid_api_key"),
+    OverloadedError: ErrorShape(status=503, type="server_error", code="overloaded"),
+    ShuttingDown: ErrorShape(status=503, type="server_error", code="shutting_down"),
+    TimedOut: ErrorShape(status=504, type="server_error", code="timeout"),
+    WorkerError: ErrorShape(status=500, type="server_error", code="worker_error"),
+    StepRowError: ErrorShape(status=500, type="server_error", code="step_row_error"),
+    ModelError: ErrorShape(status=500, type="server_error", code="model_error"),
+    SettingError: ErrorShape(status=500, type="server_error", code="setting_error"),
+    CapacityError: ErrorShape(status=500, type="server_error", code="capacity_error"),
+    QuireError: ErrorShape(status=500, type="server_error", code="internal_error"),
+}
+
+
+def shape_of(error: QuireError) -> ErrorShape:
+    """The row of an error's class, or of its nearest ancestor that has one."""
+    return next(SHAPES[kind] for kind in type(error).__mro__ if kind in SHAPES)
+
+
+def error_body(error: QuireError) -> dict[str, Any]:
+    """The JSON of an error: a response's body, or the data of an event inside a stream."""
+    shape = shape_of(error)
+    param = error.param if isinstance(error, RequestError) else None
+    return {
+        "error": {"message": str(error), "type": shape.type, "param": param, "code": shape.code}
+    }
+
+
+def error_response(error: QuireError, *, request_id: str) -> Response:
+    """A response for an error, with the headers its class calls for."""
+    headers = {"x-request-id": request_id}
+    if isinstance(error, NotAuthorized):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return Response(
+        msgspec.json.encode(error_body(error)),
+        status_code=shape_of(error).status,
+        headers=headers,
+        media_type="application/json",
+    )
