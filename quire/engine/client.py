@@ -13,57 +13,147 @@ engine raises WorkerError in all of them; closing a generator aborts what still 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
 
-from quire.base.records import EngineStats
+from quire.base.clock import Clock
+from quire.base.errors import InvalidParameter, QuireError, ShuttingDown, WorkerError
+from quire.base.log import Log
+from quire.base.records import EngineStats, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig
-from quire.engine.card import Health, ModelCard
-from quire.engine.output import TextDelta
-from quire.text.template import ChatTemplate
+from quire.engine.card import EngineState, Health, ModelCard
+from quire.engine.launch import EngineProcess
+from quire.engine.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Failed,
+    Fault,
+    FromEngine,
+    Hello,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Submit,
+    ToEngine,
+    error_of,
+    fault_of,
+)
+from quire.engine.model_files import load_text_side
+from quire.engine.output import OutputStream, TextDelta
+from quire.engine.requests import default_sampling, make_requests
+from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+
+# After its grace a drain aborts what is left, and waits this long for the last words.
+_LAST_WORDS_S = 5.0
+
+
+class Link(Protocol):
+    """Carries messages to an engine and back into the event loop."""
+
+    def open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[FromEngine], None],
+        on_end: Callable[[str], None],
+    ) -> None: ...
+
+    def send(self, message: ToEngine) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class EngineClient:
     """One engine, seen from an event loop. All methods belong to that loop's thread.
 
-    `card`, `tokenizer` and `template` may be read once `ready()` has returned. `stats` is the
-    latest known (all zeros at first). `dead` is set when the engine is gone, for whatever reason
-    but close().
+    `card`, `tokenizer` and `template` may be read once `ready()` has returned; `notes` are the
+    engine's lines about its start (the memory sum). `stats` is the latest known (all zeros at
+    first). `loading` is (done, total) bytes of the weights. `dead` is set when the engine is gone,
+    for whatever reason but close(). `watchdog_s`: without a step for so long while work is
+    pending, health() says no.
     """
 
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    stats: EngineStats
-    dead: asyncio.Event
+
+    def __init__(self, link: Link, config: EngineConfig, *, watchdog_s: float = 60.0) -> None:
+        self.config = config
+        self.notes: tuple[str, ...] = ()
+        self.stats = EngineStats()
+        self.loading = (0, 0)
+        self.dead = asyncio.Event()
+        self._link = link
+        self._clock = Clock()
+        self._watchdog_ms = watchdog_s * 1000
+        self._state: EngineState = "starting"
+        self._fault: Fault | None = None
+        self._started: asyncio.Future[ModelCard] | None = None
+        self._open: dict[str, asyncio.Queue[RequestOutput | Fault]] = {}
+        self._groups: dict[str, tuple[str, ...]] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._progress_ms = 0.0
 
     @classmethod
     def spawn(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
         """Start an engine process; returns at once, needs no running loop. Imports overlap."""
-        raise NotImplementedError
+        return cls.attach(EngineProcess.launch(config), config, watchdog_s=watchdog_s)
 
     @classmethod
-    def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
+    def attach(
+        cls, process: EngineProcess, config: EngineConfig, *, watchdog_s: float = 60.0
+    ) -> EngineClient:
+        """A client of a process that was launched with `config`."""
+        from quire.engine.channel import ProcessLink  # zmq: the in-process engine needs none
+
+        return cls(ProcessLink(process), config, watchdog_s=watchdog_s)
+
+    @classmethod
+    def in_process(
+        cls, config: EngineConfig, *, watchdog_s: float = 60.0, log: Log | None = None
+    ) -> EngineClient:
         """Start an engine in a thread of this process."""
-        raise NotImplementedError
+        from quire.engine.host import ThreadLink  # all that computes: a process's client needs none
+
+        return cls(ThreadLink(config, log=log or Log("engine")), config, watchdog_s=watchdog_s)
 
     async def ready(self) -> None:
-        """Wait until the engine can answer. Raises ModelError, CapacityError, SettingError ..."""
-        raise NotImplementedError
+        """Wait until the engine can answer. Raises what kept it from starting; it is closed then.
+
+        ConfigError, WeightsError, TokenizerError, CapacityError, SettingError, WorkerError.
+        """
+        if self._started is None:
+            loop = asyncio.get_running_loop()
+            self._started = loop.create_future()
+            self._link.open(loop, self._on_message, self._on_end)
+        text_side = asyncio.create_task(asyncio.to_thread(load_text_side, self.config.model))
+        try:
+            self.card = await asyncio.shield(self._started)
+            text = await text_side
+        except QuireError:
+            text_side.cancel()
+            await asyncio.gather(text_side, return_exceptions=True)
+            await self.close()
+            raise
+        self.tokenizer, self.template = text.tokenizer, text.template
+        if self._state == "starting":
+            self._state = "ready"
 
     def default_sampling(self) -> SamplingParams:
         """Sampling parameters with the model's generation defaults."""
-        raise NotImplementedError
+        return default_sampling(self.card)
 
-    def generate(
+    async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
         An async generator: close it (`aclose`) to abort what still runs. Raises at the first
@@ -72,20 +162,168 @@ class EngineClient:
         WorkerError where the engine died. An error of one stream comes as a delta with
         finish_reason "error" and does not end the others.
         """
-        raise NotImplementedError
+        self._check_takes_requests(request_id)
+        requests = make_requests(
+            self.card,
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            arrival_ms=self._clock.now_ms(),
+        )
+        streams = {request.request_id: OutputStream(self.tokenizer, request) for request in requests}
+        queue = self._register(request_id, requests)
+        try:
+            self._link.send(Submit(requests=requests))
+            while streams:
+                output = await queue.get()
+                if isinstance(output, Fault):
+                    raise error_of(output)
+                stream = streams.get(output.request_id)
+                if stream is None:
+                    continue  # its stop string came first; the engine did not know yet
+                delta = stream.push(output)
+                if stream.finished or output.finish_reason is not None:
+                    del streams[output.request_id]
+                    self._forget(output.request_id)
+                if stream.wants_abort and output.finish_reason is None:
+                    self._send_abort((output.request_id,))
+                if delta is not None:
+                    yield delta
+        finally:
+            still_open = tuple(id_ for id_ in streams if id_ in self._open)
+            for stream_id in streams:
+                self._forget(stream_id)
+            self._groups.pop(request_id, None)
+            self._send_abort(still_open)
 
     async def abort(self, request_id: str) -> None:
         """End the streams of a request; its generator yields their last deltas ("abort")."""
-        raise NotImplementedError
+        streams = self._groups.get(request_id, ())
+        self._send_abort(tuple(id_ for id_ in streams if id_ in self._open))
 
     def health(self) -> Health:
         """Progress: ok only in state ready, and if steps advance while work is pending."""
-        raise NotImplementedError
+        reason = ""
+        quiet_ms = self._clock.now_ms() - self._progress_ms
+        if self._state == "dead":
+            reason = self._fault.message if self._fault is not None else "the engine is gone"
+        elif self._state != "ready":
+            reason = f"the engine is {self._state}"
+        elif self._open and quiet_ms > self._watchdog_ms:
+            reason = f"{len(self._open)} requests are open and no step ended for {quiet_ms:.0f} ms"
+        return Health(
+            ok=not reason,
+            state=self._state,
+            reason=reason,
+            pending=len(self._open),
+            steps_total=self.stats.steps_total,
+        )
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let open streams finish for `grace_s`, then abort the rest."""
-        raise NotImplementedError
+        if self._state in ("starting", "ready"):
+            self._state = "draining"
+        if await self._ended_within(grace_s):
+            return
+        self._send_abort(tuple(self._open))
+        await self._ended_within(_LAST_WORDS_S)
 
     async def close(self) -> None:
         """End the engine; open streams get WorkerError. Does not set `dead`."""
-        raise NotImplementedError
+        self._end(Fault(kind=WorkerError.__name__, message="the engine was closed"))
+        await self._link.close()
+
+    # ---- what comes from the engine
+
+    def _on_message(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            if message.stats.steps_total != self.stats.steps_total:
+                self._progress_ms = self._clock.now_ms()
+            self.stats = message.stats
+            for output in message.outputs or ():
+                if (queue := self._open.get(output.request_id)) is not None:
+                    queue.put_nowait(output)
+        elif isinstance(message, Refused):
+            for stream_id in message.request_ids:
+                if (queue := self._open.pop(stream_id, None)) is not None:
+                    queue.put_nowait(message.fault)
+        elif isinstance(message, Failed):
+            self._die(message.fault)
+        elif isinstance(message, Ready):
+            self.notes = message.notes
+            if self._started is not None and not self._started.done():
+                self._started.set_result(message.card)
+        elif isinstance(message, Loading):
+            self.loading = (message.done_bytes, message.total_bytes)
+        elif isinstance(message, Hello) and message.protocol_version != PROTOCOL_VERSION:
+            self._die(
+                fault_of(
+                    WorkerError(
+                        f"the engine speaks version {message.protocol_version}, this client "
+                        f"{PROTOCOL_VERSION}; install one version of quire in both places"
+                    )
+                )
+            )
+
+    def _on_end(self, reason: str) -> None:
+        self._die(fault_of(WorkerError(reason)))
+
+    def _die(self, fault: Fault) -> None:
+        if self._state != "dead":
+            self._end(fault)
+            self.dead.set()
+
+    def _end(self, fault: Fault) -> None:
+        """No more answers: tell all who wait for one. The first reason stands."""
+        self._state = "dead"
+        self._fault = self._fault or fault
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error_of(fault))
+            self._started.exception()  # somebody may have stopped waiting
+        for queue in {id(queue): queue for queue in self._open.values()}.values():
+            queue.put_nowait(fault)
+        self._open.clear()
+        self._none_open.set()
+
+    # ---- open streams
+
+    def _check_takes_requests(self, request_id: str) -> None:
+        if self._state == "dead":
+            raise error_of(self._fault) if self._fault else WorkerError("the engine is gone")
+        if self._state == "draining":
+            raise ShuttingDown("the server is shutting down and takes no new requests; try another")
+        if self._state == "starting":
+            raise WorkerError("the engine is still starting; wait for ready()")
+        if request_id in self._groups:
+            raise InvalidParameter(
+                f"request id {request_id!r} is in use by a request that still runs; use another",
+                param="request_id",
+            )
+
+    def _register(
+        self, request_id: str, requests: tuple[Request, ...]
+    ) -> asyncio.Queue[RequestOutput | Fault]:
+        if not self._open:
+            self._progress_ms = self._clock.now_ms()
+        queue: asyncio.Queue[RequestOutput | Fault] = asyncio.Queue()
+        self._groups[request_id] = tuple(request.request_id for request in requests)
+        self._open.update(dict.fromkeys(self._groups[request_id], queue))
+        self._none_open.clear()
+        return queue
+
+    def _forget(self, stream_id: str) -> None:
+        self._open.pop(stream_id, None)
+        if not self._open:
+            self._none_open.set()
+
+    def _send_abort(self, stream_ids: tuple[str, ...]) -> None:
+        if stream_ids and self._state != "dead":
+            self._link.send(Abort(request_ids=stream_ids))
+
+    async def _ended_within(self, wait_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._none_open.wait(), wait_s)
+        except TimeoutError:
+            return False
+        return True

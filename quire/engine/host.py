@@ -1,0 +1,160 @@
+"""Runs one engine from its config to its end, in whatever thread or process calls it.
+
+`run_engine` is an edge: what goes wrong in it is logged and sent to the client as Failed. ThreadLink
+is the in-process counterpart of channel.py's ProcessLink: the same face over a thread and a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from quire.base.clock import Clock
+from quire.base.log import Log
+from quire.config.groups import EngineConfig
+from quire.engine.assemble import assemble
+from quire.engine.core import Inbox, serve
+from quire.engine.messages import (
+    PROTOCOL_VERSION,
+    Failed,
+    FromEngine,
+    Hello,
+    Loading,
+    Ready,
+    Stop,
+    ToEngine,
+    fault_of,
+)
+
+_END_S = 10.0
+
+
+def run_engine(
+    config: EngineConfig, inbox: Inbox, emit: Callable[[FromEngine], None], *, clock: Clock, log: Log
+) -> bool:
+    """Start, serve until Stop, end. False: it failed, and the client was told why."""
+    runner = None
+    try:
+        emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
+        engine = assemble(config, clock=clock, progress=_loading(emit))
+        runner = engine.core.runner
+        for note in engine.notes:
+            log.event("starting", note=note)
+        emit(Ready(card=engine.card, notes=engine.notes))
+
+        def report(problems: list[str]) -> None:
+            for problem in problems:
+                log.error("audit of the KV books", problem=problem)
+
+        serve(engine.core, inbox, emit, clock.now_ms, report=report)
+        return True
+    except Exception as error:  # noqa: BLE001  the edge: reported, and the engine ends
+        fault = fault_of(error)
+        log.error("the engine failed", kind=fault.kind, message=fault.message)
+        emit(Failed(fault=fault))
+        return False
+    finally:
+        if runner is not None:
+            runner.close()
+
+
+class ThreadLink:
+    """An engine in a thread of this process, seen from an event loop."""
+
+    def __init__(self, config: EngineConfig, *, log: Log) -> None:
+        self._inbox = QueueInbox()
+        self._waiting: list[FromEngine] = []
+        self._lock = threading.Lock()
+        self._deliver: Callable[[FromEngine], None] | None = None
+        self._on_end: Callable[[], None] | None = None
+        self._ended = False
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._run, args=(config, log), name="quire-engine", daemon=True
+        )
+        self._thread.start()
+
+    def open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[FromEngine], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Call `on_message` for each message, and once `on_end` when the thread has ended."""
+
+        def call(function: Callable[..., None], *arguments: object) -> None:
+            try:
+                loop.call_soon_threadsafe(function, *arguments)
+            except RuntimeError:
+                pass  # the loop is closed: nobody is left to tell
+
+        with self._lock:
+            for message in self._waiting:
+                call(on_message, message)
+            self._deliver = lambda message: call(on_message, message)
+            self._on_end = lambda: call(on_end, "the engine thread ended")
+            if self._ended:
+                self._on_end()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine."""
+        self._inbox.put(message)
+
+    async def close(self) -> None:
+        """Ask the engine to stop and wait for it."""
+        self._closed = True
+        self.send(Stop())
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, _END_S)
+
+    def _run(self, config: EngineConfig, log: Log) -> None:
+        run_engine(config, self._inbox, self._emit, clock=Clock(), log=log)
+        with self._lock:
+            self._ended = True
+            if self._on_end is not None and not self._closed:
+                self._on_end()
+
+    def _emit(self, message: FromEngine) -> None:
+        with self._lock:
+            if self._deliver is None:
+                self._waiting.append(message)
+            else:
+                self._deliver(message)
+
+
+class QueueInbox:
+    """An Inbox that other threads put messages in."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+
+    def put(self, message: ToEngine) -> None:
+        """Queue a message."""
+        self._queue.put(message)
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """All that came; waits at most `wait_s` for the first (None: for ever)."""
+        messages: list[ToEngine] = []
+        try:
+            if wait_s != 0.0:
+                messages.append(self._queue.get(timeout=wait_s))
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+def _loading(emit: Callable[[FromEngine], None]) -> Callable[[int, int], None]:
+    """Progress of packing as messages, one a percent at most."""
+    last_percent = -1
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last_percent
+        percent = done_bytes * 100 // max(total_bytes, 1)
+        if percent != last_percent:
+            last_percent = percent
+            emit(Loading(done_bytes=done_bytes, total_bytes=total_bytes))
+
+    return progress

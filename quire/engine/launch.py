@@ -1,0 +1,82 @@
+"""EngineProcess: starts the engine's process, before anything heavy is imported here.
+
+    process = EngineProcess.launch(config)      # a few milliseconds; its imports overlap with ours
+    client = EngineClient.attach(process)
+
+Imports the standard library and the config records only. The engine gets its config as one line
+of JSON on its standard input, which then stays open: its end tells the engine that we are gone.
+A fresh interpreter, never a fork. The sockets lie in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from quire.base.errors import SettingError
+from quire.config.groups import EngineConfig
+
+
+class EngineProcess:
+    """A running engine process and the folder of its sockets."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], folder: Path) -> None:
+        self._popen = popen
+        self.folder = folder
+
+    @classmethod
+    def launch(cls, config: EngineConfig) -> EngineProcess:
+        """Start the process; does not wait for it. Raises SettingError where it cannot start."""
+        folder = Path(tempfile.mkdtemp(prefix="quire-"))
+        command = [sys.executable, "-m", "quire.engine.process", "--endpoint", str(folder)]
+        try:
+            popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise SettingError(f"the engine process cannot be started: {error}") from error
+        process = cls(popen, folder)
+        try:
+            assert popen.stdin is not None, "Popen was asked for a pipe"
+            popen.stdin.write(config_to_json(config).encode() + b"\n")
+        except OSError:
+            pass  # it is gone already; whoever waits for it reports how
+        return process
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's number."""
+        return self._popen.pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code (negative: the signal that ended it); None where it still runs."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self, timeout_s: float) -> None:
+        """Close its input, give it `timeout_s` to leave, then kill it; remove the folder."""
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        if self.wait(timeout_s) is None:
+            self._popen.kill()
+            self._popen.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def config_to_json(config: EngineConfig) -> str:
+    """The config as one line."""
+    return json.dumps(asdict(config))
+
+
+def config_from_json(text: str) -> EngineConfig:
+    """The config of a line made by config_to_json; each group checks its values again."""
+    groups: dict[str, Any] = json.loads(text)
+    hints = get_type_hints(EngineConfig)
+    return EngineConfig(**{part.name: hints[part.name](**groups[part.name]) for part in fields(EngineConfig)})

@@ -1,0 +1,56 @@
+"""The engine process: `python -m quire.engine.process --endpoint FOLDER`.
+
+Started by launch.py with the config as the first line of standard input. Ends when told so, when
+it fails (exit code 1, after telling the client), and at once when its parent is gone: standard
+input ends with the parent, whatever ended it. Signals for a clean end go to the parent, which
+drains; this process ignores them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from quire.base.clock import Clock
+from quire.base.log import Log
+from quire.engine.channel import EngineSide
+from quire.engine.host import run_engine
+from quire.engine.launch import config_from_json
+
+_PARENT_GONE = 3
+
+
+def main() -> int:
+    """Run one engine; the exit code."""
+    parser = argparse.ArgumentParser(description="The engine process of quire; started by it.")
+    parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
+    arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return _PARENT_GONE
+    threading.Thread(target=_leave_with_parent, name="quire-parent-watch", daemon=True).start()
+    channel = EngineSide(arguments.endpoint)
+    try:
+        log = Log("engine")
+        done = run_engine(config_from_json(line.decode()), channel, channel.emit, clock=Clock(), log=log)
+    finally:
+        channel.close()
+    return 0 if done else 1
+
+
+def _leave_with_parent() -> None:
+    # The descriptor, not the buffered file: a thread that blocks in the latter holds its lock
+    # while the interpreter shuts down.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(_PARENT_GONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
