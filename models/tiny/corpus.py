@@ -1,12 +1,12 @@
 """The training text of the model in the box, as rows of token ids.
 
-Reads the stories and the books, cleans them, trains the byte-level BPE, and deals rows: windows of a
-book, or stories, either plain or told in a conversation. Names and colours in a story are swapped at
-random, so that a thousand stories last longer. Everything is drawn from the one `random.Random` handed
-in, so a seed fixes the order.
+Reads the stories and the books, cleans them, trains the byte-level BPE, and deals rows: windows of
+a book, or stories, either plain or told in a conversation. Names and colours in a story are swapped
+at random, so that a thousand stories last longer. Everything is drawn from the one `random.Random`
+handed in, so a seed fixes the order.
 
-Does not know PyTorch or the model. Always holds: a held-out story is never in a row; a row starts with
-the begin token; a turn ends with the end token, which is also the end of a story.
+Does not know PyTorch or the model. Always holds: a held-out story is never in a row; a row starts
+with the begin token; a turn ends with the end token, which is also the end of a story.
 """
 
 import json
@@ -23,11 +23,16 @@ BEGIN, END = "<|begin|>", "<|end|>"
 SPECIALS = [BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>"]
 HELD_OUT_EVERY = 20  # one story in twenty, 5 %
 
-GIRLS = """Lily Anna Mia Sara Lucy Sarah Molly Jane Lila Jill Daisy Sue Sally Amy Mary Jenny Emma Ella
-    Emily Rachel Lola Kate Alice Claire Sophie Polly Nora Chloe Zoe Bella""".split()
-BOYS = """Ben Tom Timmy Jack Tim Sam Max John Bob Joe Jimmy Tommy Billy Andy Benny James Jake Jim Frank
-    George Oliver Charlie Danny Peter Henry Leo Joey Fred Paul Mike""".split()
-COLOURS = "red blue green yellow pink purple".split()
+GIRLS, BOYS, COLOURS = (
+    group.split()
+    for group in (
+        "Lily Anna Mia Sara Lucy Sarah Molly Jane Lila Jill Daisy Sue Sally Amy Mary Jenny Emma"
+        " Ella Emily Rachel Lola Kate Alice Claire Sophie Polly Nora Chloe Zoe Bella",
+        "Ben Tom Timmy Jack Tim Sam Max John Bob Joe Jimmy Tommy Billy Andy Benny James Jake Jim"
+        " Frank George Oliver Charlie Danny Peter Henry Leo Joey Fred Paul Mike",
+        "red blue green yellow pink purple",
+    )
+)
 SWAPS = [frozenset(GIRLS), frozenset(BOYS), frozenset(COLOURS)]
 NAME = re.compile(r"\b(?:" + "|".join(GIRLS + BOYS) + r")\b")
 
@@ -49,11 +54,11 @@ SYSTEMS = [
 ]
 
 # Words the article test below takes for nouns, but nobody asks for a story about them.
-NOT_A_TOPIC = frozenset(
-    """time while day name idea back lesson moment surprise head hand face voice smile mess air
-    place plan way end side sudden will how again cold dark work line help sound minute thing break
-    spot mistake chance task walk ride trip look problem world floor ground game adventure story
-    noise friend girl boy man child mom dad mummy mother father brother sister""".split()
+NOT_A_TOPIC = (
+    "time while day name idea back lesson moment surprise head hand face voice smile mess air"
+    " place plan way end side sudden will how again cold dark work line help sound minute thing"
+    " break spot mistake chance task walk ride trip look problem world floor ground game adventure"
+    " story noise friend girl boy man child mom dad mummy mother father brother sister"
 )
 AFTER_ARTICLE = re.compile(
     r"\b(?:the|a|an|his|her|their)\s+([a-z]{3,})"
@@ -134,6 +139,13 @@ def train_tokenizer(texts: Texts, asks: list[Ask], vocab_size: int) -> Tokenizer
     return tokenizer
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must be there."""
+    found: int | None = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer has no {token}"
+    return found
+
+
 def find_nouns(stories: list[str]) -> frozenset[str]:
     """Find nouns without a tagger: words that mostly close the phrase an article opened."""
     seen: Counter[str] = Counter()
@@ -143,7 +155,14 @@ def find_nouns(stories: list[str]) -> frozenset[str]:
             seen[match[1]] += 1
             closed[match[1]] += match[2] is not None
     nouns = {w for w in seen if closed[w] >= 4 and closed[w] >= 0.6 * seen[w]}
-    return frozenset(w for w in nouns - NOT_A_TOPIC if not w.endswith("s"))
+    return frozenset(w for w in nouns - set(NOT_A_TOPIC.split()) if not w.endswith("s"))
+
+
+def read_merges(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
+    """Map each merged token to the two it was merged from."""
+    vocab = tokenizer.get_vocab()
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return {vocab[a + b]: (vocab[a], vocab[b]) for a, b in merges}
 
 
 class RowDealer:
@@ -156,18 +175,25 @@ class RowDealer:
         self.stories = texts.stories
         self.asks = asks
         self.row_tokens = row_tokens
-        self.begin: int = tokenizer.token_to_id(BEGIN)
-        self.end: int = tokenizer.token_to_id(END)
+        self.begin = token_id(tokenizer, BEGIN)
+        self.end = token_id(tokenizer, END)
         self.books = [self._ids(book) for book in texts.books]
         self.nouns = find_nouns(texts.stories)
+        self.parts = read_merges(tokenizer)
 
-    def deal(self, rng: random.Random, *, book_share: float) -> list[int]:
-        """Deal one row: a window of a book, or documents until the row is full."""
-        if rng.random() < book_share:
-            return self._book_window(rng)
+    def deal(self, rng: random.Random, *, book_share: float, split_share: float) -> list[int]:
+        """Deal one row: a window of a book, or documents until the row is full.
+
+        A share of the tokens is split into the two each was merged from, so that the model
+        learns how words are spelled, which makes a small text last longer.
+        """
         row: list[int] = []
+        if rng.random() < book_share:
+            row = self._book_window(rng)
         while len(row) < self.row_tokens:
             row += self._document(rng)
+        if split_share > 0:
+            row = [part for i in row for part in self._split(i, rng, split_share)]
         return row[: self.row_tokens]
 
     def story_ids(self, story: str) -> list[int]:
@@ -177,6 +203,11 @@ class RowDealer:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def _split(self, token_id: int, rng: random.Random, share: float) -> tuple[int, ...]:
+        if token_id in self.parts and rng.random() < share:
+            return self.parts[token_id]
+        return (token_id,)
 
     def _book_window(self, rng: random.Random) -> list[int]:
         (book,) = rng.choices(self.books, weights=[len(b) for b in self.books])
@@ -195,7 +226,7 @@ class RowDealer:
             turns.insert(0, ("system", rng.choice(SYSTEMS)))
         ids = [self.begin]
         for role, text in turns:
-            ids += [self.tokenizer.token_to_id(f"<|{role}|>"), *self._ids(text), self.end]
+            ids += [token_id(self.tokenizer, f"<|{role}|>"), *self._ids(text), self.end]
         return ids
 
     def _small_talk(self, rng: random.Random) -> Iterator[tuple[str, str]]:
