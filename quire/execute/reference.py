@@ -1,0 +1,255 @@
+"""ReferenceExecutor: runs a program in NumPy, slowly and obviously.
+
+The yardstick for the other executors: float32 arithmetic, each operation its plain twin, results
+rounded where the program's buffer dtypes say. bfloat16 values are held in float32 arrays, already
+rounded. All buffers are filled with NaN before a step, so nothing left over from another step
+can pass unseen. Knows nothing of requests; NumPy decides how many threads its products use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import CapacityError
+from quire.execute import reference_ops as ops
+from quire.execute.executor import Progress
+from quire.execute.reference_attention import attention
+from quire.execute.rope_table import RopeTable
+from quire.program.batch import ForwardBatch
+from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
+from quire.program.program import Program
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.reference import choose
+from quire.weights.binding import check
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.dtypes import round_to_bf16
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+
+
+class ReferenceExecutor:
+    """An Executor (see executor.py). max_tokens, max_samples, max_sequences bound a step.
+
+    Raises WeightsError where the checkpoint is not what the program needs.
+    """
+
+    name = "reference"
+    recipe = "numpy"
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        max_sequences: int,
+        num_threads: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        check(program, checkpoint)
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}; at least 1 is allowed")
+        self._program = program
+        self._limits = {
+            Rows.TOKENS: max_tokens,
+            Rows.SAMPLES: max_samples,
+            Rows.SEQUENCES: max_sequences,
+        }
+        self._weights = _load(program, checkpoint, progress)
+        self._ropes = [RopeTable(spec) for spec in program.ropes]
+        self._buffers = [
+            np.full((self._limits[buffer.rows], buffer.width), np.nan, np.float32)
+            for buffer in program.buffers
+        ]
+        self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+        self._counts: Mapping[Rows, int] = {}
+        self._sample_rows: Int32s = np.empty(0, np.int32)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Two float32 arrays [layers, blocks, block_size, kv_heads, head_dim] of zeros."""
+        spec = self._program.caches[0]
+        shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
+        try:
+            self._cache_k, self._cache_v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        except MemoryError as error:
+            raise CapacityError(
+                f"{num_blocks} cache blocks of {block_size} tokens need "
+                f"{2 * 4 * int(np.prod(shape, dtype=object))} bytes, more than there is; lower "
+                "the memory for the cache"
+            ) from error
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """Copy whole blocks over all layers, one after the other."""
+        for source, target in zip(copy_from, copy_to, strict=True):
+            self._cache_k[:, target] = self._cache_k[:, source]
+            self._cache_v[:, target] = self._cache_v[:, source]
+
+    def run_trunk(self, batch: ForwardBatch) -> None:
+        """Run the trunk segment on all token rows."""
+        num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_starts) - 1
+        self._check_fits(Rows.TOKENS, num_tokens)
+        self._check_fits(Rows.SEQUENCES, num_sequences)
+        for table in self._ropes:
+            table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
+        for buffer in self._buffers:
+            buffer.fill(np.nan)
+        counts = {Rows.TOKENS: num_tokens, Rows.SEQUENCES: num_sequences}
+        self._run("trunk", batch, counts)
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        """Logits [count, vocab] of sample_rows[first : first + count]; a view, see executor.py."""
+        self._check_fits(Rows.SAMPLES, count)
+        self._sample_rows = batch.sample_rows[first : first + count]
+        counts = {Rows.TOKENS: len(batch.token_ids), Rows.SAMPLES: count}
+        self._run("head", batch, counts)
+        return self._read(self._program.outputs["logits"])
+
+    def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
+        """Choose a token for each row."""
+        return choose(logits, batch)
+
+    def close(self) -> None:
+        """Let go of weights, buffers and cache."""
+        self._weights, self._buffers = {}, []
+        self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+
+    # ---- private
+
+    def _check_fits(self, rows: Rows, count: int) -> None:
+        if count > self._limits[rows]:
+            raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
+
+    def _run(self, segment: str, batch: ForwardBatch, counts: Mapping[Rows, int]) -> None:
+        self._counts = counts
+        for op in self._program.segments[segment]:
+            RUNNERS[op.kind](self, op, batch)
+
+    def _read(self, view: View) -> Float32s:
+        rows = self._counts[view.buffer.rows]
+        return self._buffers[view.buffer.index][:rows, view.offset : view.offset + view.width]
+
+    def _write(self, view: View, values: Float32s) -> None:
+        assert values.dtype == np.float32, f"{view} was given {values.dtype}: f32 is meant"
+        self._read(view)[:] = round_to_bf16(values) if view.dtype is DType.BF16 else values
+
+    def _weight(self, name: str | None) -> Float32s | None:
+        return None if name is None else self._weights[name]
+
+    def _embed(self, op: Op, batch: ForwardBatch) -> None:
+        table = self._weights[op.attrs["weight"]]
+        self._write(op.outputs[0], ops.embed(table, batch.token_ids))
+
+    def _norm(self, op: Op, batch: ForwardBatch) -> None:
+        x = op.inputs[0]
+        if len(op.inputs) == 2:
+            self._write(x, ops.add(self._read(x), self._read(op.inputs[1])))
+        y = ops.norm(
+            self._read(x),
+            self._weights[op.attrs["weight"]],
+            eps=op.attrs["eps"],
+            form=op.attrs["form"],
+            bias=self._weight(op.attrs["bias"]),
+            group=op.attrs["group"],
+        )
+        self._write(op.outputs[0], y)
+
+    def _linear(self, op: Op, batch: ForwardBatch) -> None:
+        weight, bias = self._weights[op.attrs["weight"]], self._weight(op.attrs["bias"])
+        self._write(op.outputs[0], ops.linear(self._read(op.inputs[0]), weight, bias))
+
+    def _rope(self, op: Op, batch: ForwardBatch) -> None:
+        table = self._ropes[op.attrs["rope"]]
+        y = ops.rope(
+            self._read(op.inputs[0]),
+            table.cos[batch.rope_positions],
+            table.sin[batch.rope_positions],
+            heads=op.attrs["heads"],
+            head_dim=op.attrs["head_dim"],
+        )
+        self._write(op.outputs[0], y)
+
+    def _store_kv(self, op: Op, batch: ForwardBatch) -> None:
+        layer, (k, v) = op.attrs["layer"], op.inputs
+        ops.store_kv(self._cache_k[layer], self._cached(k), batch.kv_slots)
+        ops.store_kv(self._cache_v[layer], self._cached(v), batch.kv_slots)
+
+    def _cached(self, view: View) -> Float32s:
+        values = self._read(view)
+        return round_to_bf16(values) if self._program.caches[0].dtype is DType.BF16 else values
+
+    def _attention(self, op: Op, batch: ForwardBatch) -> None:
+        layer = op.attrs["layer"]
+        y = attention(
+            self._read(op.inputs[0]),
+            self._cache_k[layer],
+            self._cache_v[layer],
+            seq_starts=batch.seq_starts,
+            positions=batch.positions,
+            block_tables=batch.block_tables,
+            heads=op.attrs["heads"],
+            scale=op.attrs["scale"],
+            window=op.attrs["window"],
+            soft_cap=op.attrs["soft_cap"],
+            dtype=self._program.caches[0].dtype,
+        )
+        self._write(op.outputs[0], y)
+
+    def _activation(self, op: Op, batch: ForwardBatch) -> None:
+        gate = self._read(op.inputs[0])
+        up = self._read(op.inputs[1]) if len(op.inputs) == 2 else None
+        self._write(op.outputs[0], ops.activation(gate, up, form=op.attrs["form"]))
+
+    def _add(self, op: Op, batch: ForwardBatch) -> None:
+        x, y = op.inputs
+        self._write(x, ops.add(self._read(x), self._read(y)))
+
+    def _scale(self, op: Op, batch: ForwardBatch) -> None:
+        self._write(op.outputs[0], ops.scale(self._read(op.inputs[0]), op.attrs["factor"]))
+
+    def _gather_rows(self, op: Op, batch: ForwardBatch) -> None:
+        x = self._read(op.inputs[0])
+        self._write(op.outputs[0], ops.gather_rows(x, self._sample_rows))
+
+
+RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] = MappingProxyType(
+    {
+        OpKind.EMBED: ReferenceExecutor._embed,
+        OpKind.NORM: ReferenceExecutor._norm,
+        OpKind.LINEAR: ReferenceExecutor._linear,
+        OpKind.ROPE: ReferenceExecutor._rope,
+        OpKind.STORE_KV: ReferenceExecutor._store_kv,
+        OpKind.ATTENTION: ReferenceExecutor._attention,
+        OpKind.ACTIVATION: ReferenceExecutor._activation,
+        OpKind.ADD: ReferenceExecutor._add,
+        OpKind.SCALE: ReferenceExecutor._scale,
+        OpKind.GATHER_ROWS: ReferenceExecutor._gather_rows,
+    }
+)
+
+
+def _load(
+    program: Program, checkpoint: Checkpoint, progress: Progress | None
+) -> dict[str, Float32s]:
+    """All weights in float32: [rows, columns], or [rows] for a vector."""
+    loaded: dict[str, Float32s] = {}
+    total, done = program.weight_bytes, 0
+    for name, weight in program.weights.items():
+        loaded[name] = _load_weight(weight, checkpoint)
+        done += weight.size * weight.dtype.itemsize
+        if progress is not None:
+            progress(done, total)
+    return loaded
+
+
+def _load_weight(weight: Weight, checkpoint: Checkpoint) -> Float32s:
+    parts = [checkpoint.read_f32(part.source) for part in weight.parts]
+    for part in weight.parts:
+        checkpoint.release(part.source)
+    values = np.concatenate(parts) + np.float32(weight.offset)
+    return round_to_bf16(values) if weight.dtype is DType.BF16 else values

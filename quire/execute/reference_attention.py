@@ -1,0 +1,101 @@
+"""Causal attention over a paged cache, the plain twin of the native one: a row at a time.
+
+The recipe: positions are taken in pieces of 256, aligned to absolute position (under a window
+too); in each piece scores, their maximum, exp(score - maximum), the sum of those in float32 and
+the product with V; then pieces are merged in order. Probabilities are rounded to the cache's
+dtype before the product with V, as named in the operations' contract. Knows no sequences beyond
+their rows and tables. Letters: T rows, S sequences, D head_dim, P positions of a piece.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.program.ops import DType
+from quire.weights.dtypes import round_to_bf16
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+
+PIECE_POSITIONS = 256
+
+
+def attention(
+    q: Float32s,
+    cache_k: Float32s,
+    cache_v: Float32s,
+    *,
+    seq_starts: Int32s,
+    positions: Int32s,
+    block_tables: Int32s,
+    heads: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    dtype: DType,
+) -> Float32s:
+    """q [T, heads * D] over one layer's cache [blocks, block_size, kv_heads, D]: [T, heads * D].
+
+    Row t sees positions 0..positions[t] of its sequence (the last `window` of them, if not 0).
+    """
+    y = np.empty(q.shape, np.float32)
+    for sequence, (start, end) in enumerate(pairwise(seq_starts)):
+        for row in range(start, end):
+            y[row] = _attend_row(
+                q[row].reshape(heads, -1),
+                cache_k,
+                cache_v,
+                block_tables[sequence],
+                int(positions[row]),
+                scale=np.float32(scale),
+                window=window,
+                soft_cap=np.float32(soft_cap),
+                dtype=dtype,
+            ).reshape(-1)
+    return y
+
+
+def _attend_row(
+    q: Float32s,
+    cache_k: Float32s,
+    cache_v: Float32s,
+    table: Int32s,
+    position: int,
+    *,
+    scale: np.float32,
+    window: int,
+    soft_cap: np.float32,
+    dtype: DType,
+) -> Float32s:
+    """One row's heads [heads, D] over its sequence."""
+    first = max(0, position - window + 1) if window else 0
+    maximum = np.full((len(q), 1), -np.inf, np.float32)
+    total = np.zeros((len(q), 1), np.float32)
+    y = np.zeros(q.shape, np.float32)
+    for piece in range(first - first % PIECE_POSITIONS, position + 1, PIECE_POSITIONS):
+        seen = np.arange(max(piece, first), min(piece + PIECE_POSITIONS, position + 1))
+        keys = _gather(cache_k, table, seen, len(q))  # [heads, P, D]
+        values = _gather(cache_v, table, seen, len(q))
+        scores = np.matmul(keys, q[:, :, None])[:, :, 0] * scale  # [heads, P]
+        if soft_cap:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        highest = np.maximum(maximum, scores.max(axis=1, keepdims=True))
+        weights = np.exp(scores - highest)
+        kept = np.exp(maximum - highest)
+        total = total * kept + weights.sum(axis=1, keepdims=True)
+        if dtype is DType.BF16:
+            weights = round_to_bf16(weights)
+        y = y * kept + np.matmul(weights[:, None, :], values)[:, 0, :]
+        maximum = highest
+    return y / total
+
+
+def _gather(cache: Float32s, table: Int32s, positions: NDArray[np.int64], heads: int) -> Float32s:
+    """Cache rows at `positions`, repeated for the heads that share them: [heads, P, D]."""
+    block_size, kv_heads = cache.shape[1], cache.shape[2]
+    rows = cache[table[positions // block_size], positions % block_size]  # [P, kv_heads, D]
+    by_head = np.repeat(rows.transpose(1, 0, 2), heads // kv_heads, axis=0)
+    return np.ascontiguousarray(by_head)

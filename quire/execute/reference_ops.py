@@ -1,0 +1,107 @@
+"""The plain twin of each operation: one small NumPy function that says what it means.
+
+Arithmetic is float32; rounding to a buffer's dtype is the caller's. A row of a result depends on
+the same row of the inputs only, so products are taken row by row: slow, and the Row Rule holds
+here too. Letters: R rows, K inputs, N outputs, D head_dim, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+
+ONE = np.float32(1)
+HALF = np.float32(0.5)
+
+
+def embed(table: Float32s, token_ids: Int32s) -> Float32s:
+    """Rows of table [V, N] by id: [R, N]."""
+    y: Float32s = table[token_ids]
+    return y
+
+
+def norm(
+    x: Float32s, weight: Float32s, *, eps: float, form: str, bias: Float32s | None, group: int
+) -> Float32s:
+    """RMS or layer norm of x [R, N], or of each run of `group` columns by itself."""
+    runs = x.reshape(len(x), -1, group or x.shape[1])
+    if form == "layer":
+        runs = runs - runs.mean(axis=-1, keepdims=True)
+    mean_square = (runs * runs).mean(axis=-1, keepdims=True)
+    y = runs * (ONE / np.sqrt(mean_square + np.float32(eps))) * weight
+    if bias is not None:
+        y = y + bias
+    normed: Float32s = y.reshape(x.shape)
+    return normed
+
+
+def linear(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
+    """x [R, K] @ weight [N, K].T (+ bias [N]): [R, N]."""
+    y = np.empty((len(x), len(weight)), np.float32)
+    for row in range(len(x)):
+        y[row] = weight @ np.ascontiguousarray(x[row])
+    return y if bias is None else y + bias
+
+
+def rope(x: Float32s, cos: Float32s, sin: Float32s, *, heads: int, head_dim: int) -> Float32s:
+    """Turn the pairs (i, i + half) of each head of x [R, heads * D]; cos, sin [R, half]."""
+    half = cos.shape[1]
+    y = x.reshape(len(x), heads, head_dim).copy()
+    first, second = y[:, :, :half].copy(), y[:, :, half : 2 * half].copy()
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    y[:, :, :half] = first * cos - second * sin
+    y[:, :, half : 2 * half] = second * cos + first * sin
+    return y.reshape(x.shape)
+
+
+def store_kv(cache: Float32s, rows: Float32s, kv_slots: Int32s) -> None:
+    """Write rows [R, kv_heads * D] into one layer's cache [blocks, block_size, kv_heads, D]."""
+    blocks, block_size, kv_heads, head_dim = cache.shape
+    flat = cache.reshape(blocks * block_size, kv_heads, head_dim)
+    stored = kv_slots >= 0
+    flat[kv_slots[stored]] = rows[stored].reshape(-1, kv_heads, head_dim)
+
+
+def activation(gate: Float32s, up: Float32s | None, *, form: str) -> Float32s:
+    """form(gate), times up where there is one."""
+    y = _activated(gate, form)
+    return y if up is None else y * up
+
+
+def add(x: Float32s, y: Float32s) -> Float32s:
+    """x + y."""
+    return x + y
+
+
+def scale(x: Float32s, factor: float) -> Float32s:
+    """x * factor."""
+    return np.multiply(x, np.float32(factor), dtype=np.float32)
+
+
+def gather_rows(x: Float32s, rows: Int32s) -> Float32s:
+    """Rows of x by index."""
+    y: Float32s = x[rows]
+    return y
+
+
+def _activated(x: Float32s, form: str) -> Float32s:
+    y: Float32s
+    if form == "silu":
+        with np.errstate(over="ignore"):
+            y = x / (ONE + np.exp(-x))
+    elif form == "relu":
+        y = np.maximum(x, np.float32(0))
+    elif form == "gelu":
+        erf = np.array([math.erf(value) for value in (x * np.float32(0.5**0.5)).flat], np.float32)
+        y = HALF * x * (ONE + erf.reshape(x.shape))
+    elif form == "gelu_tanh":
+        inner = np.float32((2 / math.pi) ** 0.5) * (x + np.float32(0.044715) * x * x * x)
+        y = HALF * x * (ONE + np.tanh(inner))
+    else:
+        raise ValueError(f"activation {form!r}; silu, relu, gelu and gelu_tanh exist")
+    return y

@@ -1,0 +1,85 @@
+"""Runs an executor directly, without engine or scheduler: one sequence, one block after another.
+
+For tests that compare numbers of executors. Blocks are handed out back to front and the prompt
+is fed in the chunks asked for, so that block tables and chunks are exercised a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.execute.executor import Executor
+from quire.execute.reference import ReferenceExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.batch import ForwardBatch
+from quire.program.ops import DType
+from quire.weights.checkpoint import open_checkpoint
+
+BLOCK_SIZE = 16
+EXECUTORS = ("reference", "native")
+
+
+def open_executor(
+    path: Path, *, kind: str = "reference", dtype: DType = DType.F32, max_tokens: int = 128
+) -> Executor:
+    """An executor of the model in `path`, with cache for the model's whole length."""
+    spec = open_model(path)
+    program = build_program(spec, dtype=dtype, max_positions=spec.max_positions)
+    limits = {"max_tokens": max_tokens, "max_samples": max_tokens, "max_sequences": 4}
+    executor = _executor_class(kind)(program, open_checkpoint(path), num_threads=1, **limits)
+    executor.allocate_cache(-(-spec.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
+    return executor
+
+
+def _executor_class(kind: str) -> type:
+    if kind == "reference":
+        return ReferenceExecutor
+    from quire.execute.native import NativeExecutor
+
+    return NativeExecutor
+
+
+def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> ForwardBatch:
+    """`token_ids` at positions from `start` of the only sequence; every row samples."""
+    positions = np.arange(start, start + len(token_ids), dtype=np.int32)
+    num_blocks = -(-max_positions // BLOCK_SIZE)
+    table = np.arange(num_blocks, 0, -1, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=np.array(token_ids, np.int32),
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        seq_starts=np.array([0, len(token_ids)], np.int32),
+        block_tables=table[None, :].copy(),
+        sample_rows=np.arange(len(token_ids), dtype=np.int32),
+    )
+
+
+def logits_of(
+    executor: Executor, token_ids: Sequence[int], *, max_positions: int, chunk: int = 128
+) -> NDArray[np.float32]:
+    """Logits [len(token_ids), vocab] of every position, fed `chunk` tokens at a time."""
+    rows = []
+    for start in range(0, len(token_ids), chunk):
+        batch = sequence_batch(token_ids[start : start + chunk], start, max_positions)
+        executor.run_trunk(batch)
+        rows.append(executor.run_head(batch, 0, len(batch.token_ids)).copy())
+    return np.concatenate(rows)
+
+
+def greedy(
+    executor: Executor, prompt_ids: Sequence[int], num_tokens: int, *, max_positions: int
+) -> list[int]:
+    """The most likely continuation, one token a step."""
+    ids = list(prompt_ids)
+    logits = logits_of(executor, ids, max_positions=max_positions)
+    for _ in range(num_tokens):
+        ids.append(int(logits[-1].argmax()))
+        batch = sequence_batch(ids[-1:], len(ids) - 1, max_positions)
+        executor.run_trunk(batch)
+        logits = executor.run_head(batch, 0, 1)
+    return ids[len(prompt_ids) :]
