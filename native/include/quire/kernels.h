@@ -19,7 +19,7 @@ struct Rows {
     Type type;
     int64_t width;
 
-    void* at(int64_t row) const {
+    __attribute__((always_inline)) void* at(int64_t row) const {
         return static_cast<char*>(data) + row * stride * type_bytes(type);
     }
 };

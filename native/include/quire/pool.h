@@ -18,8 +18,8 @@ class Pool {
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    int num_threads() const { return num_threads_; }
-    const KernelTable& kernels() const { return kernels_; }
+    __attribute__((always_inline)) int num_threads() const { return num_threads_; }
+    __attribute__((always_inline)) const KernelTable& kernels() const { return kernels_; }
 
     // body(thread) once on each thread; returns when all are done.
     template <class Body>

@@ -2,6 +2,7 @@
 // compiled once per instruction set may use it.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
 namespace quire {

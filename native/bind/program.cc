@@ -1,0 +1,217 @@
+// Binds the pool, weights and the interpreter. Every call that computes releases the GIL.
+
+#include "quire/program.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "quire/isa.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using View = std::tuple<int64_t, int64_t, int64_t>;
+using OpTuple = std::tuple<std::string, std::vector<View>, std::vector<int64_t>,
+                           std::vector<double>, std::vector<std::shared_ptr<quire::Weight>>>;
+
+quire::Type type_named(const std::string& name) {
+    if (name == "f32") return quire::Type::f32;
+    if (name == "bf16") return quire::Type::bf16;
+    throw std::invalid_argument("dtype \"" + name + "\"; allowed are f32 and bf16");
+}
+
+quire::Source source_named(const std::string& name) {
+    if (name == "f32") return quire::Source::f32;
+    if (name == "f16") return quire::Source::f16;
+    if (name == "bf16") return quire::Source::bf16;
+    throw std::invalid_argument("source dtype \"" + name + "\"; allowed are f32, f16 and bf16");
+}
+
+quire::Form form_named(const std::string& name) {
+    if (name == "matrix") return quire::Form::matrix;
+    if (name == "table") return quire::Form::table;
+    if (name == "vector") return quire::Form::vector;
+    throw std::invalid_argument("weight form \"" + name + "\"");
+}
+
+void bind_pool(nb::module_& module) {
+    nb::class_<quire::Pool>(module, "Pool",
+                            "Threads that compute, and the instruction set they use.\n\n"
+                            "The calling thread is one of num_threads. isa \"\": QUIRE_ISA, else "
+                            "the best of this machine.")
+        .def("__init__",
+             [](quire::Pool* self, int num_threads, const std::string& isa) {
+                 new (self) quire::Pool(num_threads, quire::kernels_for(isa));
+             },
+             "num_threads"_a, nb::kw_only(), "isa"_a = "")
+        .def_prop_ro("num_threads", &quire::Pool::num_threads)
+        .def_prop_ro("isa", [](const quire::Pool& self) { return self.kernels().isa; });
+}
+
+void bind_weight(nb::module_& module) {
+    nb::class_<quire::Weight>(module, "Weight", "A weight in the kernels' layout.")
+        .def("__init__",
+             [](quire::Weight* self, const std::string& form, const std::string& dtype,
+                int64_t rows, int64_t columns) {
+                 new (self) quire::Weight(form_named(form), type_named(dtype), rows, columns);
+             },
+             "form"_a, "dtype"_a, "rows"_a, "columns"_a)
+        .def("fill",
+             [](quire::Weight& self, quire::Pool& pool, int64_t first, int64_t count,
+                const Bytes& source, const std::string& source_dtype, float offset) {
+                 const quire::Source type = source_named(source_dtype);
+                 const int64_t needed = count * self.columns() * quire::source_bytes(type);
+                 if (count < 0 || static_cast<int64_t>(source.size()) != needed) {
+                     throw std::invalid_argument(
+                         std::to_string(source.size()) + " source bytes; " +
+                         std::to_string(count) + " rows take " + std::to_string(needed));
+                 }
+                 nb::gil_scoped_release release;
+                 self.fill(pool, first, count, source.data(), type, offset);
+             },
+             "pool"_a, "first"_a, "count"_a, "source"_a, "source_dtype"_a, "offset"_a = 0.0f,
+             "Convert rows first .. first + count from raw source bytes [count * columns].")
+        .def("row", &quire::Weight::row, "row"_a, "One row as floats, for checks.")
+        .def_prop_ro("rows", &quire::Weight::rows)
+        .def_prop_ro("columns", &quire::Weight::columns)
+        .def_prop_ro("num_bytes", &quire::Weight::bytes);
+}
+
+quire::ViewSpec view_of(const View& view) {
+    return {std::get<0>(view), std::get<1>(view), std::get<2>(view)};
+}
+
+void add_segment(quire::Program& self, const std::vector<OpTuple>& ops) {
+    std::vector<quire::OpSpec> specs;
+    for (const auto& [kind, views, ints, floats, weights] : ops) {
+        quire::OpSpec spec{kind, {}, ints, floats, {}};
+        for (const View& view : views) spec.views.push_back(view_of(view));
+        for (const auto& weight : weights) spec.weights.push_back(weight);
+        specs.push_back(std::move(spec));
+    }
+    self.add_segment(std::move(specs));
+}
+
+void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const Int32s& positions,
+         const Int32s& rope_positions, const Int32s& kv_slots, const Int32s& seq_starts,
+         const Table& block_tables, const Int32s& sample_rows) {
+    const size_t tokens = token_ids.size(), sequences = block_tables.shape(0);
+    if (positions.size() != tokens || rope_positions.size() != tokens ||
+        kv_slots.size() != tokens || seq_starts.size() != sequences + 1) {
+        throw std::invalid_argument("the batch's arrays differ in length");
+    }
+    quire::StepInputs inputs;
+    inputs.num_tokens = static_cast<int64_t>(tokens);
+    inputs.num_samples = static_cast<int64_t>(sample_rows.size());
+    inputs.num_sequences = static_cast<int64_t>(sequences);
+    inputs.table_columns = static_cast<int64_t>(block_tables.shape(1));
+    inputs.token_ids = token_ids.data();
+    inputs.positions = positions.data();
+    inputs.rope_positions = rope_positions.data();
+    inputs.kv_slots = kv_slots.data();
+    inputs.seq_starts = seq_starts.data();
+    inputs.block_tables = block_tables.data();
+    inputs.sample_rows = sample_rows.data();
+    nb::gil_scoped_release release;
+    self.run(segment, inputs);
+}
+
+// A NumPy view [rows, width] of a buffer: float32, or uint16 holding bf16.
+nb::object array_of(nb::handle self_handle, const View& view, int64_t rows) {
+    auto& self = nb::cast<quire::Program&>(self_handle);
+    const quire::ViewSpec spec = view_of(view);
+    const quire::Rows data = self.rows(spec);
+    if (rows < 0 || rows > self.max_rows(spec.buffer)) {
+        throw std::invalid_argument(std::to_string(rows) + " rows of a buffer of " +
+                                    std::to_string(self.max_rows(spec.buffer)));
+    }
+    const size_t shape[2] = {static_cast<size_t>(rows), static_cast<size_t>(data.width)};
+    const int64_t strides[2] = {data.stride, 1};
+    if (data.type == quire::Type::f32) {
+        return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(
+            static_cast<float*>(data.data), 2, shape, self_handle, strides));
+    }
+    return nb::cast(nb::ndarray<nb::numpy, uint16_t, nb::ndim<2>>(
+        static_cast<uint16_t*>(data.data), 2, shape, self_handle, strides));
+}
+
+void bind_interpreter(nb::module_& module) {
+    nb::class_<quire::Program>(module, "Program",
+                               "Buffers, operations and cache of one model, and their runs.")
+        .def(nb::init<std::shared_ptr<quire::Pool>, int64_t>(), "pool"_a, "arena_bytes"_a)
+        .def("add_buffer",
+             [](quire::Program& self, int rows, int64_t offset_bytes, int64_t stride,
+                int64_t max_rows, const std::string& dtype) {
+                 self.add_buffer({static_cast<quire::RowCount>(rows), offset_bytes, stride,
+                                  max_rows, type_named(dtype)});
+             },
+             "rows"_a, "offset_bytes"_a, "stride"_a, "max_rows"_a, "dtype"_a)
+        .def("add_segment", &add_segment, "ops"_a,
+             "ops: (kind, views, ints, floats, weights) each, as in native/include/quire/"
+             "program.h; a view is (buffer, offset, width).")
+        .def("set_rope",
+             [](quire::Program& self, int64_t index, const Floats& cos, const Floats& sin) {
+                 if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1)) {
+                     throw std::invalid_argument("cos and sin differ in shape");
+                 }
+                 self.set_rope(index, cos.data(), sin.data(),
+                               static_cast<int64_t>(cos.shape(0)),
+                               static_cast<int64_t>(cos.shape(1)));
+             },
+             "index"_a, "cos"_a, "sin"_a, "The caller keeps the arrays alive.")
+        .def("allocate_cache",
+             [](quire::Program& self, const std::string& dtype, int kv_heads, int head_dim,
+                int block_size, int64_t layers, int64_t num_blocks) {
+                 self.allocate_cache({type_named(dtype), kv_heads, head_dim, block_size}, layers,
+                                     num_blocks);
+             },
+             nb::kw_only(), "dtype"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "layers"_a,
+             "num_blocks"_a)
+        .def("copy_blocks",
+             [](quire::Program& self, const Int32s& from, const Int32s& to) {
+                 if (from.size() != to.size()) {
+                     throw std::invalid_argument("copy_from and copy_to differ in length");
+                 }
+                 nb::gil_scoped_release release;
+                 self.copy_blocks(from.data(), to.data(), static_cast<int64_t>(from.size()));
+             },
+             "copy_from"_a, "copy_to"_a)
+        .def("run", &run, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
+             "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a)
+        .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
+        .def_prop_ro("ops_done", &quire::Program::ops_done)
+        .def("set_poison", &quire::Program::set_poison, "poison"_a,
+             "Fill buffers with NaN before a segment writes them (for tests).")
+        .def("array",
+             [](nb::handle self, const View& view, int64_t rows) {
+                 return array_of(self, view, rows);
+             },
+             "view"_a, "rows"_a, "A NumPy view [rows, width]; bf16 as uint16.")
+        .def_prop_ro("cache",
+                     [](nb::handle self_handle) {
+                         auto& self = nb::cast<quire::Program&>(self_handle);
+                         const size_t shape[1] = {static_cast<size_t>(self.cache_bytes())};
+                         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
+                             self.cache_data(), 1, shape, self_handle);
+                     },
+                     "The KV pool's bytes (for tests and tiers).");
+}
+
+}  // namespace
+
+void bind_program(nb::module_& module) {
+    bind_pool(module);
+    bind_weight(module);
+    bind_interpreter(module);
+    nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
+}

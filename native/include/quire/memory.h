@@ -1,0 +1,32 @@
+// Zero-filled memory from the system, pages taken when first touched; huge pages where large.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+class Memory {
+  public:
+    Memory() = default;
+    // Throws std::bad_alloc. The base is aligned to at least 64 bytes. At least 64 readable
+    // bytes follow the last one asked for.
+    explicit Memory(std::size_t bytes);
+    ~Memory();
+    Memory(Memory&& other) noexcept;
+    Memory& operator=(Memory&& other) noexcept;
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    char* data() const { return data_; }
+    std::size_t bytes() const { return bytes_; }
+
+  private:
+    void release();
+    char* data_ = nullptr;
+    std::size_t bytes_ = 0;
+    char* mapped_ = nullptr;
+    std::size_t mapped_bytes_ = 0;
+};
+
+}  // namespace quire

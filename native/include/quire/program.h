@@ -1,0 +1,131 @@
+// A program as the interpreter holds it: buffers at fixed places of one arena, operations with
+// resolved numbers. Built once from quire/program by quire/execute/native.py.
+//
+//   kind         views                ints                               floats         weights
+//   embed        y                    -                                  -              weight
+//   norm         x, y[, delta]        layer, group                       eps            weight[, bias]
+//   linear       x, y                 -                                  -              weight[, bias]
+//   rope         x                    rope, heads, head_dim              -              -
+//   store_kv     k, v                 layer                              -              -
+//   attention    q, y                 layer, heads, window               scale, softcap -
+//   activation   gate, y[, up]        form                               -              -
+//   add          x, y                 -                                  -              -
+//   scale        x                    -                                  factor         -
+//   gather_rows  x, y                 -                                  -              -
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "quire/kernels.h"
+#include "quire/memory.h"
+#include "quire/weight.h"
+
+namespace quire {
+
+enum class RowCount : int32_t { tokens = 0, samples = 1, sequences = 2 };
+
+struct BufferSpec {
+    RowCount rows;
+    int64_t offset_bytes;  // in the arena
+    int64_t stride;        // elements
+    int64_t max_rows;
+    Type type;
+};
+
+struct ViewSpec {
+    int64_t buffer, offset, width;
+};
+
+struct OpSpec {
+    std::string kind;
+    std::vector<ViewSpec> views;
+    std::vector<int64_t> ints;
+    std::vector<double> floats;
+    std::vector<std::shared_ptr<const Weight>> weights;
+};
+
+// What one run is about; arrays as in quire/program/batch.py.
+struct StepInputs {
+    int64_t num_tokens = 0, num_samples = 0, num_sequences = 0, table_columns = 0;
+    const int32_t* token_ids = nullptr;
+    const int32_t* positions = nullptr;
+    const int32_t* rope_positions = nullptr;
+    const int32_t* kv_slots = nullptr;
+    const int32_t* seq_starts = nullptr;
+    const int32_t* block_tables = nullptr;
+    const int32_t* sample_rows = nullptr;
+};
+
+// The run was told to stop between two operations.
+struct Aborted : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class Program {
+  public:
+    Program(std::shared_ptr<Pool> pool, int64_t arena_bytes);
+
+    void add_buffer(const BufferSpec& buffer);
+    void add_segment(std::vector<OpSpec> ops);
+    // Angles [positions, half] of rope `index`; the caller keeps them alive.
+    void set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
+                  int64_t half);
+    // Makes the KV pool, zero-filled. Throws std::bad_alloc.
+    void allocate_cache(const CacheShape& shape, int64_t layers, int64_t num_blocks);
+    // Copies whole blocks over all layers, in order.
+    void copy_blocks(const int32_t* from, const int32_t* to, int64_t count);
+
+    // Runs a segment. Throws std::invalid_argument where an input is out of range (nothing is
+    // computed then), Aborted where abort() was called.
+    void run(int64_t segment, const StepInputs& inputs);
+    // May be called from another thread.
+    void abort() { abort_.store(true); }
+    int64_t ops_done() const { return ops_done_.load(); }
+
+    // Fill the buffers a segment writes first with NaN before each of its runs.
+    void set_poison(bool poison) { poison_ = poison; }
+
+    Rows rows(const ViewSpec& view) const;
+    int64_t max_rows(int64_t buffer) const { return buffer_at(buffer).max_rows; }
+    Pool& pool() const { return *pool_; }
+    int64_t cache_bytes() const { return static_cast<int64_t>(cache_.bytes()); }
+    char* cache_data() const { return cache_.data(); }
+
+  private:
+    struct Rope {
+        const float* cos = nullptr;
+        const float* sin = nullptr;
+        int64_t positions = 0, half = 0;
+    };
+    struct Segment {
+        std::vector<OpSpec> ops;
+        std::vector<int64_t> own_buffers;  // written first here
+        bool uses_tokens = false, uses_cache = false, uses_samples = false;
+    };
+
+    const BufferSpec& buffer_at(int64_t index) const;
+    int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
+    void check(const Segment& segment, const StepInputs& inputs) const;
+    void check_op(const OpSpec& op) const;
+    void run_op(const OpSpec& op, const StepInputs& inputs);
+    void poison(const Segment& segment);
+    char* layer_cache(int64_t layer) const;
+
+    std::shared_ptr<Pool> pool_;
+    Memory arena_, cache_;
+    std::vector<BufferSpec> buffers_;
+    std::vector<Segment> segments_;
+    std::vector<Rope> ropes_;
+    CacheShape shape_{};
+    int64_t layers_ = 0, num_blocks_ = 0;
+    bool poison_ = false;
+    std::atomic<bool> abort_{false};
+    std::atomic<int64_t> ops_done_{0};
+};
+
+}  // namespace quire

@@ -1,0 +1,45 @@
+// A weight of a program, in the layout its kernels read, filled part by part from a checkpoint.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "quire/kernels.h"
+#include "quire/memory.h"
+
+namespace quire {
+
+enum class Form : int32_t { matrix = 0, table = 1, vector = 2 };
+enum class Source : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+
+static inline int64_t source_bytes(Source source) { return source == Source::f32 ? 4 : 2; }
+
+class Weight {
+  public:
+    // matrix: panels (see PackedMatrix); table: [rows, columns]; vector: f32 [rows].
+    Weight(Form form, Type type, int64_t rows, int64_t columns);
+
+    // Converts `count` rows of `columns` elements into rows first .. first + count, adding
+    // `offset` to each element in f32. Throws std::out_of_range past the last row.
+    void fill(Pool& pool, int64_t first, int64_t count, const void* source, Source source_type,
+              float offset);
+
+    Form form() const { return form_; }
+    Type type() const { return type_; }
+    int64_t rows() const { return rows_; }
+    int64_t columns() const { return columns_; }
+    int64_t bytes() const { return static_cast<int64_t>(memory_.bytes()); }
+    PackedMatrix matrix() const { return {memory_.data(), rows_, columns_, type_}; }
+    const float* vector() const { return reinterpret_cast<const float*>(memory_.data()); }
+
+    // Row `row` as f32, for checks.
+    std::vector<float> row(int64_t row) const;
+
+  private:
+    Form form_;
+    Type type_;
+    int64_t rows_, columns_;
+    Memory memory_;
+};
+
+}  // namespace quire

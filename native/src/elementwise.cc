@@ -1,0 +1,114 @@
+// activation, add and scale: element by element, in f32, rounded once to the output's type.
+
+#include "quire/rows.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+// 1 / (1 + e^-x)
+QUIRE_VEC Vec sigmoid(Vec x) {
+    const Vec one = set1(1.0f);
+    return div(one, add(one, exp(sub(zero(), x))));
+}
+
+// a + x * (b + x * (...)), coefficients from the highest power down.
+template <int n>
+QUIRE_VEC Vec polynomial(const float (&coefficients)[n], Vec x) {
+    Vec sum = set1(coefficients[0]);
+#pragma GCC unroll 8
+    for (int i = 1; i < n; ++i) sum = fma(sum, x, set1(coefficients[i]));
+    return sum;
+}
+
+// erf within about 1e-7: x times a polynomial in x^2 below 1, else 1 - e^(a polynomial in |x|),
+// 1 - erf being below half a unit in the last place from 4 on. Both are our own minimax fits.
+QUIRE_VEC Vec erf(Vec x) {
+    constexpr float kNear[] = {7.8538607340e-05f, -8.0101937056e-04f, 5.1883277483e-03f,
+                               -2.6853812858e-02f, 1.1283585429e-01f, -3.7612625957e-01f,
+                               1.1283791065e+00f};
+    constexpr float kFar[] = {1.8557402655e-04f, -2.9396074824e-03f, 2.1805318072e-02f,
+                              -1.0303737223e-01f, -6.3822567463e-01f, -1.1270400286e+00f,
+                              -3.5371931153e-04f};
+    const Vec one = set1(1.0f);
+    const Vec a = abs(x);
+    const Vec near = mul(x, polynomial(kNear, mul(x, x)));
+    const Vec far = sub(one, exp(polynomial(kFar, min(set1(4.0f), a))));
+    return select_less(a, one, near, copy_sign(far, x));
+}
+
+QUIRE_VEC Vec apply(Activation form, Vec x) {
+    const Vec half = set1(0.5f);
+    switch (form) {
+        case Activation::silu:
+            return mul(x, sigmoid(x));
+        case Activation::gelu:
+            return mul(mul(half, x), add(set1(1.0f), erf(mul(x, set1(0.70710678f)))));
+        case Activation::gelu_tanh: {
+            // 0.5 (1 + tanh u) is sigmoid(2 u).
+            const Vec cube = mul(mul(x, x), mul(x, set1(0.044715f)));
+            return mul(x, sigmoid(mul(set1(1.59576912f), add(x, cube))));
+        }
+        case Activation::relu:
+            break;
+    }
+    return max(zero(), x);
+}
+
+}  // namespace
+
+void activation(const ActivationArgs& args) {
+    const int64_t width = args.gate.width;
+    args.pool->deal(args.rows, rows_per_chunk(width), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            with_type(args.gate.type, [&](auto* in_tag) {
+                const auto* gate = static_cast<decltype(in_tag)>(args.gate.at(row));
+                const auto* up = args.up.data == nullptr
+                                     ? nullptr
+                                     : static_cast<decltype(in_tag)>(args.up.at(row));
+                with_type(args.y.type, [&](auto* out_tag) {
+                    auto* y = static_cast<decltype(out_tag)>(args.y.at(row));
+                    for_columns(width, [&](int64_t c, int n) {
+                        Vec value = apply(args.form, load_some(gate + c, n));
+                        if (up != nullptr) value = mul(value, load_some(up + c, n));
+                        store_some(y + c, value, n);
+                    });
+                });
+            });
+        }
+    });
+}
+
+void add(const AddArgs& args) {
+    const int64_t width = args.x.width;
+    args.pool->deal(args.rows, rows_per_chunk(width), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            with_type(args.x.type, [&](auto* x_tag) {
+                auto* x = static_cast<decltype(x_tag)>(args.x.at(row));
+                with_type(args.y.type, [&](auto* y_tag) {
+                    const auto* y = static_cast<decltype(y_tag)>(args.y.at(row));
+                    for_columns(width, [&](int64_t c, int n) {
+                        store_some(x + c, add(load_some(x + c, n), load_some(y + c, n)), n);
+                    });
+                });
+            });
+        }
+    });
+}
+
+void scale(const ScaleArgs& args) {
+    const int64_t width = args.x.width;
+    const Vec factor = set1(args.factor);
+    args.pool->deal(args.rows, rows_per_chunk(width), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            with_type(args.x.type, [&](auto* x_tag) {
+                auto* x = static_cast<decltype(x_tag)>(args.x.at(row));
+                for_columns(width, [&](int64_t c, int n) {
+                    store_some(x + c, mul(load_some(x + c, n), factor), n);
+                });
+            });
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_ISA_NS

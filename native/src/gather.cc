@@ -1,0 +1,63 @@
+// embed and gather_rows: rows picked by index. An embedding that is also the head lies in
+// panels, where row n is lane n % 32 of panel n / 32.
+
+#include "quire/rows.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+// Element k of lane `lane` of a panel.
+QUIRE_VEC float panel_element(const float* panel, int64_t lane, int64_t k) {
+    return panel[k * kPanel + lane];
+}
+QUIRE_VEC float panel_element(const bf16* panel, int64_t lane, int64_t k) {
+    return widen(panel[(k / 2 * kPanel + lane) * 2 + k % 2]);
+}
+
+// `tag` only says the weight's element type.
+template <class W, class Y>
+QUIRE_VEC void embed_row(const EmbedArgs& args, int64_t token, W* tag, Y* y) {
+    (void)tag;
+    const int64_t k = args.weight.k;
+    float values[kLanes] = {};
+    if (args.packed) {
+        const auto* panel = reinterpret_cast<const W*>(
+            static_cast<const char*>(args.weight.data) +
+            token / kPanel * panel_bytes(k, args.weight.type));
+        for_columns(k, [&](int64_t c, int n) {
+            for (int i = 0; i < n; ++i) values[i] = panel_element(panel, token % kPanel, c + i);
+            store_some(y + c, load(values), n);
+        });
+        return;
+    }
+    const W* row = static_cast<const W*>(args.weight.data) + token * k;
+    for_columns(k, [&](int64_t c, int n) { store_some(y + c, load_some(row + c, n), n); });
+}
+
+}  // namespace
+
+void embed(const EmbedArgs& args) {
+    args.pool->deal(args.rows, rows_per_chunk(args.weight.k), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            with_type(args.weight.type, [&](auto* weight) {
+                with_type(args.y.type, [&](auto* y) {
+                    embed_row(args, args.token_ids[row], weight,
+                              static_cast<decltype(y)>(args.y.at(row)));
+                });
+            });
+        }
+    });
+}
+
+void gather_rows(const GatherRowsArgs& args) {
+    const int64_t bytes = args.x.width * type_bytes(args.x.type);
+    args.pool->deal(args.rows, rows_per_chunk(args.x.width), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            __builtin_memcpy(args.y.at(row), args.x.at(args.index[row]),
+                             static_cast<size_t>(bytes));
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_ISA_NS

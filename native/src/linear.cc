@@ -1,0 +1,197 @@
+// linear: y = x @ W.T (+ bias) over the packed panels of 32 outputs.
+//
+// Every output is one chain over K in order, started at zero; the bias is added last, in f32,
+// then one rounding to y's type. Tiles of up to kTileRows rows by one panel hold all chains in
+// registers, so row counts change only who shares a load, never a result. A bf16 step takes a
+// pair of K; for odd K the last partner is zeroed in the register (memory beside it may hold NaN)
+// and the packed partner is zero.
+//
+// Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
+
+#include "quire/kernels.h"
+#include "quire/vec.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
+#if defined(QUIRE_ZMM)
+constexpr int kTileRows = 12;
+#elif defined(QUIRE_YMM)
+constexpr int kTileRows = 3;
+#else
+constexpr int kTileRows = 1;
+#endif
+constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
+constexpr int64_t kStepBytes = 128;  // panel bytes of one step: one k of f32, one pair of bf16
+constexpr int64_t kAheadBytes = 8192;
+
+// How a tile fetches weights before they are needed.
+enum class Fetch { none, same_stream, next_panel };
+
+template <Fetch fetch>
+QUIRE_VEC void fetch_ahead(const char* ahead) {
+    if constexpr (fetch == Fetch::same_stream) {
+        prefetch_l1(ahead);
+        prefetch_l1(ahead + 64);
+    }
+    if constexpr (fetch == Fetch::next_panel) prefetch_l2(ahead);
+}
+template <Fetch fetch>
+constexpr int64_t fetched_bytes() {
+    return fetch == Fetch::same_stream ? 128 : fetch == Fetch::next_panel ? 64 : 0;
+}
+
+// One step: one k of f32.
+template <int kRows>
+QUIRE_VEC void step(Vec (&sums)[kRows][kVecs], const float* x, int64_t stride, int64_t k,
+                    const char* panel) {
+    const float* w = reinterpret_cast<const float*>(panel);
+    Vec b[kVecs];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) b[j] = load(w + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+        const Vec a = set1(x[i * stride + k]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) sums[i][j] = fma(a, b[j], sums[i][j]);
+    }
+}
+
+// One step: one pair of bf16; `single`: the pair's second half is not x's.
+template <int kRows, bool single = false>
+QUIRE_VEC void step(Vec (&sums)[kRows][kVecs], const bf16* x, int64_t stride, int64_t pair,
+                    const char* panel) {
+    const bf16* w = reinterpret_cast<const bf16*>(panel);
+    Pairs b[kVecs];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) b[j] = load_pairs(w + 2 * j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+        const bf16* at = x + i * stride + 2 * pair;
+        const Pairs a = single ? set1_single(at) : set1_pair(at);
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) sums[i][j] = dot_pairs(sums[i][j], a, b[j]);
+    }
+}
+
+// kRows rows of x by one panel, all of K, into f32 [kRows][32].
+template <class T, int kRows, Fetch fetch>
+__attribute__((noinline)) void tile(const T* x, int64_t stride, const char* panel, int64_t k,
+                                    float* out, const char* ahead) {
+    constexpr int kPerStep = sizeof(T) == 2 ? 2 : 1;
+    Vec sums[kRows][kVecs];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) sums[i][j] = zero();
+    }
+    const int64_t steps = k / kPerStep;
+#pragma GCC unroll 4
+    for (int64_t s = 0; s < steps; ++s) {
+        fetch_ahead<fetch>(ahead);
+        ahead += fetched_bytes<fetch>();
+        step(sums, x, stride, s, panel);
+        panel += kStepBytes;
+    }
+    if constexpr (kPerStep == 2) {
+        if (k % 2 != 0) step<kRows, true>(sums, x, stride, steps, panel);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) store(out + i * kPanel + j * kLanes, sums[i][j]);
+    }
+}
+
+template <class T>
+using TileFunction = void (*)(const T*, int64_t, const char*, int64_t, float*, const char*);
+
+template <class T, Fetch fetch, int kRows = kTileRows>
+QUIRE_VEC TileFunction<T> tile_for(int64_t rows) {
+    if constexpr (kRows > 1) {
+        if (rows < kRows) return tile_for<T, fetch, kRows - 1>(rows);
+    }
+    return &tile<T, kRows, fetch>;
+}
+
+// Adds the bias and rounds `rows` rows of a panel's sums into y's columns first .. first + count.
+template <class Y>
+QUIRE_VEC void finish(const float* sums, int64_t rows, const float* bias, const Rows& y,
+                      int64_t first_row, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < rows; ++i) {
+        Y* out = static_cast<Y*>(y.at(first_row + i)) + first;
+        for (int64_t c = 0; c < count; c += kLanes) {
+            Vec sum = load(sums + i * kPanel + c);
+            const int n = static_cast<int>(count - c < kLanes ? count - c : kLanes);
+            if (n == kLanes) {
+                if (bias != nullptr) sum = add(sum, load(bias + first + c));
+                store(out + c, sum);
+            } else {
+                if (bias != nullptr) sum = add(sum, load_n(bias + first + c, n));
+                store_n(out + c, sum, n);
+            }
+        }
+    }
+}
+
+// All rows of one block by one panel.
+template <class T>
+void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64_t rows) {
+    alignas(64) float sums[kBlockRows * kPanel];
+    const int64_t k = args.weight.k;
+    const int64_t bytes = panel_bytes(k, args.weight.type);
+    const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
+    const T* x = static_cast<const T*>(args.x.at(first_row));
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    int64_t row = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t count = rows / tiles + (t < rows % tiles ? 1 : 0);
+        const char* next = weights + bytes + bytes / 64 * t / tiles * 64;
+        TileFunction<T> compute;
+        if (tiles == 1) {
+            compute = tile_for<T, Fetch::same_stream>(count);
+            next = weights + kAheadBytes;
+        } else if (tiles <= 16) {
+            compute = tile_for<T, Fetch::next_panel>(count);
+        } else {
+            compute = tile_for<T, Fetch::none>(count);
+        }
+        compute(x + row * args.x.stride, args.x.stride, weights, k, sums + row * kPanel, next);
+        row += count;
+    }
+    const int64_t first = panel * kPanel;
+    const int64_t left = args.weight.n - first;
+    const int64_t count = left < kPanel ? left : kPanel;
+    if (args.y.type == Type::f32) {
+        finish<float>(sums, rows, args.bias, args.y, first_row, first, count);
+    } else {
+        finish<bf16>(sums, rows, args.bias, args.y, first_row, first, count);
+    }
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args) {
+    const int64_t panels = (args.weight.n + kPanel - 1) / kPanel;
+    const int64_t blocks = (args.rows + kBlockRows - 1) / kBlockRows;
+    // Below some 16 thousand products a second thread costs more than it gives.
+    const int64_t panel_work = args.weight.k * kPanel * (args.rows < kBlockRows ? args.rows
+                                                                               : kBlockRows);
+    const int64_t grain = panel_work > 0 && panel_work < 16384 ? 16384 / panel_work : 1;
+    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t first_row = task / panels * kBlockRows;
+            const int64_t left = args.rows - first_row;
+            const int64_t rows = left < kBlockRows ? left : kBlockRows;
+            if (args.weight.type == Type::f32) {
+                panel_block<float>(args, task % panels, first_row, rows);
+            } else {
+                panel_block<bf16>(args, task % panels, first_row, rows);
+            }
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_ISA_NS

@@ -1,0 +1,54 @@
+// Memory by mmap: zero pages lazily, aligned to huge pages where an area is worth them.
+
+#include "quire/memory.h"
+
+#include <new>
+#include <utility>
+
+#include <sys/mman.h>
+
+namespace quire {
+
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kWorthHugePages = std::size_t{8} << 20;
+constexpr std::size_t kSlack = 64;
+
+}  // namespace
+
+Memory::Memory(std::size_t bytes) : bytes_(bytes) {
+    const bool huge = bytes >= kWorthHugePages;
+    mapped_bytes_ = bytes + kSlack + (huge ? kHugePage : 0);
+    void* mapped = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    mapped_ = data_ = static_cast<char*>(mapped);
+    if (!huge) return;
+    const auto address = reinterpret_cast<std::uintptr_t>(mapped);
+    data_ = mapped_ + ((address + kHugePage - 1) / kHugePage * kHugePage - address);
+#if defined(MADV_HUGEPAGE)
+    madvise(data_, bytes_, MADV_HUGEPAGE);
+#endif
+}
+
+Memory::~Memory() { release(); }
+
+Memory::Memory(Memory&& other) noexcept { *this = std::move(other); }
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+    if (this == &other) return *this;
+    release();
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+    mapped_ = std::exchange(other.mapped_, nullptr);
+    mapped_bytes_ = std::exchange(other.mapped_bytes_, 0);
+    return *this;
+}
+
+void Memory::release() {
+    if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
+    mapped_ = data_ = nullptr;
+}
+
+}  // namespace quire

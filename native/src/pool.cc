@@ -1,0 +1,232 @@
+// The thread pool. Workers spin briefly for the next job, then sleep, so that an idle engine
+// costs no CPU. Knows nothing of kernels. Always holds: every thread computes with rounding to
+// nearest and denormals kept, whatever the calling process has set.
+
+#include "quire/pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <cfenv>
+#endif
+
+namespace quire {
+
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(100);
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+// Sets the floating-point mode while it lives.
+class FloatMode {
+  public:
+#if defined(__x86_64__)
+    FloatMode() : saved_(_mm_getcsr()) {
+        if ((saved_ & kMode) != kDefault) _mm_setcsr(kDefault);
+    }
+    ~FloatMode() {
+        if ((saved_ & kMode) != kDefault) _mm_setcsr(saved_);
+    }
+
+  private:
+    static constexpr unsigned kMode = 0xffc0;     // all but the sticky exception flags
+    static constexpr unsigned kDefault = 0x1f80;  // to nearest, exceptions masked, denormals kept
+    unsigned saved_;
+#else
+    FloatMode() { std::fegetenv(&saved_), std::fesetenv(FE_DFL_ENV); }
+    ~FloatMode() { std::fesetenv(&saved_); }
+
+  private:
+    std::fenv_t saved_;
+#endif
+};
+
+// Spins until `ready()` or the spinning time is over; says whether it was ready.
+template <class Ready>
+bool spin_until(Ready ready) {
+    const auto deadline = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < 64; ++i) {
+            if (ready()) return true;
+            pause_cpu();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return false;
+}
+
+// A run of chunks, first in the upper half and end in the lower half of one word.
+struct alignas(64) Run {
+    std::atomic<uint64_t> word{0};
+
+    void set(uint32_t first, uint32_t end) {
+        word.store(static_cast<uint64_t>(first) << 32 | end, std::memory_order_relaxed);
+    }
+    int64_t take_front() {
+        uint64_t now = word.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint32_t first = static_cast<uint32_t>(now >> 32);
+            const uint32_t end = static_cast<uint32_t>(now);
+            if (first >= end) return -1;
+            const uint64_t next = static_cast<uint64_t>(first + 1) << 32 | end;
+            if (word.compare_exchange_weak(now, next, std::memory_order_relaxed)) return first;
+        }
+    }
+    int64_t take_back() {
+        uint64_t now = word.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint32_t first = static_cast<uint32_t>(now >> 32);
+            const uint32_t end = static_cast<uint32_t>(now);
+            if (first >= end) return -1;
+            const uint64_t next = static_cast<uint64_t>(first) << 32 | (end - 1);
+            if (word.compare_exchange_weak(now, next, std::memory_order_relaxed)) return end - 1;
+        }
+    }
+};
+
+}  // namespace
+
+struct Pool::State {
+    explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)) {}
+
+    alignas(64) std::atomic<uint32_t> job{0};  // counts jobs; workers wait for it to change
+    alignas(64) std::atomic<int> busy{0};      // workers that have not finished the job
+    RunBody body = nullptr;                    // null: stop
+    void* context = nullptr;
+
+    std::mutex mutex;
+    std::condition_variable job_changed, all_done;
+    std::atomic<int> workers_asleep{0};
+    std::atomic<bool> caller_asleep{false};
+
+    std::vector<Run> runs;
+    std::vector<std::thread> workers;
+
+    void start_job(RunBody new_body, void* new_context) {
+        body = new_body;
+        context = new_context;
+        busy.store(static_cast<int>(workers.size()), std::memory_order_relaxed);
+        job.fetch_add(1);
+        if (workers_asleep.load() > 0) {
+            { std::lock_guard<std::mutex> lock(mutex); }
+            job_changed.notify_all();
+        }
+    }
+
+    void await_workers() {
+        const auto done = [this] { return busy.load() == 0; };
+        if (spin_until(done)) return;
+        std::unique_lock<std::mutex> lock(mutex);
+        caller_asleep.store(true);
+        all_done.wait(lock, done);
+        caller_asleep.store(false);
+    }
+
+    void work(int thread) {
+        FloatMode mode;
+        uint32_t seen = 0;
+        for (;;) {
+            const auto changed = [this, seen] { return job.load() != seen; };
+            if (!spin_until(changed)) {
+                std::unique_lock<std::mutex> lock(mutex);
+                workers_asleep.fetch_add(1);
+                job_changed.wait(lock, changed);
+                workers_asleep.fetch_sub(1);
+            }
+            ++seen;
+            if (body == nullptr) return;
+            body(context, thread);
+            if (busy.fetch_sub(1) == 1 && caller_asleep.load()) {
+                { std::lock_guard<std::mutex> lock(mutex); }
+                all_done.notify_one();
+            }
+        }
+    }
+
+    void stop() {
+        start_job(nullptr, nullptr);
+        for (std::thread& worker : workers) worker.join();
+    }
+};
+
+Pool::Pool(int num_threads, const KernelTable& kernels)
+    : state_(nullptr), kernels_(kernels), num_threads_(num_threads) {
+    if (num_threads < 1 || num_threads > 1024) {
+        throw std::runtime_error("num_threads is " + std::to_string(num_threads) +
+                                 "; allowed are 1 to 1024");
+    }
+    state_ = new State(num_threads);
+    try {
+        for (int thread = 1; thread < num_threads; ++thread) {
+            state_->workers.emplace_back([state = state_, thread] { state->work(thread); });
+        }
+    } catch (const std::system_error& error) {
+        const size_t made = state_->workers.size();
+        state_->stop();
+        delete state_;
+        throw std::runtime_error("only " + std::to_string(made + 1) + " of " +
+                                 std::to_string(num_threads) + " threads could be started (" +
+                                 error.what() + "); lower num_threads");
+    }
+}
+
+Pool::~Pool() {
+    state_->stop();
+    delete state_;
+}
+
+void Pool::run_raw(RunBody body, void* context) {
+    FloatMode mode;
+    if (num_threads_ == 1) return body(context, 0);
+    state_->start_job(body, context);
+    body(context, 0);
+    state_->await_workers();
+}
+
+void Pool::deal_raw(int64_t n, int64_t grain, DealBody body, void* context) {
+    if (n <= 0) return;
+    if (grain < 1) grain = 1;
+    if (n / grain > INT32_MAX) grain = n / INT32_MAX + 1;
+    const int64_t chunks = (n + grain - 1) / grain;
+    if (chunks == 1 || num_threads_ == 1) {
+        FloatMode mode;
+        return body(context, 0, n, 0);
+    }
+    for (int thread = 0; thread < num_threads_; ++thread) {
+        state_->runs[static_cast<size_t>(thread)].set(
+            static_cast<uint32_t>(chunks * thread / num_threads_),
+            static_cast<uint32_t>(chunks * (thread + 1) / num_threads_));
+    }
+    run([&](int thread) {
+        const auto compute = [&](int64_t chunk) {
+            const int64_t end = (chunk + 1) * grain;
+            body(context, chunk * grain, end < n ? end : n, thread);
+        };
+        auto& runs = state_->runs;
+        for (int64_t chunk; (chunk = runs[static_cast<size_t>(thread)].take_front()) >= 0;) {
+            compute(chunk);
+        }
+        for (int other = 1; other < num_threads_; ++other) {
+            Run& victim = runs[static_cast<size_t>((thread + other) % num_threads_)];
+            for (int64_t chunk; (chunk = victim.take_back()) >= 0;) compute(chunk);
+        }
+    });
+}
+
+}  // namespace quire

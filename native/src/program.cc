@@ -1,0 +1,322 @@
+// The interpreter: walks a segment's operations and calls the kernel of each. Decides nothing
+// about numbers; checks that indices from outside stay inside their arrays, since kernels trust
+// what they are given.
+
+#include "quire/program.h"
+
+#include <cstring>
+#include <utility>
+
+namespace quire {
+
+namespace {
+
+struct Arity {
+    const char* kind;
+    size_t min_views, max_views, ints, floats, min_weights, max_weights;
+};
+
+constexpr Arity kArities[] = {
+    {"embed", 1, 1, 0, 0, 1, 1},      {"norm", 2, 3, 2, 1, 1, 2},
+    {"linear", 2, 2, 0, 0, 1, 2},     {"rope", 1, 1, 3, 0, 0, 0},
+    {"store_kv", 2, 2, 1, 0, 0, 0},   {"attention", 2, 2, 3, 2, 0, 0},
+    {"activation", 2, 3, 1, 0, 0, 0}, {"add", 2, 2, 0, 0, 0, 0},
+    {"scale", 1, 1, 0, 1, 0, 0},      {"gather_rows", 2, 2, 0, 0, 0, 0},
+};
+
+const Arity* find_arity(const std::string& kind) {
+    for (const Arity& arity : kArities) {
+        if (kind == arity.kind) return &arity;
+    }
+    return nullptr;
+}
+
+bool within(size_t value, size_t low, size_t high) { return low <= value && value <= high; }
+
+void check_range(const char* name, const int32_t* values, int64_t count, int64_t low,
+                 int64_t end) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (values[i] < low || values[i] >= end) {
+            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is " +
+                                        std::to_string(values[i]) + "; allowed are " +
+                                        std::to_string(low) + " to " + std::to_string(end - 1));
+        }
+    }
+}
+
+}  // namespace
+
+Program::Program(std::shared_ptr<Pool> pool, int64_t arena_bytes)
+    : pool_(std::move(pool)), arena_(static_cast<size_t>(arena_bytes)) {}
+
+const BufferSpec& Program::buffer_at(int64_t index) const {
+    if (index < 0 || index >= static_cast<int64_t>(buffers_.size())) {
+        throw std::invalid_argument("no buffer " + std::to_string(index));
+    }
+    return buffers_[static_cast<size_t>(index)];
+}
+
+void Program::add_buffer(const BufferSpec& buffer) {
+    const int64_t bytes = buffer.max_rows * buffer.stride * type_bytes(buffer.type);
+    if (buffer.offset_bytes < 0 || buffer.offset_bytes % 64 != 0 ||
+        buffer.offset_bytes + bytes > static_cast<int64_t>(arena_.bytes())) {
+        throw std::invalid_argument("buffer " + std::to_string(buffers_.size()) +
+                                    " does not lie in the arena");
+    }
+    buffers_.push_back(buffer);
+}
+
+void Program::check_op(const OpSpec& op) const {
+    const Arity* arity = find_arity(op.kind);
+    if (arity == nullptr || !within(op.views.size(), arity->min_views, arity->max_views) ||
+        op.ints.size() != arity->ints || op.floats.size() != arity->floats ||
+        !within(op.weights.size(), arity->min_weights, arity->max_weights)) {
+        throw std::invalid_argument("malformed operation \"" + op.kind + "\"");
+    }
+    const auto refuse = [&](const char* why) {
+        throw std::invalid_argument(op.kind + ": " + why);
+    };
+    for (const ViewSpec& view : op.views) {
+        const BufferSpec& buffer = buffer_at(view.buffer);
+        if (view.offset < 0 || view.width < 1 || view.offset + view.width > buffer.stride) {
+            refuse("a view is wider than its buffer");
+        }
+    }
+    for (const auto& weight : op.weights) {
+        if (weight == nullptr) refuse("a weight is missing");
+    }
+    if (op.kind == "linear") {
+        const Weight& weight = *op.weights[0];
+        if (weight.form() != Form::matrix) refuse("the weight is not a matrix");
+        if (weight.columns() != op.views[0].width || weight.rows() != op.views[1].width) {
+            refuse("views and weight differ in width");
+        }
+        if (buffer_at(op.views[0].buffer).type != weight.type()) {
+            refuse("the input's dtype is not the weight's");
+        }
+        if (op.weights.size() > 1 && op.weights[1]->rows() != weight.rows()) {
+            refuse("the bias has another length than the weight has rows");
+        }
+    }
+    if (op.kind == "embed" && op.weights[0]->columns() != op.views[0].width) {
+        refuse("the output is not as wide as the table");
+    }
+    if (op.kind == "norm") {
+        const int64_t width = op.views[0].width;
+        const int64_t run = op.ints[1] > 0 ? op.ints[1] : width;
+        if (width % run != 0 || op.weights[0]->rows() != run) refuse("weight and group disagree");
+        for (const ViewSpec& view : op.views) {
+            if (view.width != width) refuse("views differ in width");
+        }
+    }
+    if (op.kind == "add" || op.kind == "activation" || op.kind == "gather_rows") {
+        for (const ViewSpec& view : op.views) {
+            if (view.width != op.views[0].width) refuse("views differ in width");
+        }
+    }
+    if (op.kind == "gather_rows" &&
+        buffer_at(op.views[0].buffer).type != buffer_at(op.views[1].buffer).type) {
+        refuse("views differ in dtype");
+    }
+    if (op.kind == "activation") {
+        if (op.ints[0] < 0 || op.ints[0] > 3) refuse("unknown form");
+        if (op.views.size() > 2 &&
+            buffer_at(op.views[0].buffer).type != buffer_at(op.views[2].buffer).type) {
+            refuse("gate and up differ in dtype");
+        }
+    }
+    if (op.kind == "rope" && op.ints[1] * op.ints[2] != op.views[0].width) {
+        refuse("the view does not hold heads * head_dim columns");
+    }
+}
+
+void Program::add_segment(std::vector<OpSpec> ops) {
+    Segment segment;
+    std::vector<bool> seen(buffers_.size(), false);
+    for (const Segment& earlier : segments_) {
+        for (int64_t buffer : earlier.own_buffers) seen[static_cast<size_t>(buffer)] = true;
+    }
+    for (const OpSpec& op : ops) {
+        check_op(op);
+        segment.uses_tokens |= op.kind == "embed";
+        segment.uses_samples |= op.kind == "gather_rows";
+        segment.uses_cache |= op.kind == "attention" || op.kind == "store_kv";
+        for (const ViewSpec& view : op.views) {
+            const auto buffer = static_cast<size_t>(view.buffer);
+            if (!seen[buffer]) segment.own_buffers.push_back(view.buffer);
+            seen[buffer] = true;
+        }
+    }
+    segment.ops = std::move(ops);
+    segments_.push_back(std::move(segment));
+}
+
+void Program::set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
+                       int64_t half) {
+    if (index < 0 || index > 255) throw std::invalid_argument("rope index out of range");
+    if (static_cast<size_t>(index) >= ropes_.size()) ropes_.resize(static_cast<size_t>(index) + 1);
+    ropes_[static_cast<size_t>(index)] = {cos, sin, positions, half};
+}
+
+void Program::allocate_cache(const CacheShape& shape, int64_t layers, int64_t num_blocks) {
+    if (shape.block_size < 16 || shape.block_size > 128 || shape.block_size % 16 != 0) {
+        throw std::invalid_argument("block_size is " + std::to_string(shape.block_size) +
+                                    "; allowed are multiples of 16 from 16 to 128");
+    }
+    cache_ = Memory();
+    cache_ = Memory(static_cast<size_t>(kv_block_bytes(shape) * layers * num_blocks));
+    shape_ = shape;
+    layers_ = layers;
+    num_blocks_ = num_blocks;
+}
+
+char* Program::layer_cache(int64_t layer) const {
+    return cache_.data() + layer * num_blocks_ * kv_block_bytes(shape_);
+}
+
+void Program::copy_blocks(const int32_t* from, const int32_t* to, int64_t count) {
+    check_range("copy_from", from, count, 0, num_blocks_);
+    check_range("copy_to", to, count, 0, num_blocks_);
+    const int64_t bytes = kv_block_bytes(shape_);
+    pool_->deal(layers_, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t layer = begin; layer < end; ++layer) {
+            char* base = layer_cache(layer);
+            for (int64_t i = 0; i < count; ++i) {
+                if (from[i] == to[i]) continue;
+                std::memcpy(base + to[i] * bytes, base + from[i] * bytes,
+                            static_cast<size_t>(bytes));
+            }
+        }
+    });
+}
+
+Rows Program::rows(const ViewSpec& view) const {
+    const BufferSpec& buffer = buffer_at(view.buffer);
+    char* data = arena_.data() + buffer.offset_bytes + view.offset * type_bytes(buffer.type);
+    return {data, buffer.stride, buffer.type, view.width};
+}
+
+int64_t Program::count_of(const ViewSpec& view, const StepInputs& inputs) const {
+    switch (buffer_at(view.buffer).rows) {
+        case RowCount::tokens: return inputs.num_tokens;
+        case RowCount::samples: return inputs.num_samples;
+        case RowCount::sequences: break;
+    }
+    return inputs.num_sequences;
+}
+
+void Program::check(const Segment& segment, const StepInputs& inputs) const {
+    for (const OpSpec& op : segment.ops) {
+        for (const ViewSpec& view : op.views) {
+            const int64_t count = count_of(view, inputs);
+            if (count > buffer_at(view.buffer).max_rows) {
+                throw std::invalid_argument(std::to_string(count) + " rows; the buffers hold " +
+                                            std::to_string(buffer_at(view.buffer).max_rows));
+            }
+        }
+        if (op.kind == "embed") {
+            check_range("token_ids", inputs.token_ids, inputs.num_tokens, 0,
+                        op.weights[0]->rows());
+        }
+        if (op.kind == "rope") {
+            const auto index = static_cast<size_t>(op.ints[0]);
+            const int64_t known = index < ropes_.size() ? ropes_[index].positions : 0;
+            check_range("rope_positions", inputs.rope_positions, inputs.num_tokens, 0, known);
+        }
+    }
+    if (segment.uses_samples) {
+        check_range("sample_rows", inputs.sample_rows, inputs.num_samples, 0, inputs.num_tokens);
+    }
+    if (!segment.uses_cache) return;
+    if (num_blocks_ == 0) throw std::invalid_argument("the cache has not been allocated");
+    const int64_t block_size = shape_.block_size;
+    check_range("kv_slots", inputs.kv_slots, inputs.num_tokens, -1, num_blocks_ * block_size);
+    check_range("positions", inputs.positions, inputs.num_tokens, 0,
+                inputs.table_columns * block_size);
+    const int32_t* starts = inputs.seq_starts;
+    if (starts[0] != 0 || starts[inputs.num_sequences] != inputs.num_tokens) {
+        throw std::invalid_argument("seq_starts do not span the token rows");
+    }
+    for (int64_t s = 0; s < inputs.num_sequences; ++s) {
+        if (starts[s] > starts[s + 1]) throw std::invalid_argument("seq_starts go backwards");
+        int64_t columns = 0;  // that the sequence's positions reach
+        for (int64_t row = starts[s]; row < starts[s + 1]; ++row) {
+            const int64_t needed = inputs.positions[row] / block_size + 1;
+            columns = needed > columns ? needed : columns;
+        }
+        check_range("block_tables", inputs.block_tables + s * inputs.table_columns, columns, 0,
+                    num_blocks_);
+    }
+}
+
+void Program::poison(const Segment& segment) {
+    for (int64_t index : segment.own_buffers) {
+        const BufferSpec& buffer = buffer_at(index);
+        std::memset(arena_.data() + buffer.offset_bytes, 0xff,
+                    static_cast<size_t>(buffer.max_rows * buffer.stride *
+                                        type_bytes(buffer.type)));
+    }
+}
+
+void Program::run(int64_t segment_index, const StepInputs& inputs) {
+    if (segment_index < 0 || segment_index >= static_cast<int64_t>(segments_.size())) {
+        throw std::invalid_argument("no segment " + std::to_string(segment_index));
+    }
+    const Segment& segment = segments_[static_cast<size_t>(segment_index)];
+    check(segment, inputs);
+    if (poison_) poison(segment);
+    for (const OpSpec& op : segment.ops) {
+        if (abort_.exchange(false)) throw Aborted("the step was told to stop before " + op.kind);
+        run_op(op, inputs);
+        ops_done_.fetch_add(1, std::memory_order_relaxed);
+    }
+}
+
+void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
+    const KernelTable& kernels = pool_->kernels();
+    Pool* pool = pool_.get();
+    const Rows none{nullptr, 0, Type::f32, 0};
+    const Rows first = rows(op.views[0]);
+    const Rows second = op.views.size() > 1 ? rows(op.views[1]) : none;
+    const Rows third = op.views.size() > 2 ? rows(op.views[2]) : none;
+    const int64_t count = count_of(op.views[0], inputs);
+    const auto vector = [&](size_t i) {
+        return i < op.weights.size() ? op.weights[i]->vector() : nullptr;
+    };
+    const auto real = [&](size_t i) { return static_cast<float>(op.floats[i]); };
+
+    if (op.kind == "linear") {
+        kernels.linear({first, second, count, op.weights[0]->matrix(), vector(1), pool});
+    } else if (op.kind == "norm") {
+        kernels.norm({first, third, second, count, op.ints[0] != 0, real(0), vector(0), vector(1),
+                      op.ints[1], pool});
+    } else if (op.kind == "rope") {
+        const Rope& rope = ropes_[static_cast<size_t>(op.ints[0])];
+        kernels.rope({first, count, op.ints[1], op.ints[2], rope.half, inputs.rope_positions,
+                      rope.cos, rope.sin, pool});
+    } else if (op.kind == "store_kv") {
+        kernels.store_kv({first, second, count, inputs.kv_slots, layer_cache(op.ints[0]), shape_,
+                          pool});
+    } else if (op.kind == "attention") {
+        kernels.attention({first, second, count, inputs.num_sequences, inputs.seq_starts,
+                           inputs.positions, inputs.block_tables, inputs.table_columns,
+                           layer_cache(op.ints[0]), shape_, op.ints[1], real(0), op.ints[2],
+                           real(1), pool});
+    } else if (op.kind == "activation") {
+        kernels.activation({first, third, second, count, static_cast<Activation>(op.ints[0]),
+                            pool});
+    } else if (op.kind == "add") {
+        kernels.add({first, second, count, pool});
+    } else if (op.kind == "scale") {
+        kernels.scale({first, count, real(0), pool});
+    } else if (op.kind == "gather_rows") {
+        kernels.gather_rows({first, second, count_of(op.views[1], inputs), inputs.sample_rows,
+                             pool});
+    } else {  // embed: check_op knows no other kind
+        const Weight& weight = *op.weights[0];
+        kernels.embed({inputs.token_ids, count, weight.form() == Form::matrix, weight.matrix(),
+                       first, pool});
+    }
+}
+
+}  // namespace quire

@@ -1,0 +1,172 @@
+// Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels'
+// layout, in one pass over the source. Rounding to bf16 happens here once, to nearest even.
+
+#include "quire/weight.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace quire {
+
+namespace {
+
+constexpr int64_t kColumnBlock = 64;  // columns of 32 rows are turned at a time, within L1
+
+float widen_half(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    const uint32_t magnitude = half & 0x7fffu;
+    float value;
+    if (magnitude >= 0x7c00u) {  // infinity and NaN
+        const uint32_t bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+    // The exponent's bias differs by 112; the product is exact, for subnormal halves too.
+    const uint32_t bits = magnitude << 13;
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    return sign != 0 ? -value : value;
+}
+
+// Reads source elements as f32 and stores them as T.
+template <Source source, class T>
+struct Convert {
+    const void* data;
+    float offset;
+
+    T operator()(int64_t index) const {
+        float value;
+        if constexpr (source == Source::f32) {
+            std::memcpy(&value, static_cast<const char*>(data) + index * 4, 4);
+        } else {
+            uint16_t bits;
+            std::memcpy(&bits, static_cast<const char*>(data) + index * 2, 2);
+            if constexpr (source == Source::bf16) {
+                if constexpr (sizeof(T) == 2) {
+                    if (offset == 0.0f) return bf16{bits};
+                }
+                value = widen(bf16{bits});
+            } else {
+                value = widen_half(bits);
+            }
+        }
+        if (offset != 0.0f) value += offset;
+        if constexpr (sizeof(T) == 4) {
+            return value;
+        } else {
+            return round_bf16(value);
+        }
+    }
+};
+
+// Where element (row, k) of a panel matrix lies, in elements from the panel's start.
+template <class T>
+int64_t panel_index(int64_t lane, int64_t k) {
+    if constexpr (sizeof(T) == 4) {
+        return k * kPanel + lane;
+    } else {
+        return (k / 2 * kPanel + lane) * 2 + k % 2;
+    }
+}
+
+template <class T, class Read>
+void fill_panels(Pool& pool, char* data, Type type, int64_t first, int64_t count,
+                 int64_t columns, Read read) {
+    const int64_t bytes = panel_bytes(columns, type);
+    const int64_t first_panel = first / kPanel;
+    const int64_t panels = (first + count - 1) / kPanel - first_panel + 1;
+    pool.deal(panels, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t p = first_panel + begin; p < first_panel + end; ++p) {
+            T* panel = reinterpret_cast<T*>(data + p * bytes);
+            const int64_t low = p * kPanel > first ? p * kPanel : first;
+            const int64_t high = (p + 1) * kPanel < first + count ? (p + 1) * kPanel
+                                                                 : first + count;
+            for (int64_t k0 = 0; k0 < columns; k0 += kColumnBlock) {
+                const int64_t k1 = k0 + kColumnBlock < columns ? k0 + kColumnBlock : columns;
+                for (int64_t row = low; row < high; ++row) {
+                    const int64_t source = (row - first) * columns;
+                    for (int64_t k = k0; k < k1; ++k) {
+                        panel[panel_index<T>(row - p * kPanel, k)] = read(source + k);
+                    }
+                }
+            }
+        }
+    });
+}
+
+template <class T, class Read>
+void fill_rows(Pool& pool, char* data, int64_t first, int64_t count, int64_t columns, Read read) {
+    T* out = reinterpret_cast<T*>(data) + first * columns;
+    pool.deal(count * columns, 65536, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) out[i] = read(i);
+    });
+}
+
+}  // namespace
+
+Weight::Weight(Form form, Type type, int64_t rows, int64_t columns)
+    : form_(form), type_(form == Form::vector ? Type::f32 : type), rows_(rows),
+      columns_(form == Form::vector ? 1 : columns) {
+    if (rows_ < 1 || columns_ < 1) {
+        throw std::invalid_argument("a weight of " + std::to_string(rows_) + " x " +
+                                    std::to_string(columns_) + " elements");
+    }
+    const int64_t bytes = form == Form::matrix ? packed_bytes(rows_, columns_, type_)
+                                               : rows_ * columns_ * type_bytes(type_);
+    memory_ = Memory(static_cast<std::size_t>(bytes));
+}
+
+void Weight::fill(Pool& pool, int64_t first, int64_t count, const void* source,
+                  Source source_type, float offset) {
+    if (first < 0 || count < 0 || first + count > rows_) {
+        throw std::out_of_range("rows " + std::to_string(first) + " to " +
+                                std::to_string(first + count) + " of a weight of " +
+                                std::to_string(rows_));
+    }
+    if (count == 0) return;
+    const auto fill_with = [&](auto read, auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        if (form_ == Form::matrix) {
+            fill_panels<T>(pool, memory_.data(), type_, first, count, columns_, read);
+        } else {
+            fill_rows<T>(pool, memory_.data(), first, count, columns_, read);
+        }
+    };
+    const auto fill_as = [&](auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        switch (source_type) {
+            case Source::f32:
+                return fill_with(Convert<Source::f32, T>{source, offset}, element);
+            case Source::f16:
+                return fill_with(Convert<Source::f16, T>{source, offset}, element);
+            case Source::bf16:
+                return fill_with(Convert<Source::bf16, T>{source, offset}, element);
+        }
+    };
+    if (type_ == Type::f32) {
+        fill_as(static_cast<float*>(nullptr));
+    } else {
+        fill_as(static_cast<bf16*>(nullptr));
+    }
+}
+
+std::vector<float> Weight::row(int64_t row) const {
+    if (row < 0 || row >= rows_) throw std::out_of_range("row " + std::to_string(row));
+    std::vector<float> values(static_cast<std::size_t>(columns_));
+    for (int64_t k = 0; k < columns_; ++k) {
+        const char* data = memory_.data();
+        int64_t index = row * columns_ + k;
+        if (form_ == Form::matrix) {
+            data += row / kPanel * panel_bytes(columns_, type_);
+            index = type_ == Type::f32 ? panel_index<float>(row % kPanel, k)
+                                       : panel_index<bf16>(row % kPanel, k);
+        }
+        values[static_cast<std::size_t>(k)] =
+            type_ == Type::f32 ? reinterpret_cast<const float*>(data)[index]
+                               : widen(reinterpret_cast<const bf16*>(data)[index]);
+    }
+    return values;
+}
+
+}  // namespace quire
