@@ -1,0 +1,105 @@
+"""Where each buffer of a program lies in one arena: areas are reused once nobody reads them.
+
+A pass over the operations in order; a buffer lives from its first use to its last. Always holds:
+buffers alive at the same operation never overlap, and what a later segment reads (or the program
+names as an output) stays until the next step. Knows no executor's memory, only sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quire.program.ops import Buffer, Rows
+from quire.program.program import Program
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A buffer's area: `max_rows` rows of `stride` elements from `offset_bytes`."""
+
+    offset_bytes: int
+    stride: int
+    max_rows: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Places by buffer index, and the bytes of the arena that holds them."""
+
+    places: tuple[Place, ...]
+    arena_bytes: int
+
+
+def lay_out(program: Program, max_rows: Mapping[Rows, int]) -> Layout:
+    """Places for all buffers of `program`, for steps of at most `max_rows`."""
+    lifetimes = _lifetimes(program)
+    order = sorted(range(len(program.buffers)), key=lambda index: lifetimes[index][0])
+    places: dict[int, Place] = {}
+    alive: list[tuple[int, int, int]] = []  # (offset, end, last use), by offset
+    arena_bytes = 0
+    for index in order:
+        first, last = lifetimes[index]
+        alive = [area for area in alive if area[2] >= first]
+        buffer = program.buffers[index]
+        stride = _stride(buffer)
+        num_bytes = stride * buffer.dtype.itemsize * max_rows[buffer.rows]
+        offset = _lowest_gap(alive, num_bytes)
+        alive.append((offset, offset + num_bytes, last))
+        alive.sort()
+        arena_bytes = max(arena_bytes, offset + num_bytes)
+        places[index] = Place(
+            offset_bytes=offset,
+            stride=stride,
+            max_rows=max_rows[buffer.rows],
+            num_bytes=num_bytes,
+        )
+    return Layout(
+        places=tuple(places[index] for index in range(len(program.buffers))),
+        arena_bytes=arena_bytes,
+    )
+
+
+def _stride(buffer: Buffer) -> int:
+    itemsize = buffer.dtype.itemsize
+    return -(-buffer.width * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // itemsize
+
+
+def _lowest_gap(alive: list[tuple[int, int, int]], num_bytes: int) -> int:
+    offset = 0
+    for start, end, _ in alive:
+        if start - offset >= num_bytes:
+            return offset
+        offset = max(offset, end)
+    return offset
+
+
+def _lifetimes(program: Program) -> list[tuple[int, int]]:
+    """First and last operation of each buffer, counted through all segments in order."""
+    spans: dict[int, tuple[int, int]] = {}
+    homes: dict[int, str] = {}
+    kept = {view.buffer.index for view in program.outputs.values()}
+    last_op = 0
+    for number, segment, index in _uses(program):
+        first, _ = spans.get(index, (number, number))
+        spans[index] = (first, number)
+        if homes.setdefault(index, segment) != segment:
+            kept.add(index)
+        last_op = number
+    for index in kept:
+        spans[index] = (spans[index][0], last_op)
+    unused = (0, -1)
+    return [spans.get(buffer.index, unused) for buffer in program.buffers]
+
+
+def _uses(program: Program) -> Iterator[tuple[int, str, int]]:
+    """(operation number, segment, buffer index) for every view, in order."""
+    number = 0
+    for segment, ops in program.segments.items():
+        for op in ops:
+            for view in (*op.inputs, *op.outputs):
+                yield number, segment, view.buffer.index
+            number += 1

@@ -1,0 +1,257 @@
+"""NativeExecutor: runs a program with the compiled kernels on the CPU.
+
+Here a Program becomes what native/include/quire/program.h holds: buffers placed in an arena,
+views as numbers, weights packed from the checkpoint's mapped files. Each segment is then one
+native call without the GIL. Knows nothing of requests; adds no arithmetic of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.base.errors import CapacityError, WorkerError
+from quire.execute.executor import Progress
+from quire.execute.layout import lay_out
+from quire.execute.rope_table import RopeTable
+from quire.program.batch import ForwardBatch
+from quire.program.ops import Op, OpKind, Rows, View, Weight
+from quire.program.program import Program
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.native import choose
+from quire.weights.binding import check
+from quire.weights.checkpoint import Checkpoint
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+NativeOp = tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]
+
+SEGMENTS = ("trunk", "head")
+ROW_CODES: Mapping[Rows, int] = MappingProxyType(
+    {Rows.TOKENS: 0, Rows.SAMPLES: 1, Rows.SEQUENCES: 2}
+)
+ACTIVATION_CODES: Mapping[str, int] = MappingProxyType(
+    {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+)
+
+
+class NativeExecutor:
+    """An Executor (see executor.py). max_tokens, max_samples, max_sequences bound a step.
+
+    isa: an instruction set by name; empty takes QUIRE_ISA, else the machine's best. poison fills
+    buffers with NaN before each run, for tests. Raises WeightsError where the checkpoint is not
+    what the program needs, CapacityError where memory does not suffice.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        max_sequences: int,
+        num_threads: int = 1,
+        progress: Progress | None = None,
+        isa: str = "",
+        poison: bool = False,
+    ) -> None:
+        check(program, checkpoint)
+        self.pool = _native.Pool(num_threads, isa=isa)
+        self.recipe: str = self.pool.isa
+        self._program = program
+        self._max_samples = max_samples
+        self._ropes = [RopeTable(spec) for spec in program.ropes]
+        max_rows = {
+            Rows.TOKENS: max_tokens,
+            Rows.SAMPLES: max_samples,
+            Rows.SEQUENCES: max_sequences,
+        }
+        try:
+            self._native = _place_buffers(program, max_rows, self.pool)
+            weights = _pack(program, checkpoint, self.pool, progress)
+        except MemoryError as error:
+            raise CapacityError(
+                f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
+                f"{max_tokens} tokens do not fit into memory; lower max_num_batched_tokens or "
+                "take a smaller model"
+            ) from error
+        for segment in SEGMENTS:
+            self._native.add_segment(
+                [_native_op(op, weights) for op in program.segments.get(segment, ())]
+            )
+        self._native.set_poison(poison)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Make the KV pool: zero pages that are taken when first written.
+
+        block_size is a multiple of 16 from 16 to 128.
+        """
+        spec = self._program.caches[0]
+        try:
+            self._native.allocate_cache(
+                dtype=str(spec.dtype),
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                block_size=block_size,
+                layers=spec.layers,
+                num_blocks=num_blocks,
+            )
+        except MemoryError as error:
+            raise CapacityError(
+                f"{num_blocks} cache blocks of {block_size} tokens "
+                f"({num_blocks * block_size * spec.token_bytes} bytes) do not fit into memory; "
+                "lower the memory for the cache"
+            ) from error
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """Copy whole pool blocks over all layers, in order."""
+        if len(copy_from):
+            self._native.copy_blocks(copy_from, copy_to)
+
+    def run_trunk(self, batch: ForwardBatch) -> None:
+        """Compute the trunk segment for all token rows of the batch."""
+        num_positions = int(batch.rope_positions.max(initial=-1)) + 1
+        for index, table in enumerate(self._ropes):
+            if table.num_positions < num_positions:
+                table.reserve(num_positions)
+                self._native.set_rope(index, table.cos, table.sin)
+        self._run("trunk", batch, batch.sample_rows[:0])
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
+
+        A view of the logits buffer: valid until the next call.
+        """
+        self._run("head", batch, batch.sample_rows[first : first + count])
+        return self.output("logits", count)
+
+    def output(self, name: str, num_rows: int) -> NDArray[Any]:
+        """The first rows of a named output, without a copy; bf16 as uint16.
+
+        Trunk outputs hold until the next run_trunk, the head's until the next run_head.
+        """
+        return self._native.array(_triple(self._program.outputs[name]), num_rows)
+
+    def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
+        """Choose a token for each row of `logits`."""
+        return choose(logits, batch, self.pool)
+
+    @property
+    def ops_done(self) -> int:
+        """Operations finished so far; a watchdog sees progress within a step by it."""
+        return self._native.ops_done
+
+    def abort(self) -> None:
+        """Make the run in progress raise WorkerError before its next operation. Any thread."""
+        self._native.abort()
+
+    def close(self) -> None:
+        """Free threads and memory; further calls are errors."""
+        del self._native, self.pool
+
+    # ---- private
+
+    def _run(self, segment: str, batch: ForwardBatch, sample_rows: Int32s) -> None:
+        try:
+            self._native.run(
+                SEGMENTS.index(segment),
+                token_ids=batch.token_ids,
+                positions=batch.positions,
+                rope_positions=batch.rope_positions,
+                kv_slots=batch.kv_slots,
+                seq_starts=batch.seq_starts,
+                block_tables=batch.block_tables,
+                sample_rows=sample_rows,
+            )
+        except _native.Aborted as error:
+            raise WorkerError(str(error)) from error
+
+
+def _place_buffers(
+    program: Program, max_rows: Mapping[Rows, int], pool: _native.Pool
+) -> _native.Program:
+    layout = lay_out(program, max_rows)
+    native = _native.Program(pool, layout.arena_bytes)
+    for buffer, place in zip(program.buffers, layout.places, strict=True):
+        native.add_buffer(
+            rows=ROW_CODES[buffer.rows],
+            offset_bytes=place.offset_bytes,
+            stride=place.stride,
+            max_rows=place.max_rows,
+            dtype=str(buffer.dtype),
+        )
+    return native
+
+
+def _pack(
+    program: Program, checkpoint: Checkpoint, pool: _native.Pool, progress: Progress | None
+) -> dict[str, _native.Weight]:
+    """All weights in the kernels' layout; source pages are dropped after each tensor."""
+    packed: dict[str, _native.Weight] = {}
+    total, done = program.weight_bytes, 0
+    for name, weight in program.weights.items():
+        packed[name] = native = _empty_weight(weight)
+        first = 0
+        for part in weight.parts:
+            stored = checkpoint.tensor(part.source)
+            native.fill(pool, first, part.rows, stored.raw, stored.dtype, weight.offset)
+            checkpoint.release(part.source)
+            first += part.rows
+            done += part.rows * max(weight.columns, 1) * weight.dtype.itemsize
+            if progress is not None:
+                progress(done, total)
+    return packed
+
+
+def _empty_weight(weight: Weight) -> _native.Weight:
+    return _native.Weight(str(weight.form), str(weight.dtype), weight.rows, max(weight.columns, 1))
+
+
+def _triple(view: View) -> tuple[int, int, int]:
+    return view.buffer.index, view.offset, view.width
+
+
+def _native_op(op: Op, weights: Mapping[str, _native.Weight]) -> NativeOp:
+    """The operation as numbers, in the order native/include/quire/program.h lists."""
+    attrs = op.attrs
+    views = [_triple(view) for view in _views(op)]
+    named = [attrs.get("weight"), attrs.get("bias")]
+    ints: list[int] = []
+    floats: list[float] = []
+    match op.kind:
+        case OpKind.NORM:
+            ints = [int(attrs["form"] == "layer"), attrs["group"]]
+            floats = [attrs["eps"]]
+        case OpKind.ROPE:
+            ints = [attrs["rope"], attrs["heads"], attrs["head_dim"]]
+        case OpKind.STORE_KV:
+            ints = [attrs["layer"]]
+        case OpKind.ATTENTION:
+            ints = [attrs["layer"], attrs["heads"], attrs["window"]]
+            floats = [attrs["scale"], attrs["soft_cap"]]
+        case OpKind.ACTIVATION:
+            ints = [ACTIVATION_CODES[attrs["form"]]]
+        case OpKind.SCALE:
+            floats = [attrs["factor"]]
+    return str(op.kind), views, ints, floats, [weights[name] for name in named if name]
+
+
+def _views(op: Op) -> tuple[View, ...]:
+    """Views in native order: x, y, then a second input; in-place operations name x once."""
+    match op.kind:
+        case OpKind.EMBED:
+            return op.outputs
+        case OpKind.NORM | OpKind.ACTIVATION:
+            return (op.inputs[0], op.outputs[0], *op.inputs[1:])
+        case OpKind.LINEAR | OpKind.ATTENTION | OpKind.GATHER_ROWS:
+            return (*op.inputs, *op.outputs)
+        case _:
+            return op.inputs
