@@ -45,7 +45,7 @@ class StopStrings:
         self._state = state
         self.num_used_chars = len(text)
         seen = self._held + text
-        cut = len(seen) - automaton.depth[state]
+        cut = len(seen) - automaton.num_open[state]
         self._held = seen[cut:]
         return seen[:cut]
 
@@ -65,13 +65,14 @@ class StopStrings:
 class _Automaton:
     """States are prefixes of stop strings; state 0 is the empty one.
 
-    depth: length of a state's prefix. longest: the longest stop string that ends there.
+    num_open: how many of the last characters could still become a stop string. longest: the
+    longest stop string that ends there.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
-        self.depth = [0]
+        self.num_open = [0]
         self.longest: list[str | None] = [None]
         for stop in stops:
             self._add(stop)
@@ -91,7 +92,7 @@ class _Automaton:
                 after = self._next[state][character] = len(self._next)
                 self._next.append({})
                 self._fallback.append(0)
-                self.depth.append(self.depth[state] + 1)
+                self.num_open.append(self.num_open[state] + 1)
                 self.longest.append(None)
             state = after
         self.longest[state] = stop
@@ -104,5 +105,7 @@ class _Automaton:
                 order.append(after)
                 if state:
                     self._fallback[after] = self.step(self._fallback[state], character)
+                if not self._next[after]:  # complete: only its suffixes can go on
+                    self.num_open[after] = self.num_open[self._fallback[after]]
                 if self.longest[after] is None:
                     self.longest[after] = self.longest[self._fallback[after]]

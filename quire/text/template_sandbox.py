@@ -83,6 +83,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters[_MEASURED] = measured
         for name in ("center", "indent"):
             self.filters[name] = _narrow(self.filters[name])
+        self.filters["replace"] = _replace
         self.filters["format"] = _format
 
     def _generate(
@@ -117,11 +118,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_text_call(owner, __obj, args)
         return measured(super().call(__context, __obj, *args, **kwargs))
 
-    def format_string(self, s: str, *args: Any, **kwargs: Any) -> str:
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`str.format` as Jinja guards it, with bounded widths."""
-        if _BRACE_WIDTH.search(s):
-            raise LimitExceeded(f"the format {_shown(s)} asks for a width that is not bounded")
-        return super().format_string(s, *args, **kwargs)
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _BRACE_WIDTH.search(value.__self__):
+            raise LimitExceeded(f"the format {_shown(value.__self__)} has an unbounded width")
+        return wrapped
 
 
 class _GenerationBlock(Extension):
@@ -225,8 +227,15 @@ def _check_text_call(owner: str, method: Any, args: tuple[Any, ...]) -> None:
     if name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
         _check_widths(args)
     elif name == "replace" and len(args) >= 2 and isinstance(args[1], str):
-        if (len(owner) + 1) * len(args[1]) > 8 * MAX_OUTPUT_CHARS:
-            raise LimitExceeded(f"a replacement of {len(args[1])} characters")
+        _check_replacement(owner, args[1])
+    elif name == "join" and args and isinstance(args[0], Sized):
+        _check_replacement(args[0], owner)
+
+
+def _check_replacement(places: Sized, text: str) -> None:
+    """`text` put at up to as many places as there are entries, as replace and join do."""
+    if (len(places) + 1) * len(text) > 8 * MAX_OUTPUT_CHARS:
+        raise LimitExceeded(f"{len(text)} characters put in up to {len(places)} places")
 
 
 def _check_widths(values: Iterable[Any]) -> None:
@@ -250,6 +259,13 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
     template = str(value)
     _check_format(template)
     return template % (kwargs or args)
+
+
+def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
+    """Jinja's `replace` filter."""
+    text = str(value)
+    _check_replacement(text, str(new))
+    return text.replace(str(old), str(new), -1 if count is None else count)
 
 
 def _bounded_range(*args: int) -> range:

@@ -1,0 +1,100 @@
+"""Tokenizers made here, so that no test of text depends on outside data.
+
+One is byte-level BPE trained on a few lines with emoji and Japanese, so that most characters
+outside of ASCII are split over tokens; one is like SentencePiece: metaspace, byte fallback, and a
+leading space that is dropped. Both know the special tokens <s> and </s> and one plain added token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from quire.text.tokenizer import Tokenizer
+
+LINES = (
+    "Once upon a time there was a llama 🦙 who drank tea.",
+    "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。",
+    "🦙🦙 🏳️‍🌈 👨‍👩‍👧 naïve café Übergröße\n\n\tdef f(x): return x**2",
+)
+SPECIAL = ("<s>", "</s>")
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@functools.cache
+def byte_level_json() -> str:
+    """A tokenizer.json of 300 ids: 256 bytes, merges, two special tokens and <tool> (id 299)."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=299,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(LINES, trainer)
+    backend.add_tokens([AddedToken("<tool>", normalized=False)])
+    return backend.to_str()
+
+
+@functools.cache
+def metaspace_json() -> str:
+    """A tokenizer.json like a converted SentencePiece model: 259 byte tokens, letters, words."""
+    tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "▁the", "the", "a", "b", "▁a", "猫", "▁猫", "é", "▁▁", "▁▁▁", "<", ">"]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: place for place, token in enumerate(tokens)},
+            [("▁", "a"), ("▁", "▁"), ("▁▁", "▁"), ("▁", "猫")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    backend.add_special_tokens(["<unk>", *SPECIAL])
+    backend.add_tokens([AddedToken("<tool>", normalized=False)])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend.to_str()
+
+
+def with_decoder(tokenizer_json: str, decoder: decoders.Decoder | None) -> str:
+    """The same tokenizer with another decoder."""
+    content = json.loads(tokenizer_json)
+    content["decoder"] = None if decoder is None else json.loads(decoder.__getstate__())
+    return json.dumps(content)
+
+
+def made(tokenizer_json: str, config: Mapping[str, Any] | None = None) -> Tokenizer:
+    """A Tokenizer of it."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    return Tokenizer(backend, config=NAMED if config is None else config)
+
+
+def reference(tokenizer_json: str) -> tokenizers.Tokenizer:
+    """The library's own."""
+    return tokenizers.Tokenizer.from_str(tokenizer_json)
+
+
+def write_folder(folder: Path, tokenizer_json: str, config: Mapping[str, Any] | None) -> Path:
+    """A model folder with just its tokenizer files."""
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

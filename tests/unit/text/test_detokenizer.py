@@ -1,0 +1,217 @@
+"""Detokenizer: pieces joined equal the whole decode of the library, for any ids and any cut."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from quire.base.errors import InvalidParameter, TokenizerError
+from quire.text.detokenizer import RUN_LIMIT, Detokenizer
+from quire.text.tokenizer import Tokenizer
+from tests.data import outside
+from tests.unit.text.made_tokenizers import (
+    LINES,
+    byte_level_json,
+    made,
+    metaspace_json,
+    with_decoder,
+)
+
+
+@functools.cache
+def _json(kind: str) -> str:
+    metaspace = metaspace_json()
+    match kind:
+        case "byte-level":
+            return byte_level_json()
+        case "metaspace":
+            return metaspace
+        case "no strip":
+            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            return with_decoder(metaspace, decoders.Sequence(steps))
+        case "strip two":
+            steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+            return with_decoder(metaspace, decoders.Sequence(steps))
+        case "strip each":
+            steps = [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0), decoders.ByteFallback()]
+            return with_decoder(metaspace, decoders.Sequence(steps))
+        case "metaspace step":
+            return with_decoder(metaspace, decoders.Metaspace())
+        case "metaspace never":
+            return with_decoder(metaspace, decoders.Metaspace(prepend_scheme="never"))
+        case "none":
+            return with_decoder(metaspace, None)
+    return outside("stories260K/tokenizer.json").read_text(encoding="utf-8")
+
+
+KINDS = (
+    "byte-level",
+    "metaspace",
+    "no strip",
+    "strip two",
+    "strip each",
+    "metaspace step",
+    "metaspace never",
+    "none",
+    "stories260K",
+)
+
+
+@functools.cache
+def _pair(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    return made(_json(kind)), tokenizers.Tokenizer.from_str(_json(kind))
+
+
+def _cuts(ids: list[int], at: list[int]) -> list[list[int]]:
+    edges = [0, *sorted(min(place, len(ids)) for place in at), len(ids)]
+    return [ids[low:high] for low, high in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_joined_equal_the_whole_decode_for_any_ids_and_any_cut(kind: str) -> None:
+    tokenizer, library = _pair(kind)
+    num_ids = library.get_vocab_size()
+    texts = [library.encode(line).ids for line in LINES]
+    any_ids = st.lists(st.integers(0, num_ids - 1), max_size=RUN_LIMIT)
+    bytes_only = st.lists(st.integers(3, 258), max_size=RUN_LIMIT - 1)
+    start_of_text = st.sampled_from(texts).map(lambda ids: ids[:24])
+
+    @given(
+        ids=any_ids | bytes_only | st.builds(list.__add__, start_of_text, any_ids),
+        at=st.lists(st.integers(0, 60), max_size=6),
+        skip=st.booleans(),
+    )
+    @settings(max_examples=300, deadline=None)
+    def check(ids: list[int], at: list[int], skip: bool) -> None:
+        stream = Detokenizer(tokenizer, skip)
+        pieces = [stream.push(part) for part in _cuts(ids, at)]
+        pieces.append(stream.flush())
+        assert "".join(pieces) == library.decode(ids, skip_special_tokens=skip)
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("line", [*LINES, "🐫 犬 ŧ"])
+def test_no_piece_of_a_sound_text_holds_half_a_character(kind: str, line: str) -> None:
+    tokenizer, _ = _pair(kind)
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push([id_]) for id_ in tokenizer.encode(line)]
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) + stream.flush() == line
+    if line.startswith("🐫"):  # not in the training text, so split over tokens
+        assert pieces[:3] == ["", "", "🐫"] or kind == "metaspace"
+
+
+def test_every_character_is_known_by_the_token_that_completed_it() -> None:
+    tokenizer, _ = _pair("metaspace")
+    ids = tokenizer.encode("a🦙\n\nb")
+    stream = Detokenizer(tokenizer)
+    spans = stream.spans(ids) + stream.flush_spans()
+    for text, index in spans:
+        if text != " ":
+            assert text in tokenizer.decode(ids[: index + 1])
+            assert not tokenizer.decode(ids[:index]).endswith(text) or text == "\n"
+    by_text = [text for text, _ in spans]
+    assert by_text == ["a", "🦙", "\n", "\n", "b"]
+    indexes = [index for _, index in spans]
+    assert indexes == sorted(indexes)
+    assert indexes[1] == ids.index(3 + 0x99)  # the last byte of the emoji
+
+
+def test_settled_tokens_are_those_whose_text_is_out() -> None:
+    tokenizer, _ = _pair("byte-level")
+    stream = Detokenizer(tokenizer)
+    settled = []
+    for id_ in tokenizer.encode("a🐫", add_special_tokens=False):
+        stream.push([id_])
+        settled.append(stream.num_settled_tokens)
+    assert settled[0] == 1
+    assert settled[1:-1] == [1] * (len(settled) - 2)
+    assert settled[-1] == len(settled)
+
+
+def test_a_long_run_of_byte_tokens_does_not_wait_for_its_end() -> None:
+    tokenizer, _ = _pair("metaspace")
+    stream = Detokenizer(tokenizer)
+    longest_wait, waited, text = 0, 0, "ไทย" * 40
+    shown = ""
+    for byte in text.encode():
+        piece = stream.push([3 + byte])
+        waited = 0 if piece else waited + 1
+        longest_wait = max(longest_wait, waited)
+        shown += piece
+    assert shown + stream.flush() == text
+    assert longest_wait <= RUN_LIMIT + 3
+
+
+def test_a_broken_run_is_shown_without_waiting_for_its_end() -> None:
+    tokenizer, _ = _pair("metaspace")
+    stream = Detokenizer(tokenizer)
+    assert stream.push([3 + 0xE3]) == ""
+    assert stream.push([3 + 0xFF]) == "\ufffd\ufffd"
+    assert stream.push([3 + 0x41]) == "\ufffd"
+    assert stream.push([tokenizer.token_id("a") or 0]) == "a"
+    assert stream.push([3 + 0x41]) == ""
+    assert stream.flush() == "A"
+
+
+def test_text_that_continues_keeps_its_leading_space() -> None:
+    for kind in ("metaspace", "metaspace step"):
+        tokenizer, _ = _pair(kind)
+        word = [tokenizer.token_id("▁the") or 0]
+        assert Detokenizer(tokenizer).push(word) == "the"
+        assert Detokenizer(tokenizer, continues=True).push(word) == " the"
+
+
+def test_unknown_ids_are_refused_and_the_stream_goes_on() -> None:
+    tokenizer, _ = _pair("byte-level")
+    stream = Detokenizer(tokenizer)
+    with pytest.raises(InvalidParameter, match="out of range"):
+        stream.push([-1])
+    assert stream.push(tokenizer.encode("fine")) == "fine"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        decoders.CTC(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    ],
+)
+def test_a_decoder_that_cannot_be_streamed_is_refused_by_name(decoder: decoders.Decoder) -> None:
+    with pytest.raises(TokenizerError, match=r"has a step \w+ that cannot be streamed.*supported"):
+        made(with_decoder(metaspace_json(), decoder))
+
+
+def test_decoding_looks_each_id_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made(byte_level_json())
+    looked_up = []
+    original = tokenizer.pieces._token_of_id
+    monkeypatch.setattr(
+        tokenizer.pieces, "_token_of_id", lambda id_: looked_up.append(id_) or original(id_)
+    )
+    stream = Detokenizer(tokenizer, continues=True)
+    for _ in range(100):
+        stream.push(tokenizer.encode("the same words again"))
+    assert len(looked_up) == len(set(looked_up))
+
+
+def test_the_story_streams_as_published() -> None:
+    folder = outside("stories260K")
+    tokenizer = Tokenizer.load(folder)
+    greedy = json.loads((folder / "greedy_200.json").read_text(encoding="utf-8"))
+    stream = Detokenizer(tokenizer)
+    text = "".join(stream.push([id_]) for id_ in greedy["ids"]) + stream.flush()
+    assert text == greedy["text"]

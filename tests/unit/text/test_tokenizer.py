@@ -1,0 +1,209 @@
+"""Tokenizer: files, special tokens around a text, ids of any kind, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import processors
+
+from quire.base.errors import InvalidParameter, TokenizerError
+from quire.text.tokenizer import Tokenizer
+from tests.data import outside
+from tests.unit.text.made_tokenizers import (
+    LINES,
+    NAMED,
+    byte_level_json,
+    made,
+    metaspace_json,
+    reference,
+    write_folder,
+)
+
+
+def _that_adds_bos(tokenizer_json: str) -> str:
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    bos = backend.token_to_id("<s>")
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", bos)])
+    return backend.to_str()
+
+
+@pytest.mark.parametrize("tokenizer_json", [byte_level_json(), metaspace_json()])
+@pytest.mark.parametrize("line", [*LINES, "", " ", "\n", "a</s>b", "\0"])
+def test_ids_are_those_of_the_library_and_text_comes_back(tokenizer_json: str, line: str) -> None:
+    tokenizer, library = made(tokenizer_json), reference(tokenizer_json)
+    ids = tokenizer.encode(line)
+    assert ids == library.encode(line).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == library.decode(
+        ids, skip_special_tokens=False
+    )
+    if "</s>" not in line:
+        assert tokenizer.decode(ids) == line
+
+
+@pytest.mark.parametrize("json_adds", [False, True])
+@pytest.mark.parametrize("config_says", [None, False, True])
+def test_bos_is_added_once_or_not_at_all_as_the_config_says(
+    json_adds: bool, config_says: bool | None
+) -> None:
+    text = _that_adds_bos(byte_level_json()) if json_adds else byte_level_json()
+    tokenizer = made(text, {**NAMED, "add_bos_token": config_says})
+    expected = json_adds if config_says is None else config_says
+    assert tokenizer.encode("hi").count(0) == (1 if expected else 0)
+    assert tokenizer.encode("hi", add_special_tokens=False).count(0) == 0
+    assert tokenizer.encode("") == ([0] if expected else [])
+
+
+def test_eos_is_added_where_the_config_says_so() -> None:
+    tokenizer = made(byte_level_json(), {**NAMED, "add_eos_token": True, "add_bos_token": True})
+    ids = tokenizer.encode("hi")
+    assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert ids[1:-1] == tokenizer.encode("hi", add_special_tokens=False)
+
+
+def test_a_bos_that_does_not_exist_cannot_be_added() -> None:
+    with pytest.raises(TokenizerError, match=r"add_bos_token is true.*'<nope>'"):
+        made(byte_level_json(), {"bos_token": "<nope>", "add_bos_token": True})
+
+
+def test_a_flag_that_is_no_flag_is_refused() -> None:
+    with pytest.raises(TokenizerError, match="add_bos_token is 'yes'; true, false or null"):
+        made(byte_level_json(), {**NAMED, "add_bos_token": "yes"})
+
+
+def test_named_tokens_may_be_objects_and_become_special() -> None:
+    tokenizer = made(byte_level_json(), {"eos_token": {"content": "<tool>", "lstrip": False}})
+    assert tokenizer.special_tokens == {"eos_token": "<tool>"}
+    assert tokenizer.eos_id == 299
+    assert 299 in tokenizer.special_ids
+    assert tokenizer.decode([299]) == ""
+
+
+def test_tokens_only_the_config_lists_are_added_at_their_ids() -> None:
+    listed = {"300": {"content": "<new>", "special": True}, "301": {"content": "<newer>"}}
+    tokenizer = made(byte_level_json(), {**NAMED, "added_tokens_decoder": listed})
+    assert tokenizer.encode("<new><newer>") == [300, 301]
+    assert tokenizer.decode([300, 301]) == "<newer>"
+    assert tokenizer.vocab_size == 302
+
+
+def test_contradicting_ids_of_config_and_tokenizer_are_named() -> None:
+    listed = {"7": {"content": "</s>", "special": True}}
+    with pytest.raises(TokenizerError, match=r"'</s>' the id 7, tokenizer\.json 1"):
+        made(byte_level_json(), {"added_tokens_decoder": listed})
+
+
+@pytest.mark.parametrize("token_id", [-1, 300, 10**9])
+def test_ids_out_of_range_are_errors_that_name_the_range(token_id: int) -> None:
+    tokenizer = made(byte_level_json())
+    for use in (lambda: tokenizer.decode([token_id]), lambda: tokenizer.token_text(token_id)):
+        with pytest.raises(
+            InvalidParameter, match=rf"{token_id} is out of range; ids from 0 to 29"
+        ):
+            use()
+
+
+def test_ids_past_the_tokenizer_but_within_the_model_have_no_text() -> None:
+    tokenizer = Tokenizer(reference(byte_level_json()), config=NAMED, vocab_size=320)
+    assert tokenizer.vocab_size == 320
+    assert tokenizer.decode([319]) == ""
+    with pytest.raises(InvalidParameter):
+        tokenizer.decode([320])
+
+
+@pytest.mark.parametrize("text", ["\ud83e", "ok \udc80", "\udd99\ud83e"])
+def test_lone_surrogates_are_refused_with_their_place(text: str) -> None:
+    with pytest.raises(InvalidParameter, match=r"lone surrogate U\+D[89A-F]"):
+        made(byte_level_json()).encode(text)
+
+
+def test_bytes_are_not_text() -> None:
+    with pytest.raises(InvalidParameter, match="of type bytes"):
+        made(byte_level_json()).encode(b"\xff")  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_neither_truncates_nor_pads() -> None:
+    backend = reference(byte_level_json())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    assert len(Tokenizer(backend, config={}).encode("xyz" * 20)) == 60
+
+
+def test_token_texts_and_bytes_joined_are_the_text() -> None:
+    for tokenizer in (made(byte_level_json()), made(metaspace_json())):
+        ids = tokenizer.encode("the 猫 🦙")
+        raw = b"".join(tokenizer.token_bytes(id_) for id_ in ids)
+        assert raw.decode().strip() == "the 猫 🦙"
+    assert made(byte_level_json()).token_text(made(byte_level_json()).encode("🐫")[0]) == "\ufffd"
+
+
+def test_a_missing_tokenizer_says_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="found nothing"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"found config.json. Copy"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(TokenizerError, match=r"only tokenizer.model .*save_pretrained"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(TokenizerError, match="no such folder"):
+        Tokenizer.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', "\0\0\0"])
+def test_a_broken_tokenizer_json_is_an_error_of_the_model(tmp_path: Path, content: str) -> None:
+    write_folder(tmp_path, content, None)
+    with pytest.raises(TokenizerError, match="cannot be read as a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 20_000])
+def test_a_broken_tokenizer_config_is_an_error_of_the_model(tmp_path: Path, content: str) -> None:
+    write_folder(tmp_path, byte_level_json(), None)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_special_tokens_map_is_read_and_the_config_counts_over_it(tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level_json(), {"eos_token": "</s>"})
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": "<tool>", "bos_token": "<s>"})
+    )
+    assert Tokenizer.load(tmp_path).special_tokens == NAMED
+
+
+@pytest.mark.parametrize("folder", ["stories260K", "tokenizers/phi3"])
+def test_published_tokenizers_bring_texts_back(folder: str) -> None:
+    tokenizer = Tokenizer.load(outside(folder))
+    library = tokenizers.Tokenizer.from_file(str(outside(folder) / "tokenizer.json"))
+    strings = json.loads(outside("hostile/naughty-strings.json").read_text(encoding="utf-8"))
+    lines = outside("text/japanese-neko.txt").read_text(encoding="utf-8").splitlines()[:200]
+    for text in [*LINES, *strings, *lines]:
+        ids = tokenizer.encode(text)
+        assert ids == library.encode(text).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == library.decode(
+            ids, skip_special_tokens=False
+        )
+
+
+def test_the_phi3_cases_come_out_as_published() -> None:
+    tokenizer = Tokenizer.load(outside("tokenizers/phi3"))
+    cases = outside("tokenizers/cases")
+    texts = (cases / "phi-3.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    expected = (cases / "phi-3.out").read_text().split("\n")
+    assert len(texts) > 40
+    for text, line in zip(texts, expected, strict=False):
+        assert tokenizer.encode(text, add_special_tokens=False) == [
+            int(id_) for id_ in line.split()
+        ]
+
+
+def test_the_story_of_stories260k_decodes_as_published() -> None:
+    folder = outside("stories260K")
+    tokenizer = Tokenizer.load(folder)
+    greedy = json.loads((folder / "greedy_200.json").read_text(encoding="utf-8"))
+    assert tokenizer.decode(greedy["prompt_ids"] + greedy["ids"]) == greedy["text"]
+    assert tokenizer.encode("") == greedy["prompt_ids"]
