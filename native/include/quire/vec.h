@@ -99,6 +99,9 @@ QUIRE_VEC Pairs load_pairs_n(const bf16* p, int n) {
 QUIRE_VEC Pairs set1_pair_bits(uint32_t bits) {
     return {_mm512_set1_epi32(static_cast<int>(bits))};
 }
+QUIRE_VEC Pairs mask_pairs(Pairs a, uint32_t bits) {
+    return {_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(bits)))};
+}
 #if defined(QUIRE_HAS_BF16_DOT)
 QUIRE_VEC Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -186,6 +189,9 @@ QUIRE_VEC Pairs load_pairs_n(const bf16* p, int n) {
 QUIRE_VEC Pairs set1_pair_bits(uint32_t bits) {
     return {_mm256_set1_epi32(static_cast<int>(bits))};
 }
+QUIRE_VEC Pairs mask_pairs(Pairs a, uint32_t bits) {
+    return {_mm256_and_si256(a.v, _mm256_set1_epi32(static_cast<int>(bits)))};
+}
 QUIRE_VEC Vec first_of(Pairs a) { return {_mm256_castsi256_ps(_mm256_slli_epi32(a.v, 16))}; }
 QUIRE_VEC Vec second_of(Pairs a) {
     return {_mm256_castsi256_ps(_mm256_and_si256(a.v, _mm256_set1_epi32(-65536)))};
@@ -260,6 +266,7 @@ QUIRE_VEC Pairs load_pairs_n(const bf16* p, int n) {
     return a;
 }
 QUIRE_VEC Pairs set1_pair_bits(uint32_t bits) { return {Words4{bits, bits, bits, bits}}; }
+QUIRE_VEC Pairs mask_pairs(Pairs a, uint32_t bits) { return {a.v & bits}; }
 QUIRE_VEC Vec first_of(Pairs a) { return {(Floats4)(a.v << 16)}; }
 QUIRE_VEC Vec second_of(Pairs a) { return {(Floats4)(a.v & 0xffff0000u)}; }
 QUIRE_VEC void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
