@@ -1,0 +1,58 @@
+"""CostModel: how long a step will take, from its rows' depths and token counts.
+
+The numbers come from outside (measured, or from the program's operation counts); nothing here
+reads a clock. Times are predicted milliseconds. A token at depth p attends to p + 1 positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Float64s = NDArray[np.float64]
+
+
+class CostModel(Protocol):
+    """Predicts a step as a fixed part plus a part for each row."""
+
+    @property
+    def fixed_ms(self) -> float:
+        """What a step costs however little it computes."""
+
+    def rows_ms(self, starts: Int32s, counts: Int32s) -> Float64s:
+        """Cost of each row that computes counts[i] tokens from position starts[i] on."""
+
+    def most_tokens(self, start: int, budget_ms: float) -> int:
+        """The most tokens from position `start` on whose cost lies within the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    """fixed_ms + tokens * token_ms + attended positions * position_ms."""
+
+    fixed_ms: float
+    token_ms: float
+    position_ms: float
+
+    def rows_ms(self, starts: Int32s, counts: Int32s) -> Float64s:
+        """See CostModel."""
+        tokens = counts.astype(np.float64)
+        positions = tokens * starts + tokens * (tokens + 1.0) / 2.0
+        cost: Float64s = tokens * self.token_ms + positions * self.position_ms
+        return cost
+
+    def most_tokens(self, start: int, budget_ms: float) -> int:
+        """See CostModel: the root of (position_ms / 2) n^2 + (token_ms + ...) n = budget."""
+        if budget_ms <= 0:
+            return 0
+        square = self.position_ms / 2.0
+        linear = self.token_ms + self.position_ms * (start + 0.5)
+        root = math.sqrt(linear * linear + 4.0 * square * budget_ms)
+        if linear + root == 0.0:
+            return np.iinfo(np.int32).max
+        return min(int(2.0 * budget_ms / (linear + root)), np.iinfo(np.int32).max)

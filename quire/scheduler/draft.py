@@ -1,0 +1,84 @@
+"""PlanDraft: a step's plan while it is being put together.
+
+Collects rows, admissions, table entries and copies, and joins them once. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.base.records import NO_INTS, Admission, StepPlan
+from quire.cache.manager import TableDeltas
+from quire.scheduler.state import Bools, Int32s
+
+
+class PlanDraft:
+    """An empty plan for `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._admissions: list[Admission] = []
+        self._deltas: list[TableDeltas] = []
+        self._copies: list[tuple[Int32s, Int32s]] = []
+        self._rows: list[tuple[Int32s, Int32s, Int32s, Int32s, Bools]] = []
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self._rows)
+
+    def add_rows(
+        self, slots: Int32s, starts: Int32s, counts: Int32s, store_from: Int32s, samples: Bools
+    ) -> None:
+        """Rows behind those already there."""
+        self._rows.append((slots, starts, counts, store_from, samples))
+
+    def add_admission(self, admission: Admission) -> None:
+        """A request that takes a slot."""
+        self._admissions.append(admission)
+
+    def add_deltas(self, deltas: TableDeltas) -> None:
+        """New table entries."""
+        self._deltas.append(deltas)
+
+    def add_copies(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """Blocks to copy before the rows are computed."""
+        self._copies.append((copy_from, copy_to))
+
+    def finish(self, retired: list[int]) -> StepPlan:
+        """The plan. `retired`: slots given back since the last one."""
+        slots, starts, counts, store_from, samples = self._joined_rows()
+        deltas, copies = self._deltas, self._copies
+        return StepPlan(
+            step=self.step,
+            retired=np.array(retired, np.int32) if retired else NO_INTS,
+            admissions=tuple(self._admissions),
+            table_slots=_join([part.slots for part in deltas]),
+            table_columns=_join([part.columns for part in deltas]),
+            table_blocks=_join([part.blocks for part in deltas]),
+            copy_from=_join([source for source, _ in copies]),
+            copy_to=_join([target for _, target in copies]),
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            store_from=store_from,
+            samples=samples,
+        )
+
+    def _joined_rows(self) -> tuple[Int32s, Int32s, Int32s, Int32s, Bools]:
+        if len(self._rows) == 1:
+            return self._rows[0]
+        slots, starts, counts, store_from, samples = zip(*self._rows, strict=True)
+        return (
+            np.concatenate(slots),
+            np.concatenate(starts),
+            np.concatenate(counts),
+            np.concatenate(store_from),
+            np.concatenate(samples),
+        )
+
+
+def _join(parts: list[Int32s]) -> Int32s:
+    if not parts:
+        return NO_INTS
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,39 @@
+"""Gate: which waiting requests may not be admitted yet, though it is their turn.
+
+A gated request is passed over and asked again in the next step; it loses no place. Gates see
+tickets and the running state; they change neither.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.scheduler.state import RunningState
+from quire.scheduler.ticket import NO_SLOT, Ticket
+
+
+class Gate(Protocol):
+    """One reason to wait."""
+
+    def holds(self, ticket: Ticket, state: RunningState, now_ms: float) -> bool:
+        """Whether `ticket` must wait longer. Must become False once nothing else runs."""
+
+
+class GroupGate:
+    """Forks (stream > 0) wait until stream 0 of their group has computed the prompt they share.
+
+    Only before their first admission, and only while that leader lives: a fork whose leader has
+    ended, or that was preempted, computes on its own.
+    """
+
+    def holds(self, ticket: Ticket, state: RunningState, now_ms: float) -> bool:
+        """Whether the leader still has prompt to compute."""
+        leader = ticket.leader
+        if leader is None or ticket.was_admitted or not leader.alive:
+            return False
+        return not prompt_is_computed(leader, state)
+
+
+def prompt_is_computed(ticket: Ticket, state: RunningState) -> bool:
+    """Whether a running request's blocks hold its whole prompt now."""
+    return ticket.slot != NO_SLOT and int(state.computed[ticket.slot]) >= ticket.num_prompt_tokens

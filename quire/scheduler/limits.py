@@ -1,0 +1,38 @@
+"""SchedulerLimits: the numbers the scheduler must keep to.
+
+A record without knowledge; the engine's wiring fills it from flags and from what the cache can
+hold. Always holds: each number lies within its limits, so nobody checks again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from quire.base.errors import InvalidParameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """max_num_seqs: requests that run at once. max_num_batched_tokens: token rows of one step.
+    max_model_len: prompt and output of one request, in tokens. plans_in_flight: how many plans
+    may be out at once. max_queued_requests: how many may wait before new ones are refused.
+    step_budget_ms: predicted milliseconds of one step, 0 for no such limit.
+
+    Raises InvalidParameter, which names the field.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    plans_in_flight: int = 1
+    max_queued_requests: int = 1024
+    step_budget_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "step_budget_ms" else 1
+            if not value >= least:
+                raise InvalidParameter(
+                    f"{field.name} is {value}; it must be at least {least}", param=field.name
+                )

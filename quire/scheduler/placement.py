@@ -1,0 +1,54 @@
+"""Placement: where a waiting request's keys and values can come from when it is admitted.
+
+Either from a running leader of its group (a fork), or from the prefix index, or from nowhere.
+Decides nothing about order or budget and changes no books.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.cache.manager import CacheManager, PrefixMatch
+from quire.scheduler.gate import prompt_is_computed
+from quire.scheduler.state import RunningState
+from quire.scheduler.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """start: first position to compute. stored: positions before it lie in shared blocks.
+
+    start is stored, but for a request whose known tokens are all there: its last token is
+    computed again, without storing, because its logits are needed. num_new_blocks: what it
+    takes from the pool until all its known tokens are computed.
+    """
+
+    start: int
+    stored: int
+    num_new_blocks: int
+    match: PrefixMatch | None = None
+    leader_slot: int | None = None
+
+
+def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement:
+    """The cheapest way to admit `ticket` now."""
+    known = len(ticket.token_ids)
+    total_blocks = -(-known // cache.block_size)
+    leader = ticket.leader
+    if leader is not None and not ticket.was_admitted and prompt_is_computed(leader, state):
+        copied = int(known % cache.block_size > 0)
+        return Placement(
+            start=known - 1, stored=known, num_new_blocks=copied, leader_slot=leader.slot
+        )
+    if ticket.chain is None:
+        ticket.chain = cache.chain(ticket.token_ids, ticket.request.cache_salt)
+    if ticket.chain is None:
+        return Placement(start=0, stored=0, num_new_blocks=total_blocks)
+    match = cache.match(ticket.chain)
+    stored = match.num_blocks * cache.block_size
+    return Placement(
+        start=min(stored, known - 1),
+        stored=stored,
+        num_new_blocks=total_blocks - match.num_blocks,
+        match=match,
+    )

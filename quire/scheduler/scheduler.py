@@ -1,0 +1,342 @@
+"""Scheduler: from requests to plans, and from results to outputs.
+
+Ties the queue, the running state, the cache and the policy together; the only file that sees
+all of them. Knows no tensors, no text, no executor and no clock: time is an argument.
+
+A step hands out its budget to the running requests in order of admission, then admits waiting
+ones in the policy's order. Up to `plans_in_flight` plans may be out: a row whose token is still
+being sampled is scheduled all the same, because the worker will know the token. Results are
+applied in order of step; those of requests that have ended meanwhile are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import ContextTooLong, InvalidParameter, OverloadedError, WorkerError
+from quire.base.records import (
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+)
+from quire.cache.manager import CacheManager
+from quire.scheduler.admission import Admissions
+from quire.scheduler.budget import StepBudget
+from quire.scheduler.cost import CostModel
+from quire.scheduler.draft import PlanDraft
+from quire.scheduler.flight import Flight
+from quire.scheduler.gate import Gate, GroupGate
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.outputs import Event, make_outputs
+from quire.scheduler.policy import Policy
+from quire.scheduler.preemption import make_room
+from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.state import Bools, Int32s, RunningState
+from quire.scheduler.ticket import NO_SLOT, Ticket
+
+
+class Scheduler:
+    """One per engine. Lays out the tables of `cache`, which must be fresh.
+
+    gates: further reasons to wait, beside that of forks. cost: needed where
+    config.step_budget_ms is set.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerLimits,
+        cache: CacheManager,
+        policy: Policy,
+        *,
+        gates: Sequence[Gate] = (),
+        cost: CostModel | None = None,
+    ) -> None:
+        if config.step_budget_ms and cost is None:
+            raise InvalidParameter(
+                f"step_budget_ms is {config.step_budget_ms} but there is no cost model; "
+                "set it to 0 or give one",
+                param="step_budget_ms",
+            )
+        cache.lay_out(num_slots=config.max_num_seqs, max_tokens=config.max_model_len)
+        self._limits = config
+        self._cache = cache
+        self._policy = policy
+        self._cost = cost
+        self._state = RunningState(config.max_num_seqs, config.max_model_len)
+        self._admissions = Admissions(self._state, cache, (GroupGate(), *gates))
+        self._queue = WaitingQueue()
+        self._tickets: dict[str, Ticket] = {}
+        self._leaders: dict[str, Ticket] = {}  # live streams 0 by group
+        self._flights: deque[Flight] = deque()
+        self._retired: list[int] = []  # slots given back since the last plan
+        # Whether an admission may succeed: set by events, so that a blocked queue costs nothing.
+        self._may_admit = False
+        self._step = 0
+        self._num_arrivals = 0
+        self._last_plan: StepPlan | None = None  # the last that was updated
+        self._last_step_ms = 0.0
+        self._steps_ended = self._preemptions = self._row_errors = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request lives or a plan is out."""
+        return bool(self._tickets) or bool(self._flights)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises ContextTooLong for one that can never fit, OverloadedError while the queue is
+        full, InvalidParameter for an empty prompt, no room for output, or an id in use.
+        """
+        limit = self._limit_of(request)
+        if len(self._queue) >= self._limits.max_queued_requests:
+            raise OverloadedError(
+                f"{len(self._queue)} requests are waiting, at most "
+                f"{self._limits.max_queued_requests} may; try again later"
+            )
+        ticket = Ticket(
+            request=request,
+            arrival=self._num_arrivals,
+            limit=limit,
+            token_ids=np.ascontiguousarray(request.prompt_ids, np.int32),
+        )
+        self._num_arrivals += 1
+        self._tickets[request.request_id] = ticket
+        if request.stream == 0:
+            self._leaders[request.group_id] = ticket
+        else:
+            ticket.leader = self._leaders.get(request.group_id)
+        self._enqueue(ticket)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now, wherever it is; None if it is not here (any more)."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return None
+        if ticket.slot == NO_SLOT:
+            self._queue.remove(ticket)
+            self._may_admit = True
+        else:
+            self._leave(np.array([ticket.slot], np.int32))
+        self._end(ticket)
+        return ticket.output(finish_reason=FinishReason.ABORT)
+
+    def schedule(self, now_ms: float) -> StepPlan | None:
+        """The next plan; None if there is nothing to compute, or not before an update."""
+        if len(self._flights) >= self._limits.plans_in_flight:
+            return None
+        draft = PlanDraft(self._step + 1)
+        budget = StepBudget(
+            self._limits.max_num_batched_tokens, self._limits.step_budget_ms, self._cost
+        )
+        had_room = self._go_on(draft, budget)
+        if had_room and self._may_admit and len(self._queue):
+            self._may_admit = self._admissions.admit(self._queue, draft, budget, now_ms)
+        if not draft.has_rows:
+            return None
+        self._step += 1
+        plan = draft.finish(self._retired)
+        self._retired = []
+        self._flights.append(Flight(plan=plan))
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now_ms: float) -> StepOutputs:
+        """Apply the result of the oldest plan that is out.
+
+        Raises WorkerError if `result` does not answer it: then the engine cannot go on.
+        """
+        if not self._flights or self._flights[0].plan is not plan:
+            raise WorkerError(
+                f"step {plan.step} was updated out of order; the oldest plan that is out is "
+                f"{self._flights[0].plan.step if self._flights else 'none'}"
+            )
+        landing = self._flights[0].land(result)
+        self._flights.popleft()
+        if self._cache.settle(plan.step):
+            self._may_admit = True
+        self._last_plan, self._last_step_ms = plan, now_ms
+        self._steps_ended += 1
+
+        state, slots = self._state, landing.sampled
+        state.computed[landing.slots] = landing.ends
+        ids = result.token_ids if landing.entries is None else result.token_ids[landing.entries]
+        lengths = state.append(slots, ids, now_ms)
+        stops = state.hits_stop(slots, ids)
+        has_event: Bools = stops | (lengths >= state.next_event[slots])
+        request_ids = state.request_ids[slots]
+        events = self._events(slots, lengths, stops, has_event, now_ms)
+        failed = [(state.ticket(int(plan.slots[e.row])), e.message) for e in landing.errors]
+        ended = [event.ticket for event in events if event.finish_reason is not None]
+        ended += [ticket for ticket, _ in failed]
+        if ended:
+            self._row_errors += len(failed)
+            self._leave(np.array([ticket.slot for ticket in ended], np.int32))
+            for ticket in ended:
+                self._end(ticket)
+        errors = [
+            ticket.output(finish_reason=FinishReason.ERROR, error=why) for ticket, why in failed
+        ]
+        return make_outputs(result, landing.entries, request_ids, has_event, events, errors)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        last = self._last_plan
+        return EngineStats(
+            running=len(self._state.active),
+            waiting=len(self._queue),
+            blocks_total=self._cache.num_blocks,
+            blocks_used=self._cache.num_blocks - self._cache.num_free,
+            blocks_cached=self._cache.pool.num_free_findable,
+            steps_total=self._steps_ended,
+            step_rows=len(last.slots) if last else 0,
+            step_tokens=last.num_tokens if last else 0,
+            prefix_queried_tokens_total=self._admissions.queried_tokens_total,
+            prefix_hit_tokens_total=self._admissions.hit_tokens_total,
+            preemptions_total=self._preemptions,
+            row_errors_total=self._row_errors,
+            last_step_ms=self._last_step_ms,
+        )
+
+    def check_integrity(self, *, repair: bool = False) -> list[str]:
+        """Contradictions in the books, in words; none if all agree. See CacheManager."""
+        return [*self._state.problems(), *self._cache.check_integrity(repair=repair)]
+
+    def _limit_of(self, request: Request) -> int:
+        """The most tokens a request may have; refuses what can never run."""
+        prompt, room = len(request.prompt_ids), self._limits.max_model_len
+        if request.request_id in self._tickets:
+            raise InvalidParameter(
+                f"request id {request.request_id!r} is in use; ids of live requests must differ",
+                param="request_id",
+            )
+        if prompt < 1:
+            raise InvalidParameter(
+                "the prompt has no tokens; at least one is needed", param="prompt"
+            )
+        if prompt + 1 > room:
+            raise ContextTooLong(
+                f"the prompt has {prompt} tokens and one must be generated; the context length "
+                f"is {room} tokens: shorten the prompt",
+                param="prompt",
+            )
+        if prompt + 1 > self._cache.num_tokens:
+            raise ContextTooLong(
+                f"the prompt has {prompt} tokens and one must be generated; the KV cache "
+                f"holds {self._cache.num_tokens} tokens: shorten the prompt or give it more memory",
+                param="prompt",
+            )
+        if request.max_total_tokens <= prompt:
+            raise InvalidParameter(
+                f"max_total_tokens is {request.max_total_tokens} and the prompt has {prompt}; "
+                "there must be room for at least one token",
+                param="max_tokens",
+            )
+        return min(request.max_total_tokens, room, self._cache.num_tokens)
+
+    def _go_on(self, draft: PlanDraft, budget: StepBudget) -> bool:
+        """Schedule the running requests; False if blocks ran out."""
+        state, cache = self._state, self._cache
+        slots = state.active
+        starts, goals = state.scheduled[slots], state.goal[slots]
+        counts = budget.hand_out(starts, goals - starts)
+        ends = starts + counts
+        had_room = True
+        if (ends > cache.capacities[slots]).any():
+            needs = cache.blocks_short(slots, ends)
+            had_room = cache.can_allocate(int(needs.sum()))
+            if not had_room:
+                goes_on = self._make_room(slots, needs)
+                slots, starts, goals = slots[goes_on], starts[goes_on], goals[goes_on]
+                counts, ends, needs = counts[goes_on], ends[goes_on], needs[goes_on]
+            growing = np.flatnonzero(needs)
+            if len(growing):
+                draft.add_deltas(cache.allocate(slots[growing], needs[growing]))
+        if not counts.all():
+            busy = np.flatnonzero(counts)
+            slots, starts, goals = slots[busy], starts[busy], goals[busy]
+            counts, ends = counts[busy], ends[busy]
+        if len(slots):
+            budget.take(starts, counts)
+            samples = state.schedule(slots, ends, goals)
+            store_from = np.maximum(starts, state.stored[slots])
+            draft.add_rows(slots, starts, counts, store_from, samples)
+        return had_room
+
+    def _make_room(self, slots: Int32s, needs: Int32s) -> Bools:
+        return make_room(
+            slots,
+            needs,
+            cache=self._cache,
+            policy=self._policy,
+            in_flight=self._last_steps(slots) > 0,
+            preempt=self._preempt,
+        )
+
+    def _events(
+        self, slots: Int32s, lengths: Int32s, stops: Bools, has_event: Bools, now_ms: float
+    ) -> list[Event]:
+        """First tokens and ends among the rows of a step."""
+        events = []
+        for row in np.flatnonzero(has_event).tolist():
+            slot = int(slots[row])
+            ticket = self._state.ticket(slot)
+            if math.isnan(ticket.first_token_ms):
+                ticket.first_token_ms = now_ms
+            ticket.last_token_ms = now_ms
+            self._state.next_event[slot] = ticket.limit
+            reason = None
+            if stops[row]:
+                reason = FinishReason.STOP
+            elif lengths[row] >= ticket.limit:
+                reason = FinishReason.LENGTH
+            events.append(Event(row=row, ticket=ticket, finish_reason=reason))
+        return events
+
+    def _preempt(self, slot: int) -> None:
+        """Back to the queue with all tokens known; what was computed may still be found there."""
+        state = self._state
+        ticket = state.ticket(slot)
+        ticket.token_ids = state.tokens.tokens[slot, : state.tokens.lengths[slot]].copy()
+        ticket.chain = None
+        ticket.num_preemptions += 1
+        self._preemptions += 1
+        self._leave(np.array([slot], np.int32))
+        self._enqueue(ticket)
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._queue.add(ticket, self._policy.queue_key(ticket))
+        self._may_admit = True
+
+    def _leave(self, slots: Int32s) -> None:
+        """The requests in `slots` stop running, for whatever reason."""
+        state = self._state
+        self._cache.register(slots, state.computed[slots], state.tokens.tokens)
+        self._cache.free(slots, self._last_steps(slots))
+        state.release(slots)
+        self._retired.extend(slots.tolist())
+        for flight in self._flights:
+            flight.left.append(slots)
+        self._may_admit = True
+
+    def _end(self, ticket: Ticket) -> None:
+        """A request is over; it is in no slot and not in the queue."""
+        ticket.alive = False
+        del self._tickets[ticket.request.request_id]
+        if self._leaders.get(ticket.request.group_id) is ticket:
+            del self._leaders[ticket.request.group_id]
+
+    def _last_steps(self, slots: Int32s) -> NDArray[np.int64]:
+        """The last plan that is out and names slots[i]; 0 for none."""
+        steps = np.zeros(len(slots), np.int64)
+        for flight in self._flights:
+            steps[np.isin(slots, flight.plan.slots)] = flight.plan.step
+        return steps

@@ -1,0 +1,189 @@
+"""A worker without a model: it does what plans say and remembers what every pool slot holds.
+
+Its "keys and values" of a token are a digest of the request's tokens up to it. A row reads the
+digests of all positions before it through its block table, so that a stale, wrong, unwritten or
+overwritten block is found at once. The next token is a function of that digest, the seed and
+the stream: `alone` computes the same without blocks, plans or neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.base.records import Admission, Request, RowError, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_table import TokenTable
+
+VOCAB = 11
+UNWRITTEN = 0
+GARBAGE = 1
+_MASK = (1 << 64) - 1
+
+
+def mix(digest: int, number: int) -> int:
+    """The digest of one more token, never UNWRITTEN or GARBAGE in practice."""
+    digest = (digest * 6364136223846793005 + number + 1442695040888963407) & _MASK
+    digest ^= digest >> 29
+    return (digest * 0xBF58476D1CE4E5B9) & _MASK
+
+
+def next_token(digest: int, sampling: SamplingParams, stream: int) -> int:
+    """The token after the history that `digest` stands for."""
+    return (mix(mix(digest, sampling.seed or 0), stream) >> 33) % VOCAB
+
+
+def alone(request: Request, limit: int) -> list[int]:
+    """The output of `request` when nothing else runs and nothing is ever shared or moved."""
+    digest = 7
+    for token_id in request.prompt_ids.tolist():
+        digest = mix(digest, token_id)
+    output: list[int] = []
+    while len(request.prompt_ids) + len(output) < limit:
+        output.append(next_token(digest, request.sampling, request.stream))
+        if output[-1] in request.stop_ids:
+            break
+        digest = mix(digest, output[-1])
+    return output
+
+
+@dataclass
+class FakeWorker:
+    """Applies plans in order; `wrong` collects what a real worker would have computed wrongly."""
+
+    num_slots: int
+    max_tokens: int
+    num_blocks: int
+    block_size: int
+    forget_copies: bool = False  # a planted fault
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        columns = -(-self.max_tokens // self.block_size)
+        self.tokens = TokenTable(self.num_slots, self.max_tokens)
+        self.tables = np.full((self.num_slots, columns), -1, np.int64)
+        self.admitted: dict[int, Admission] = {}
+        self.content: list[int] = [UNWRITTEN] * (self.num_blocks * self.block_size)
+        self.failed: set[int] = set()  # slots whose request lost a row
+        self.next_step = 1
+
+    def run(self, plan: StepPlan, fail_rows: Collection[int] = ()) -> StepResult:
+        """The result of `plan`; rows in `fail_rows` fail after writing garbage."""
+        assert plan.step == self.next_step, "plans must come in order without gaps"
+        self.next_step += 1
+        self._apply(plan)
+        token_counts, token_ids, errors = [], [], []
+        for row, slot in enumerate(plan.slots.tolist()):
+            start, count = int(plan.starts[row]), int(plan.counts[row])
+            error = self._compute(plan, row, slot, start, count, failing=row in fail_rows)
+            if error is None and plan.samples[row]:
+                admission = self.admitted[slot]
+                digest = self._read(slot, start + count - 1, computed_now=True)
+                token_id = next_token(digest, admission.sampling, admission.stream)
+                self._append(slot, start + count, token_id)
+                token_ids.append(token_id)
+                token_counts.append(1)
+                continue
+            token_counts.append(0)
+            if error is not None:
+                errors.append(RowError(row=row, message=error))
+        return StepResult(
+            step=plan.step,
+            token_counts=np.array(token_counts, np.int32),
+            token_ids=np.array(token_ids, np.int32),
+            errors=tuple(errors),
+        )
+
+    def _apply(self, plan: StepPlan) -> None:
+        for slot in plan.retired.tolist():
+            self.admitted.pop(slot, None)
+            self.tables[slot] = -1
+            self.tokens.lengths[slot] = 0
+        for admission in plan.admissions:
+            if admission.slot in self.admitted:
+                self.wrong.append(f"slot {admission.slot} admitted twice")
+            self.admitted[admission.slot] = admission
+            self.failed.discard(admission.slot)
+            self.tokens.admit(admission.slot, admission.token_ids, admission.num_prompt_tokens)
+        self.tables[plan.table_slots, plan.table_columns] = plan.table_blocks
+        if self.forget_copies:
+            return
+        for source, target in zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True):
+            size = self.block_size
+            part = self.content[source * size : (source + 1) * size]
+            self.content[target * size : (target + 1) * size] = part
+
+    def _compute(
+        self, plan: StepPlan, row: int, slot: int, start: int, count: int, *, failing: bool
+    ) -> str | None:
+        """Store digests of the row's positions; an error message if the row fails."""
+        if slot not in self.admitted:
+            self.wrong.append(f"step {plan.step}: slot {slot} computes but is not admitted")
+            return "no request"
+        if slot in self.failed:
+            return "an earlier row of this request failed"
+        if start + count > int(self.tokens.lengths[slot]):
+            self.wrong.append(f"step {plan.step} slot {slot}: a token is not known")
+            return "a token is missing"
+        store_from = int(plan.store_from[row])
+        digest = 7
+        for position in range(start + count):
+            digest = mix(digest, int(self.tokens.tokens[slot, position]))
+            if position < start or position < store_from:
+                held = self._read(slot, position)
+                if held != digest:
+                    self.wrong.append(
+                        f"step {plan.step} slot {slot}: position {position} read {held:x}, "
+                        f"should be {digest:x}"
+                    )
+                    return "read a wrong block"
+                continue
+            self._write(slot, position, GARBAGE if failing else digest)
+        if failing:
+            self.failed.add(slot)
+            return "the row failed as planned"
+        return None
+
+    def _place(self, slot: int, position: int) -> int:
+        block = int(self.tables[slot, position // self.block_size])
+        assert block >= 0, f"slot {slot} has no block for position {position}"
+        return block * self.block_size + position % self.block_size
+
+    def _read(self, slot: int, position: int, *, computed_now: bool = False) -> int:
+        return self.content[self._place(slot, position)]
+
+    def _write(self, slot: int, position: int, digest: int) -> None:
+        self.content[self._place(slot, position)] = digest
+
+    def _append(self, slot: int, position: int, token_id: int) -> None:
+        if int(self.tokens.lengths[slot]) != position:
+            self.wrong.append(f"slot {slot} samples position {position} out of turn")
+        self.tokens.append(np.array([slot]), np.array([token_id], np.int32))
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    seed: int = 0,
+    group: str | None = None,
+    stream: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    salt: str = "",
+    arrival_ms: float = 0.0,
+) -> Request:
+    """A request as the engine would make it."""
+    return Request(
+        request_id=name,
+        group_id=group or name,
+        stream=stream,
+        prompt_ids=np.array(prompt, np.int32),
+        sampling=SamplingParams(seed=seed),
+        stop_ids=stop_ids,
+        max_total_tokens=len(prompt) + max_tokens,
+        arrival_ms=arrival_ms,
+        cache_salt=salt,
+    )

@@ -1,0 +1,187 @@
+"""Drives a scheduler against the fake worker and checks what must hold after each operation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
+from quire.cache.manager import CacheManager
+from quire.scheduler.cost import CostModel
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake_worker import FakeWorker, alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Sizes of one case."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 64
+    plans_in_flight: int = 1
+    prefix_caching: bool = True
+    step_budget_ms: float = 0.0
+    run_late: bool = False  # the worker computes only when its result is asked for
+
+
+class Harness:
+    """One scheduler, one worker; `step` is what the engine's loop does."""
+
+    def __init__(self, setup: Setup, *, cost: CostModel | None = None) -> None:
+        self.setup = setup
+        self.cache = CacheManager(
+            setup.num_blocks, setup.block_size, prefix_caching=setup.prefix_caching
+        )
+        limits = SchedulerLimits(
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            max_model_len=setup.max_model_len,
+            plans_in_flight=setup.plans_in_flight,
+            step_budget_ms=setup.step_budget_ms,
+        )
+        self.scheduler = Scheduler(limits, self.cache, FirstCome(), cost=cost)
+        self.worker = FakeWorker(
+            setup.max_num_seqs, setup.max_model_len, setup.num_blocks, setup.block_size
+        )
+        self.out: deque[tuple[StepPlan, StepResult | None, Sequence[int]]] = deque()
+        self.named: deque[dict[int, set[str]]] = deque()  # block: owners, a plan that is out
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, RequestOutput] = {}
+        self.plans: list[StepPlan] = []
+        self.now_ms = 0.0
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+        self.check()
+
+    def abort(self, name: str) -> None:
+        """Abort a request, live or not."""
+        output = self.scheduler.abort(name)
+        assert (output is None) == (name in self.ends or name not in self.requests)
+        if output is not None:
+            assert output.finish_reason is FinishReason.ABORT
+            self.take(output)
+        self.check()
+
+    def schedule(self, fail_rows: Sequence[int] = ()) -> bool:
+        """Make one plan and hand it to the worker; False if there was none."""
+        self.now_ms += 1.0
+        plan = self.scheduler.schedule(self.now_ms)
+        if plan is None:
+            self.check()
+            return False
+        self.check_plan(plan)
+        self.plans.append(plan)
+        fails = [row for row in fail_rows if row < len(plan.slots)]
+        result = None if self.setup.run_late else self.worker.run(plan, fails)
+        self.out.append((plan, result, fails))
+        self.check()
+        return True
+
+    def update(self) -> bool:
+        """Bring home the oldest plan; False if none is out."""
+        if not self.out:
+            return False
+        self.now_ms += 1.0
+        plan, result, fails = self.out.popleft()
+        self.named.popleft()
+        if result is None:
+            result = self.worker.run(plan, fails)
+        outputs = self.scheduler.update(plan, result, self.now_ms)
+        assert len(outputs) == len({output.request_id for output in outputs})
+        for output in outputs:
+            self.take(output)
+        self.check()
+        return True
+
+    def step(self) -> bool:
+        """What the engine's loop does in a turn; False when there was nothing to do."""
+        moved = False
+        while len(self.out) < self.setup.plans_in_flight and self.schedule():
+            moved = True
+        return self.update() or moved
+
+    def drain(self, max_steps: int = 5_000) -> None:
+        """Run until nothing is left; fails if it does not get on."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            assert self.step(), "there is work but the scheduler makes no plan"
+        raise AssertionError(f"still work after {max_steps} steps")
+
+    def take(self, output: RequestOutput) -> None:
+        """Remember what a request was told."""
+        assert output.request_id not in self.ends, "an output after the last one"
+        self.tokens[output.request_id].extend(output.token_ids)
+        if output.finish_reason is not None:
+            self.ends[output.request_id] = output
+
+    def limit(self, request: Request) -> int:
+        """The most tokens a request can have here."""
+        pool_tokens = self.setup.num_blocks * self.setup.block_size
+        return min(request.max_total_tokens, self.setup.max_model_len, pool_tokens)
+
+    def check(self) -> None:
+        """What must hold at every moment."""
+        assert self.scheduler.check_integrity() == []
+        assert self.worker.wrong == [], self.worker.wrong
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """What must hold for each plan, seen beside those that are out."""
+        setup = self.setup
+        assert plan.num_tokens <= setup.max_num_batched_tokens
+        assert len(plan.slots) <= setup.max_num_seqs
+        assert len(set(plan.slots.tolist())) == len(plan.slots) > 0
+        assert (plan.counts > 0).all()
+        assert (plan.store_from >= plan.starts).all()
+        for block in self._written_blocks(plan):
+            owners = self._owners(block)
+            assert len(owners) == 1, "a shared block is written"
+            assert not self.cache.pool.findable[block], "a registered block is written"
+            for named in self.named:
+                assert owners <= named.get(block, owners), "a block named in flight is reused"
+        self.named.append({block: self._owners(block) for block in self._named_blocks(plan)})
+
+    def _written_blocks(self, plan: StepPlan) -> set[int]:
+        size, written = self.setup.block_size, set(plan.copy_to.tolist())
+        ends = plan.starts + plan.counts
+        for slot, first, end in zip(plan.slots, plan.store_from, ends, strict=True):
+            written.update(self.cache.tables.row(slot)[first // size : -(-end // size)].tolist())
+        return written
+
+    def _named_blocks(self, plan: StepPlan) -> set[int]:
+        rows = [self.cache.tables.row(slot) for slot in plan.slots]
+        return set(np.concatenate([plan.copy_from, plan.copy_to, *rows]).tolist())
+
+    def _owners(self, block: int) -> set[str]:
+        slots = np.flatnonzero((self.cache.tables.blocks == block).any(axis=1))
+        return {str(self.scheduler._state.request_ids[slot]) for slot in slots}
+
+    def check_end(self) -> None:
+        """What must hold when everything has ended: right tokens, right reasons, no leaks."""
+        assert self.ends.keys() == self.requests.keys()
+        for name, request in self.requests.items():
+            expected = alone(request, self.limit(request))
+            reason = self.ends[name].finish_reason
+            if reason in (FinishReason.ABORT, FinishReason.ERROR):
+                assert self.tokens[name] == expected[: len(self.tokens[name])]
+                continue
+            assert self.tokens[name] == expected, name
+            stopped = expected[-1] in request.stop_ids
+            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert self.ends[name].stop_id == (expected[-1] if stopped else None)
+        assert self.cache.num_free == self.setup.num_blocks
+        assert self.scheduler.stats().running == self.scheduler.stats().waiting == 0
+        assert not np.any(self.cache.pool.references)
