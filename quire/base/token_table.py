@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class TokenTable:
-    """`tokens` int32 [slots, max_tokens], `lengths` int32 [slots], `prompt_lengths` int32 [slots]."""
+    """int32 arrays: `tokens` [slots, max_tokens], `lengths` [slots], `prompt_lengths` [slots]."""
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((num_slots, max_tokens), np.int32)

@@ -25,7 +25,7 @@ class Wire:
 
     def __init__(self, *record_types: type) -> None:
         self._names = {record_type: record_type.__name__ for record_type in record_types}
-        self._decoders = {
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
             name: msgspec.msgpack.Decoder(record_type, dec_hook=_array_from_wire)
             for record_type, name in self._names.items()
         }
@@ -36,7 +36,9 @@ class Wire:
         """One frame. Raises WireError for a record type this wire was not made for."""
         name = self._names.get(type(record))
         if name is None:
-            raise WireError(f"{type(record).__name__} is not a record of this wire; {self._known()}")
+            raise WireError(
+                f"{type(record).__name__} is not a record of this wire; {self._known()}"
+            )
         return self._encoder.encode((name, record))
 
     def decode(self, frame: bytes | memoryview) -> Any:

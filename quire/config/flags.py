@@ -143,7 +143,7 @@ def _metavar(setting: Field[Any]) -> str:
 
 
 def _default_text(setting: Field[Any]) -> str:
-    value = setting.default
+    value: Any = setting.default
     if not setting.name.endswith("_bytes"):
         return str(value)
     for suffix, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

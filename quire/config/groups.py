@@ -36,7 +36,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 1)
+            _at_least("max_model_len", self.max_model_len, 2)  # a token in, a token out
         _one_of("dtype", self.dtype, ("auto", "f32", "bf16"))
         if self.served_model_name == "":
             raise SettingError("served_model_name is empty; give a name or leave it out")

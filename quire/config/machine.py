@@ -97,7 +97,10 @@ def _quota_cpus(folder: Path) -> float | None:
     for line in _lines(folder / "cpu.max"):
         quota, period = line.split()[:2]
         return None if quota == "max" else int(quota) / int(period)
-    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    quota_us, period_us = (
+        _number(folder / "cpu.cfs_quota_us"),
+        _number(folder / "cpu.cfs_period_us"),
+    )
     if quota_us is None or not period_us or quota_us <= 0:
         return None
     return quota_us / period_us

@@ -137,10 +137,10 @@ def _context(needs: MemoryNeeds, num_blocks: int) -> tuple[int, tuple[str, ...]]
     if holds_tokens < needs.max_model_len:
         needed_bytes = _blocks(needs.max_model_len, needs) * needs.block_size * needs.token_bytes
         raise CapacityError(
-            f"one request of --max-model-len {needs.max_model_len} tokens needs {mib(needed_bytes)} "
-            f"of KV cache; there are {num_blocks} blocks for {holds_tokens} tokens "
-            f"({mib(holds_tokens * needs.token_bytes)}); lower --max-model-len to {holds_tokens}, "
-            "raise --kv-cache-memory, or free memory"
+            f"one request of --max-model-len {needs.max_model_len} tokens needs "
+            f"{mib(needed_bytes)} of KV cache; there are {num_blocks} blocks for "
+            f"{holds_tokens} tokens ({mib(holds_tokens * needs.token_bytes)}); lower "
+            f"--max-model-len to {holds_tokens}, raise --kv-cache-memory, or free memory"
         )
     return needs.max_model_len, ()
 

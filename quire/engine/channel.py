@@ -8,6 +8,8 @@ unbounded: what is under way is bounded by the requests that were taken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +59,7 @@ class EngineSide:
     def take(self, wait_s: float | None) -> list[ToEngine]:
         """All messages that came; waits at most `wait_s` for the first (None: for ever)."""
         if wait_s != 0.0:
-            self._in.poll(None if wait_s is None else wait_s * 1000)
+            self._in.poll(None if wait_s is None else math.ceil(wait_s * 1000))
         return [self._read.decode(frame) for frame in _frames(self._in)]
 
     def emit(self, message: FromEngine) -> None:
@@ -92,7 +94,7 @@ class ProcessLink:
     ) -> None:
         """Call `on_message` for each message, and once `on_end` when the process has ended."""
         self._loop, self._on_message = loop, on_message
-        loop.add_reader(self._in.getsockopt(zmq.FD), self._receive)
+        loop.add_reader(_descriptor(self._in), self._receive)
         self._receive()
 
         def ended(exit_code: int | None) -> None:
@@ -102,10 +104,8 @@ class ProcessLink:
 
         def watch() -> None:
             exit_code = self._process.wait()
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(ended, exit_code)
-            except RuntimeError:
-                pass  # the loop is closed: nobody is left to tell
 
         self._watcher = threading.Thread(target=watch, name="quire-engine-watch", daemon=True)
         self._watcher.start()
@@ -118,7 +118,7 @@ class ProcessLink:
         """Ask the engine to stop, make sure that it does, and free the sockets."""
         loop = asyncio.get_running_loop()
         if self._loop is not None:
-            self._loop.remove_reader(self._in.getsockopt(zmq.FD))
+            self._loop.remove_reader(_descriptor(self._in))
             self._loop = None
         self.send(Stop())
         await loop.run_in_executor(None, self._end)
@@ -138,9 +138,13 @@ class ProcessLink:
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
     frames = []
-    while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+    while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         frames.append(socket.recv(zmq.NOBLOCK))
     return frames
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

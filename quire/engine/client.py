@@ -18,7 +18,6 @@ from typing import Protocol
 
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter, QuireError, ShuttingDown, WorkerError
-from quire.base.log import Log
 from quire.base.records import EngineStats, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig
@@ -112,13 +111,11 @@ class EngineClient:
         return cls(ProcessLink(process), config, watchdog_s=watchdog_s)
 
     @classmethod
-    def in_process(
-        cls, config: EngineConfig, *, watchdog_s: float = 60.0, log: Log | None = None
-    ) -> EngineClient:
+    def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
         """Start an engine in a thread of this process."""
         from quire.engine.host import ThreadLink  # all that computes: a process's client needs none
 
-        return cls(ThreadLink(config, log=log or Log("engine")), config, watchdog_s=watchdog_s)
+        return cls(ThreadLink(config), config, watchdog_s=watchdog_s)
 
     async def ready(self) -> None:
         """Wait until the engine can answer. Raises what kept it from starting; it is closed then.
@@ -171,7 +168,9 @@ class EngineClient:
             priority=priority,
             arrival_ms=self._clock.now_ms(),
         )
-        streams = {request.request_id: OutputStream(self.tokenizer, request) for request in requests}
+        streams = {
+            request.request_id: OutputStream(self.tokenizer, request) for request in requests
+        }
         queue = self._register(request_id, requests)
         try:
             self._link.send(Submit(requests=requests))

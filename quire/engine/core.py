@@ -24,7 +24,16 @@ from quire.base.records import (
     StepPlan,
     StepResult,
 )
-from quire.engine.messages import Abort, FromEngine, Outputs, Refused, Stop, Submit, ToEngine, fault_of
+from quire.engine.messages import (
+    Abort,
+    FromEngine,
+    Outputs,
+    Refused,
+    Stop,
+    Submit,
+    ToEngine,
+    fault_of,
+)
 from quire.runner.model_runner import Handle
 from quire.scheduler.scheduler import Scheduler
 
@@ -54,11 +63,22 @@ class Inbox(Protocol):
 
 
 class EngineCore:
-    """One scheduler, one runner, and the plans in flight between them."""
+    """One scheduler, one runner, and the plans in flight between them.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, plans_in_flight: int) -> None:
+    `report` gets a line about each thing that went wrong without ending the engine.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        plans_in_flight: int,
+        report: Callable[[str], None],
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.report = report
         self._plans_in_flight = plans_in_flight
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
@@ -104,8 +124,9 @@ class EngineCore:
     def _result(self, plan: StepPlan, handle: Handle) -> StepResult:
         try:
             result = self.runner.collect(handle)
-        except Exception as error:  # noqa: BLE001  whatever an executor raises fails this step only
+        except Exception as error:  # whatever an executor raises fails this step, not the engine
             self._failed_steps += 1
+            self.report(f"step {plan.step} failed: {type(error).__name__}: {error}")
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise WorkerError(
                     f"{self._failed_steps} steps in a row failed, the last with "
@@ -121,10 +142,8 @@ def serve(
     inbox: Inbox,
     emit: Callable[[FromEngine], None],
     now_ms: Callable[[], float],
-    *,
-    report: Callable[[list[str]], None],
 ) -> None:
-    """Run until a Stop comes. `report` gets what the audit of the books found, if anything."""
+    """Run until a Stop comes; audit the KV books when there was nothing to do for a while."""
     stuck, audited = False, True
     while True:
         if core.has_work:
@@ -142,7 +161,8 @@ def serve(
             if outputs is not None:
                 emit(Outputs(outputs=outputs, stats=core.stats()))
         elif not messages and not audited:
-            report(core.scheduler.check_integrity())
+            for problem in core.scheduler.check_integrity():
+                core.report(f"audit of the KV books: {problem}")
             audited = True
 
 

@@ -1,12 +1,13 @@
 """Runs one engine from its config to its end, in whatever thread or process calls it.
 
-`run_engine` is an edge: what goes wrong in it is logged and sent to the client as Failed. ThreadLink
-is the in-process counterpart of channel.py's ProcessLink: the same face over a thread and a queue.
+`run_engine` is an edge: what goes wrong in it is sent to the client as Failed. ThreadLink is the
+in-process counterpart of channel.py's ProcessLink: the same face over a thread and a queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import threading
@@ -33,49 +34,69 @@ _END_S = 10.0
 
 
 def run_engine(
-    config: EngineConfig, inbox: Inbox, emit: Callable[[FromEngine], None], *, clock: Clock, log: Log
+    config: EngineConfig,
+    inbox: Inbox,
+    emit: Callable[[FromEngine], None],
+    *,
+    report: Callable[[str], None],
 ) -> bool:
     """Start, serve until Stop, end. False: it failed, and the client was told why."""
-    runner = None
+    runner, clock = None, Clock()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
-        engine = assemble(config, clock=clock, progress=_loading(emit))
+        engine = assemble(config, clock=clock, report=report, progress=_loading(emit))
         runner = engine.core.runner
-        for note in engine.notes:
-            log.event("starting", note=note)
         emit(Ready(card=engine.card, notes=engine.notes))
-
-        def report(problems: list[str]) -> None:
-            for problem in problems:
-                log.error("audit of the KV books", problem=problem)
-
-        serve(engine.core, inbox, emit, clock.now_ms, report=report)
+        serve(engine.core, inbox, emit, clock.now_ms)
         return True
-    except Exception as error:  # noqa: BLE001  the edge: reported, and the engine ends
-        fault = fault_of(error)
-        log.error("the engine failed", kind=fault.kind, message=fault.message)
-        emit(Failed(fault=fault))
+    except Exception as error:  # noqa: BLE001  the edge: the client is told, the engine ends
+        emit(Failed(fault=fault_of(error)))
         return False
     finally:
         if runner is not None:
             runner.close()
 
 
-class ThreadLink:
-    """An engine in a thread of this process, seen from an event loop."""
+class EngineThread:
+    """An engine in a thread of this process. `emit` and `on_end` are called in that thread."""
 
-    def __init__(self, config: EngineConfig, *, log: Log) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        emit: Callable[[FromEngine], None],
+        *,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._inbox = QueueInbox()
-        self._waiting: list[FromEngine] = []
+
+        def run() -> None:
+            run_engine(config, self._inbox, emit, report=Log("engine").error)
+            on_end()
+
+        self._thread = threading.Thread(target=run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine."""
+        self._inbox.put(message)
+
+    def end(self) -> None:
+        """Ask the engine to stop and wait for it."""
+        self._inbox.put(Stop())
+        self._thread.join(_END_S)
+
+
+class ThreadLink:
+    """An engine in a thread, seen from an event loop: messages come as calls there."""
+
+    def __init__(self, config: EngineConfig) -> None:
         self._lock = threading.Lock()
+        self._early: list[FromEngine] = []  # what came before the loop was known
         self._deliver: Callable[[FromEngine], None] | None = None
-        self._on_end: Callable[[], None] | None = None
+        self._tell_end: Callable[[], None] | None = None
         self._ended = False
         self._closed = False
-        self._thread = threading.Thread(
-            target=self._run, args=(config, log), name="quire-engine", daemon=True
-        )
-        self._thread.start()
+        self._thread = EngineThread(config, self._emit, on_end=self._end)
 
     def open(
         self,
@@ -86,42 +107,39 @@ class ThreadLink:
         """Call `on_message` for each message, and once `on_end` when the thread has ended."""
 
         def call(function: Callable[..., None], *arguments: object) -> None:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(function, *arguments)
-            except RuntimeError:
-                pass  # the loop is closed: nobody is left to tell
 
         with self._lock:
-            for message in self._waiting:
+            for message in self._early:
                 call(on_message, message)
+            self._early.clear()
             self._deliver = lambda message: call(on_message, message)
-            self._on_end = lambda: call(on_end, "the engine thread ended")
+            self._tell_end = lambda: call(on_end, "the engine thread ended")
             if self._ended:
-                self._on_end()
+                self._tell_end()
 
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine."""
-        self._inbox.put(message)
+        self._thread.send(message)
 
     async def close(self) -> None:
         """Ask the engine to stop and wait for it."""
         self._closed = True
-        self.send(Stop())
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, _END_S)
-
-    def _run(self, config: EngineConfig, log: Log) -> None:
-        run_engine(config, self._inbox, self._emit, clock=Clock(), log=log)
-        with self._lock:
-            self._ended = True
-            if self._on_end is not None and not self._closed:
-                self._on_end()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.end)
 
     def _emit(self, message: FromEngine) -> None:
         with self._lock:
             if self._deliver is None:
-                self._waiting.append(message)
+                self._early.append(message)
             else:
                 self._deliver(message)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            if self._tell_end is not None and not self._closed:
+                self._tell_end()
 
 
 class QueueInbox:

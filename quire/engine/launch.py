@@ -79,4 +79,6 @@ def config_from_json(text: str) -> EngineConfig:
     """The config of a line made by config_to_json; each group checks its values again."""
     groups: dict[str, Any] = json.loads(text)
     hints = get_type_hints(EngineConfig)
-    return EngineConfig(**{part.name: hints[part.name](**groups[part.name]) for part in fields(EngineConfig)})
+    return EngineConfig(
+        **{part.name: hints[part.name](**groups[part.name]) for part in fields(EngineConfig)}
+    )

@@ -15,11 +15,11 @@ import sys
 import threading
 from pathlib import Path
 
-from quire.base.clock import Clock
 from quire.base.log import Log
 from quire.engine.channel import EngineSide
 from quire.engine.host import run_engine
 from quire.engine.launch import config_from_json
+from quire.engine.messages import Failed, FromEngine, Ready
 
 _PARENT_GONE = 3
 
@@ -35,10 +35,19 @@ def main() -> int:
     if not line:
         return _PARENT_GONE
     threading.Thread(target=_leave_with_parent, name="quire-parent-watch", daemon=True).start()
-    channel = EngineSide(arguments.endpoint)
+    channel, log = EngineSide(arguments.endpoint), Log("engine")
+
+    def emit(message: FromEngine) -> None:
+        if isinstance(message, Ready):
+            for note in message.notes:
+                log.event("memory", line=note)
+            log.event("ready", model=message.card.name, fingerprint=message.card.fingerprint)
+        elif isinstance(message, Failed):
+            log.error(message.fault.message, kind=message.fault.kind)
+        channel.emit(message)
+
     try:
-        log = Log("engine")
-        done = run_engine(config_from_json(line.decode()), channel, channel.emit, clock=Clock(), log=log)
+        done = run_engine(config_from_json(line.decode()), channel, emit, report=log.error)
     finally:
         channel.close()
     return 0 if done else 1

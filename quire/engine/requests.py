@@ -6,7 +6,6 @@ What can never be served is refused here, with the numbers, before it crosses to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -42,15 +41,15 @@ def make_requests(
         )
     if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
         raise ContextTooLong(
-            f"max_tokens is {sampling.max_tokens} and the prompt has {len(prompt)} tokens; together "
-            f"they may be {card.max_model_len}; lower max_tokens to {room_tokens} or shorten the "
-            "prompt",
+            f"max_tokens is {sampling.max_tokens} and the prompt has {len(prompt)} tokens; "
+            f"together they may be {card.max_model_len}; lower max_tokens to {room_tokens} or "
+            "shorten the prompt",
             param="max_tokens",
         )
     if sampling.min_tokens > room_tokens:
         raise ContextTooLong(
-            f"min_tokens is {sampling.min_tokens} and the prompt has {len(prompt)} tokens; together "
-            f"they may be {card.max_model_len}; lower min_tokens",
+            f"min_tokens is {sampling.min_tokens} and the prompt has {len(prompt)} tokens; "
+            f"together they may be {card.max_model_len}; lower min_tokens",
             param="min_tokens",
         )
     resolved = sampling.resolve()
@@ -74,17 +73,19 @@ def make_requests(
 
 def default_sampling(card: ModelCard) -> SamplingParams:
     """SamplingParams with the model's own generation defaults."""
-    defaults = dict(card.generation_defaults)
-    known = {name: defaults[name] for name in ("temperature", "top_p", "min_p") if name in defaults}
-    if "repetition_penalty" in defaults:
-        known["repetition_penalty"] = defaults["repetition_penalty"]
-    sampling = SamplingParams(**known)
-    if "top_k" in defaults:
-        sampling = replace(sampling, top_k=int(defaults["top_k"]))
-    return sampling
+    given = card.generation_defaults
+    return SamplingParams(
+        temperature=given.get("temperature", 1.0),
+        top_k=int(given.get("top_k", 0)),
+        top_p=given.get("top_p", 1.0),
+        min_p=given.get("min_p", 0.0),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
+    )
 
 
-def _prompt(card: ModelCard, prompt_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _prompt(
+    card: ModelCard, prompt_ids: Sequence[int]
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     if len(prompt_ids) == 0:
         raise InvalidParameter(
             "the prompt is empty; give at least one token (a model with a begin-of-text token "

@@ -27,7 +27,7 @@ def system_fingerprint(
     recipe: str,
     parallel_degree: int = 1,
 ) -> str:
-    """"fp_" and 16 hexadecimal digits."""
+    """ "fp_" and 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (
         weights_digest(weight_files),

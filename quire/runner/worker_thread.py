@@ -19,13 +19,13 @@ class Job:
         self._call = call
         self._done = threading.Event()
         self._result: StepResult | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def run(self) -> None:
         """Make the call and keep its outcome."""
         try:
             self._result = self._call()
-        except BaseException as error:  # raised again, in the thread that asks
+        except Exception as error:  # noqa: BLE001  raised again, in the thread that asks
             self._error = error
         self._done.set()
 

@@ -1,0 +1,37 @@
+"""Quire: a small, fast, exact LLM inference and serving engine.
+
+    from quire import LLM, AsyncLLM, SamplingParams
+
+Importing the package costs next to nothing: names are looked up when they are first used. BLAS is
+held to one thread, which must happen before NumPy loads: threads are the executors' own business.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.base.sampling_params import SamplingParams
+    from quire.engine.llm import LLM, AsyncLLM
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SamplingParams":
+        from quire.base.sampling_params import SamplingParams
+
+        return SamplingParams
+    if name in ("LLM", "AsyncLLM"):
+        from quire.engine import llm
+
+        return getattr(llm, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("quire")
+    raise AttributeError(f"module 'quire' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,0 +1,194 @@
+"""The only wiring: from an EngineConfig to an EngineCore that is warm and ready.
+
+All "is it on" questions are asked here. The parts get what they need as arguments and know
+nothing of the config. Order: the model's configuration, then the memory sum (what does not fit
+is refused before a byte is packed), then weights, cache, and a warm-up.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.clock import Clock
+from quire.base.errors import SettingError
+from quire.cache.manager import CacheManager
+from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from quire.config.machine import machine_memory, num_usable_cpus
+from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
+from quire.engine.card import ModelCard
+from quire.engine.core import EngineCore, Runner
+from quire.engine.model_files import model_folder, model_name
+from quire.engine.record import RecordingRunner
+from quire.execute.executor import Executor, Progress
+from quire.execute.layout import lay_out
+from quire.models.registry import build_program, open_model
+from quire.models.spec import ModelSpec
+from quire.program.ops import DType, Rows
+from quire.program.program import Program
+from quire.runner.fingerprint import system_fingerprint
+from quire.runner.model_runner import ModelRunner
+from quire.runner.warm_up import measure_cost, warm_up
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
+
+# Rows of one slice of the head: logits of more are never in memory at once.
+MAX_SAMPLES = 64
+_DTYPES = {"f32": DType.F32, "f16": DType.F32, "bf16": DType.BF16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A core that is ready, what it says of itself, and lines about how it came to be."""
+
+    core: EngineCore
+    card: ModelCard
+    notes: tuple[str, ...]
+
+
+def assemble(
+    config: EngineConfig,
+    *,
+    clock: Clock,
+    report: Callable[[str], None],
+    progress: Progress | None = None,
+) -> Engine:
+    """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
+
+    `report` gets a line about what goes wrong later without ending the engine.
+    """
+    folder = model_folder(config.model)
+    spec = open_model(folder)
+    dtype = _dtype(config.model, spec)
+    checkpoint = open_checkpoint(folder)
+    memory = _memory(config, spec, dtype)
+    program = build_program(spec, dtype=dtype, max_positions=memory.max_model_len)
+    executor = _executor(config, program, checkpoint, progress)
+    executor.allocate_cache(memory.num_blocks, config.cache.block_size)
+    num_slots = min(config.scheduler.max_num_seqs, memory.num_blocks)
+    model_runner = ModelRunner(
+        executor,
+        num_slots=num_slots,
+        max_model_len=memory.max_model_len,
+        block_size=config.cache.block_size,
+        max_samples=MAX_SAMPLES,
+        overlap=config.scheduler.plans_in_flight > 1,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=memory.max_model_len,
+        plans_in_flight=config.scheduler.plans_in_flight,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        step_budget_ms=config.scheduler.step_budget_ms,
+    )
+    cache = CacheManager(
+        memory.num_blocks,
+        config.cache.block_size,
+        prefix_caching=config.cache.enable_prefix_caching,
+        hash_key=secrets.token_bytes(16),
+    )
+    warm_up(model_runner, limits, num_blocks=memory.num_blocks)
+    cost = (
+        measure_cost(model_runner, limits, memory.num_blocks, clock)
+        if limits.step_budget_ms
+        else None
+    )
+    runner: Runner = model_runner
+    if config.executor.record_plans is not None:
+        runner = RecordingRunner(model_runner, Path(config.executor.record_plans))
+    scheduler = Scheduler(limits, cache, FirstCome(), cost=cost)
+    card = _card(config, spec, program, folder, executor, memory)
+    core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)
+    return Engine(core=core, card=card, notes=tuple(memory.text().splitlines()))
+
+
+def _dtype(config: ModelConfig, spec: ModelSpec) -> DType:
+    return _DTYPES[spec.dtype] if config.dtype == "auto" else DType(config.dtype)
+
+
+def _memory(config: EngineConfig, spec: ModelSpec, dtype: DType) -> MemoryPlan:
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > spec.max_positions:
+        raise SettingError(
+            f"--max-model-len is {wanted}; the model allows at most {spec.max_positions} "
+            "(max_position_embeddings); lower it or leave it out"
+        )
+    program = build_program(spec, dtype=dtype, max_positions=wanted or spec.max_positions)
+    needs = MemoryNeeds(
+        weights_bytes=program.weight_bytes,
+        step_bytes=_step_bytes(program, config.scheduler),
+        token_bytes=sum(cache.token_bytes for cache in program.caches),
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        model_max_len=spec.max_positions,
+        max_model_len=wanted,
+        kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
+    )
+    return plan_memory(needs, machine_memory())
+
+
+def _step_bytes(program: Program, scheduler: SchedulerConfig) -> int:
+    """Buffers of the largest step, rotary tables included."""
+    rows = {
+        Rows.TOKENS: scheduler.max_num_batched_tokens,
+        Rows.SAMPLES: MAX_SAMPLES,
+        Rows.SEQUENCES: scheduler.max_num_seqs,
+    }
+    rotary_columns = sum(rope.rotary_dim for rope in program.ropes)
+    return lay_out(program, rows).arena_bytes + 4 * program.max_positions * rotary_columns
+
+
+def _executor(
+    config: EngineConfig, program: Program, checkpoint: Checkpoint, progress: Progress | None
+) -> Executor:
+    settings: ExecutorConfig = config.executor
+    make: Callable[..., Executor]
+    # One of the two, and only when it is wanted: start-up is felt.
+    if settings.executor == "native":
+        from quire.execute.native import NativeExecutor
+
+        make = NativeExecutor
+    else:
+        from quire.execute.reference import ReferenceExecutor
+
+        make = ReferenceExecutor
+    return make(
+        program,
+        checkpoint,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_samples=MAX_SAMPLES,
+        max_sequences=config.scheduler.max_num_seqs,
+        num_threads=settings.num_threads or num_usable_cpus(),
+        progress=progress,
+    )
+
+
+def _card(
+    config: EngineConfig,
+    spec: ModelSpec,
+    program: Program,
+    folder: Path,
+    executor: Executor,
+    memory: MemoryPlan,
+) -> ModelCard:
+    weight_files = sorted(folder.glob("*.safetensors"))
+    return ModelCard(
+        name=model_name(config.model),
+        path=str(folder),
+        max_model_len=memory.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_ids=spec.eos_ids,
+        fingerprint=system_fingerprint(program, weight_files, recipe=executor.recipe),
+        generation_defaults=dict(spec.generation_defaults),
+        dtype=_dtype(config.model, spec),
+        num_blocks=memory.num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        created_s=int(time.time()),
+    )

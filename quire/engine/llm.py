@@ -1,0 +1,440 @@
+"""LLM and AsyncLLM: the engine inside a Python program, in one process.
+
+    llm = LLM("path/to/model", max_num_seqs=32)
+    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
+        print(answer.text)
+
+Both run the engine in a thread of this process: LLM waits until all is done (and may be
+interrupted), AsyncLLM streams into an event loop. Both use the classes the server uses, so they
+give the server's tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+from quire.base.clock import Clock
+from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.records import FinishReason, Request, RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.config.flags import engine_config
+from quire.engine.client import EngineClient
+from quire.engine.host import EngineThread
+from quire.engine.messages import (
+    Abort,
+    Failed,
+    Fault,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Submit,
+    error_of,
+)
+from quire.engine.model_files import TextSide, load_text_side
+from quire.engine.output import OutputStream, TextDelta, TokenText
+from quire.engine.requests import default_sampling, make_requests
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished stream. logprobs are parallel to token_ids, empty if not asked for.
+
+    stop_reason: the stop string or the caller's stop token id, if one ended it. error: why, where
+    finish_reason is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenText, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    seed: int | None
+    cached_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of one prompt: `outputs` has SamplingParams.n completions, by index.
+
+    The properties are those of the first completion.
+    """
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    outputs: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first completion."""
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenText, ...]:
+        """Log-probabilities of the first completion."""
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first completion ended."""
+        return self.outputs[0].finish_reason
+
+
+class LLM:
+    """A model to call. `settings` are the server's flags with underscores (max_num_seqs=8).
+
+    model: its folder; empty for the model in the box. Raises SettingError, ModelError or
+    CapacityError. Not to be called from several threads at once. `memory_text` is the sum that
+    led to the size of the KV cache.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
+        config = engine_config({"model": os.fspath(model), **settings})
+        self._clock = Clock()
+        self._inbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
+        self._engine = EngineThread(config, self._inbox.put)
+        self._fault: Fault | None = None
+        self._num_calls = 0
+        try:
+            self._text = load_text_side(config.model)
+            ready = self._until_ready()
+        except BaseException:
+            self._engine.end()
+            raise
+        self.card = ready.card
+        self.memory_text = "\n".join(ready.notes)
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Sampling parameters with the model's generation defaults."""
+        return default_sampling(self.card)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Answer]:
+        """Answers to the prompts, in their order. A prompt is text or a list of token ids.
+
+        sampling_params: one for all, or one each; None takes the model's defaults. progress: a
+        bar on standard error; None shows one on a terminal where there are several prompts.
+        Raises RequestError before anything runs where a prompt or a parameter cannot be served.
+        """
+        return self._generate(_prompts(prompts), sampling_params, progress, special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template_settings: Any,
+    ) -> list[Answer]:
+        """Answers to one conversation or to several. Raises TokenizerError without a template."""
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        texts = [rendered(self._text, messages, template_settings) for messages in conversations]
+        return self._generate(texts, sampling_params, progress, special_tokens=False)
+
+    def close(self) -> None:
+        """Free the engine's threads and memory."""
+        self._engine.end()
+        self._fault = self._fault or Fault(kind="WorkerError", message="the LLM was closed")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool | None,
+        *,
+        special_tokens: bool,
+    ) -> list[Answer]:
+        samplings = self._samplings(sampling_params, len(prompts))
+        self._num_calls += 1
+        jobs = [
+            _Job(
+                prompt if isinstance(prompt, str) else None,
+                make_requests(
+                    self.card,
+                    self._ids(prompt, special_tokens=special_tokens),
+                    sampling,
+                    request_id=f"{self._num_calls}.{index}",
+                    arrival_ms=self._clock.now_ms(),
+                ),
+                self._text,
+            )
+            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
+        if not shown:
+            for _ in self._finished(jobs):
+                pass
+        else:
+            from rich.progress import track  # only where a bar is drawn
+
+            for _ in track(self._finished(jobs), "generating", total=len(jobs)):
+                pass
+        return [job.answer() for job in jobs]
+
+    def _until_ready(self) -> Ready:
+        while True:
+            message = self._inbox.get()
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Failed):
+                raise error_of(message.fault)
+
+    def _finished(self, jobs: Sequence[_Job]) -> Iterator[_Job]:
+        """Run all jobs; yields each as it ends. Few more are handed in than can run at once."""
+        waiting = deque(jobs)
+        running: dict[str, _Job] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < 2 * self.card.max_num_seqs:
+                    job = waiting.popleft()
+                    running.update(dict.fromkeys(job.open_ids, job))
+                    self._engine.send(Submit(requests=job.requests))
+                for output in self._next_outputs(running):
+                    job_of = running.get(output.request_id)
+                    if job_of is None:
+                        continue  # left over from a call that was interrupted, or past its stop
+                    if job_of.push(output):
+                        self._engine.send(Abort(request_ids=(output.request_id,)))
+                    if output.request_id not in job_of.open_ids:
+                        del running[output.request_id]
+                        if not job_of.open_ids:
+                            yield job_of
+        finally:
+            if running:
+                self._engine.send(Abort(request_ids=tuple(running)))
+
+    def _next_outputs(self, running: Mapping[str, _Job]) -> Iterable[RequestOutput]:
+        if self._fault is not None:
+            raise error_of(self._fault)
+        message = self._inbox.get()
+        if isinstance(message, Failed):
+            self._fault = message.fault
+            raise error_of(message.fault)
+        if isinstance(message, Refused) and not running.keys().isdisjoint(message.request_ids):
+            raise error_of(message.fault)
+        if isinstance(message, Outputs) and message.outputs is not None:
+            return message.outputs
+        return ()
+
+    def _ids(self, prompt: Prompt, *, special_tokens: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return self._text.tokenizer.encode(prompt, add_special_tokens=special_tokens)
+
+    def _samplings(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            return [self.default_sampling] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise InvalidParameter(
+                f"{len(given)} sampling_params for {count} prompts; give one for all or one each",
+                param="sampling_params",
+            )
+        return given
+
+
+class AsyncLLM:
+    """A model to call from an event loop: each call is an async generator of TextDeltas.
+
+    Closing a generator aborts its request. Start it with `await start()` or `async with`; the
+    first call starts it otherwise.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
+        config = engine_config({"model": os.fspath(model), **settings})
+        self._client = EngineClient.in_process(config)
+        self._is_ready = False
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine's face: card, tokenizer, stats, health."""
+        return self._client
+
+    async def start(self) -> AsyncLLM:
+        """Wait until the model is loaded. Raises SettingError, ModelError or CapacityError."""
+        if not self._is_ready:
+            await self._client.ready()
+            self._is_ready = True
+        return self
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`."""
+        await self.start()
+        ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        deltas = self._stream(ids, sampling_params, request_id, priority)
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        **template_settings: Any,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Stream the answer to a conversation. Raises TokenizerError without a template."""
+        await self.start()
+        text_side = TextSide(tokenizer=self._client.tokenizer, template=self._client.template)
+        text = rendered(text_side, messages, template_settings)
+        ids = self._client.tokenizer.encode(text, add_special_tokens=False)
+        deltas = self._stream(ids, sampling_params, request_id, priority)
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its generator yields what is left and ends with "abort"."""
+        await self._client.abort(request_id)
+
+    async def close(self) -> None:
+        """End the engine; generators still open raise WorkerError."""
+        await self._client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _stream(
+        self,
+        ids: Sequence[int],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+    ) -> AsyncGenerator[TextDelta, None]:
+        return self._client.generate(
+            ids,
+            sampling_params or self._client.default_sampling(),
+            request_id=request_id or secrets.token_hex(8),
+            priority=priority,
+        )
+
+
+class _Job:
+    """One prompt on its way: its streams and what they said so far."""
+
+    def __init__(
+        self, prompt: str | None, requests: tuple[Request, ...], text_side: TextSide
+    ) -> None:
+        self.requests = requests
+        self._prompt = prompt
+        self._streams = {
+            request.request_id: OutputStream(text_side.tokenizer, request) for request in requests
+        }
+        self._deltas: dict[str, list[TextDelta]] = {id_: [] for id_ in self._streams}
+        self.open_ids = set(self._streams)
+
+    def push(self, output: RequestOutput) -> bool:
+        """Take an output; True where a stop string ended the stream before the engine knew."""
+        stream_id = output.request_id
+        stream = self._streams[stream_id]
+        delta = stream.push(output)
+        if delta is not None:
+            self._deltas[stream_id].append(delta)
+        if stream.finished:
+            self.open_ids.discard(stream_id)
+        return stream.wants_abort and stream.finished
+
+    def answer(self) -> Answer:
+        """All of it, once no stream is open."""
+        return Answer(
+            prompt=self._prompt,
+            prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),
+            outputs=tuple(_completion(deltas) for deltas in self._deltas.values()),
+        )
+
+
+def rendered(
+    text_side: TextSide, messages: Sequence[Message], template_settings: Mapping[str, Any]
+) -> str:
+    """A conversation as the model's template writes it. Raises TokenizerError without one."""
+    if text_side.template is None:
+        raise TokenizerError(
+            "the model has no chat template; use generate with a prompt in the form it was "
+            "trained on, or put a chat_template.jinja in its folder"
+        )
+    return text_side.template.render(messages, **template_settings)
+
+
+def _completion(deltas: Sequence[TextDelta]) -> Completion:
+    last = deltas[-1]
+    assert last.finish_reason is not None, "a finished stream says why"
+    return Completion(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(id_ for delta in deltas for id_ in delta.token_ids),
+        logprobs=tuple(token for delta in deltas for token in delta.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        seed=last.seed,
+        cached_tokens=last.cached_tokens,
+        error=last.error,
+    )
+
+
+def _prompts(given: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(given, str):
+        return [given]
+    if len(given) > 0 and not isinstance(given[0], str | Sequence):
+        return [cast("Sequence[int]", given)]
+    return cast("Sequence[Prompt]", given)

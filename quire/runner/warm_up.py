@@ -1,0 +1,109 @@
+"""Warm-up before the first request, and the measured cost of steps where a budget needs it.
+
+Runs made-up plans through the runner, so that all code is loaded, threads are awake and buffers
+are touched: the first request should not pay for what the second gets for free. Leaves nothing
+behind that matters: slots are overwritten by their next admission, blocks by their next owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.records import Admission, StepPlan
+from quire.base.sampling_params import SamplingParams
+from quire.runner.model_runner import ModelRunner
+from quire.scheduler.cost import LinearCost
+from quire.scheduler.limits import SchedulerLimits
+
+_PROMPT_TOKENS = 32
+_DECODE_ROWS = (1, 8)
+# Every stage of token choice once.
+_SAMPLINGS = (
+    SamplingParams(temperature=0.0, seed=0),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=0, logprobs=2),
+    SamplingParams(seed=0, repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}),
+)
+_TIMES = 3
+
+
+def warm_up(runner: ModelRunner, limits: SchedulerLimits, *, num_blocks: int) -> None:
+    """Compute a prompt chunk and decode steps of representative sizes."""
+    for sampling in _SAMPLINGS:
+        _run(runner, [min(_PROMPT_TOKENS, _room(runner, limits, num_blocks))], 0, sampling)
+    for num_rows in _DECODE_ROWS:
+        if num_rows <= min(limits.max_num_seqs, num_blocks):
+            _run(runner, [1] * num_rows, 0, _SAMPLINGS[0])
+
+
+def measure_cost(
+    runner: ModelRunner, limits: SchedulerLimits, num_blocks: int, clock: Clock
+) -> LinearCost:
+    """Milliseconds a step, a token and an attended position take here: the best of three runs.
+
+    From three sizes: one token; a chunk from depth 0; and the same chunk at depth.
+    """
+
+    def best_ms(count: int, start: int) -> float:
+        times = []
+        for _ in range(_TIMES):
+            began_ms = clock.now_ms()
+            _run(runner, [count], start, _SAMPLINGS[0])
+            times.append(clock.now_ms() - began_ms)
+        return min(times)
+
+    room = _room(runner, limits, num_blocks)
+    count = max(min(room // 2, 256), 1)
+    depth = min(limits.max_model_len, num_blocks * runner.tables.block_size) - 1 - count
+    one_ms, chunk_ms = best_ms(1, 0), best_ms(count, 0)
+    deep_ms = best_ms(count, depth) if depth > 0 else chunk_ms
+    position_ms = max(deep_ms - chunk_ms, 0.0) / max(count * depth, 1)
+    attended_ms = position_ms * count * (count + 1) / 2
+    token_ms = max(chunk_ms - attended_ms - one_ms, 0.0) / max(count - 1, 1)
+    return LinearCost(
+        fixed_ms=max(one_ms - token_ms - position_ms, 0.0),
+        token_ms=token_ms,
+        position_ms=position_ms,
+    )
+
+
+def _room(runner: ModelRunner, limits: SchedulerLimits, num_blocks: int) -> int:
+    """Tokens one chunk may have, leaving room for the one it yields."""
+    held_tokens = min(limits.max_model_len, num_blocks * runner.tables.block_size)
+    return max(min(limits.max_num_batched_tokens, held_tokens - 1), 1)
+
+
+def _run(runner: ModelRunner, counts: Sequence[int], start: int, sampling: SamplingParams) -> None:
+    """One step: row i computes counts[i] tokens from `start` on, in slot i."""
+    num_rows, block_size = len(counts), runner.tables.block_size
+    slots = np.arange(num_rows, dtype=np.int32)
+    ends = np.array(counts, np.int32) + np.int32(start)
+    columns = -(-ends // block_size)
+    row_of = np.repeat(slots, columns)
+    firsts = np.cumsum(columns) - columns
+    plan = StepPlan(
+        step=0,
+        admissions=tuple(
+            Admission(
+                slot=slot,
+                request_id="warm-up",
+                stream=0,
+                token_ids=np.zeros(end, np.int32),
+                num_prompt_tokens=int(end),
+                stop_ids=(),
+                sampling=sampling,
+            )
+            for slot, end in enumerate(ends.tolist())
+        ),
+        table_slots=row_of,
+        table_columns=(np.arange(len(row_of)) - firsts[row_of]).astype(np.int32),
+        table_blocks=np.arange(len(row_of), dtype=np.int32),
+        slots=slots,
+        starts=np.full(num_rows, start, np.int32),
+        counts=np.array(counts, np.int32),
+        store_from=np.full(num_rows, start, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+    )
+    runner.collect(runner.submit(plan))
