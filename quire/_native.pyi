@@ -1,0 +1,92 @@
+"""The compiled module, for type checkers; native/bind has the definitions and docstrings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Int32s = NDArray[np.int32]
+_View = tuple[int, int, int]
+
+class Aborted(RuntimeError): ...
+
+class Pool:
+    def __init__(self, num_threads: int, *, isa: str = "") -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+
+class Weight:
+    def __init__(self, form: str, dtype: str, rows: int, columns: int) -> None: ...
+    def fill(
+        self,
+        pool: Pool,
+        first: int,
+        count: int,
+        source: NDArray[np.uint8],
+        source_dtype: str,
+        offset: float = 0.0,
+    ) -> None: ...
+    def row(self, row: int) -> list[float]: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+class Program:
+    def __init__(self, pool: Pool, arena_bytes: int) -> None: ...
+    def add_buffer(
+        self, rows: int, offset_bytes: int, stride: int, max_rows: int, dtype: str
+    ) -> None: ...
+    def add_segment(
+        self, ops: Sequence[tuple[str, list[_View], list[int], list[float], list[Weight]]]
+    ) -> None: ...
+    def set_rope(self, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None: ...
+    def allocate_cache(
+        self,
+        *,
+        dtype: str,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        layers: int,
+        num_blocks: int,
+    ) -> None: ...
+    def copy_blocks(self, copy_from: _Int32s, copy_to: _Int32s) -> None: ...
+    def run(
+        self,
+        segment: int,
+        *,
+        token_ids: _Int32s,
+        positions: _Int32s,
+        rope_positions: _Int32s,
+        kv_slots: _Int32s,
+        seq_starts: _Int32s,
+        block_tables: _Int32s,
+        sample_rows: _Int32s,
+    ) -> None: ...
+    def abort(self) -> None: ...
+    @property
+    def ops_done(self) -> int: ...
+    def set_poison(self, poison: bool) -> None: ...
+    def array(self, view: _View, rows: int) -> NDArray[Any]: ...
+    @property
+    def cache(self) -> NDArray[np.uint8]: ...
+
+def isa(name: str = "") -> str: ...
+def available_isas() -> list[str]: ...
+def choose(*args: Any) -> None: ...
+def siphash128(message: bytes, key: bytes) -> tuple[int, int]: ...
+def hash_chains(
+    tokens: _Int32s,
+    rows: _Int32s,
+    firsts: _Int32s,
+    counts: _Int32s,
+    seeds: NDArray[np.uint64],
+    block_size: int,
+    key: bytes,
+) -> NDArray[np.uint64]: ...
