@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.data import outside
-from tests.models.generate import greedy, open_executor
+from tests.models.generate import EXECUTORS, greedy, open_executor
 
 
-@pytest.mark.parametrize("kind", ["reference", "native"])
+@pytest.mark.parametrize("kind", EXECUTORS)
 @pytest.mark.parametrize("model", ["stories260K", "llama2xs"])
 def test_a_trained_model_continues_greedily_as_published(model: str, kind: str) -> None:
     folder: Path = outside(model)

@@ -1,0 +1,97 @@
+"""Records what transformers computes for the cases, so that parity is checked without PyTorch.
+
+    python -m tests.models.record
+
+writes recorded/NAME.json for each case: a digest of the checkpoint, the logits of a few rows,
+the most likely token of every row, its margin over the second, and, for checkpoints stored in
+bfloat16, the worst error of transformers' own bfloat16 run. All relative numbers are shares of
+the row's largest absolute logit. Needs torch and transformers; run it when cases change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.models.cases import CASES, Case
+
+RECORDED = Path(__file__).parent / "recorded"
+NUM_ROWS = 5
+
+
+def transformers_logits(
+    folder: Path, token_ids: Sequence[int], *, dtype: str = "float32"
+) -> NDArray[np.float32]:
+    """Logits [len(token_ids), vocab] of transformers' LlamaForCausalLM computing in `dtype`."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return model(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+
+
+def relative_error(found: NDArray[np.float32], right: NDArray[np.float32]) -> float:
+    """The largest difference in any row, as a share of that row's largest absolute logit."""
+    return float((np.abs(found - right).max(1) / np.abs(right).max(1)).max())
+
+
+def margins(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """How far each row's largest logit is above the second, as a share of its largest."""
+    ordered = np.sort(logits, axis=1)
+    return (ordered[:, -1] - ordered[:, -2]) / np.abs(logits).max(1)
+
+
+def recorded_rows(length: int) -> list[int]:
+    """The rows whose logits are kept: spread evenly, the last among them."""
+    return sorted({round(i * (length - 1) / (NUM_ROWS - 1)) for i in range(NUM_ROWS)})
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells whether the checkpoint a test wrote is the one that was recorded."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def record(case: Case, folder: Path) -> dict[str, Any]:
+    """What recorded/NAME.json holds."""
+    logits = transformers_logits(folder, case.token_ids)
+    bf16_error = None
+    if case.stored == "bf16":
+        rounded = transformers_logits(folder, case.token_ids, dtype="bfloat16")
+        bf16_error = round(relative_error(rounded, logits), 6)
+    return {
+        "weights": weights_digest(folder),
+        "argmax": logits.argmax(1).tolist(),
+        "margins": [round(float(margin), 5) for margin in margins(logits)],
+        "bf16_error": bf16_error,
+        "logits": {
+            str(row): [float(f"{value:.7g}") for value in logits[row]]
+            for row in recorded_rows(case.length)
+        },
+    }
+
+
+def main() -> None:
+    RECORDED.mkdir(exist_ok=True)
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            recording = record(case, case.write(Path(folder)))
+        text = json.dumps(recording, separators=(",", ":")).replace('],"', '],\n"')
+        (RECORDED / f"{case.name}.json").write_text(text + "\n")
+        sys.stdout.write(f"{case.name}: {len(text)} bytes\n")
+
+
+if __name__ == "__main__":
+    main()
