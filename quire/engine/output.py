@@ -74,6 +74,7 @@ class OutputStream:
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
         self._watches = bool(sampling.stop)
         self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token
+        self._num_held_chars = 0
         self._waiting_ids: list[int] = []
         self._waiting_logprobs: list[TokenLogprobs] = []
         self._num_delivered = 0
@@ -124,7 +125,8 @@ class OutputStream:
         """Add characters of a token to those held, then let go of all but what the stops hold."""
         held = self._held
         held.append((num_chars, token))
-        num_free = sum(count for count, _ in held) - self._stops.num_held_chars
+        num_free = self._num_held_chars + num_chars - self._stops.num_held_chars
+        self._num_held_chars = self._stops.num_held_chars
         while num_free > 0:
             count, of_token = held.popleft()
             if count > num_free:

@@ -1,0 +1,327 @@
+"""OutputStream: what is delivered depends on the tokens alone, and is counted as delivered."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.base.records import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    TokenLogprobs,
+)
+from quire.base.sampling_params import SamplingParams
+from quire.engine.output import OutputStream, TextDelta
+from quire.text.tokenizer import Tokenizer
+from tests.data import outside
+from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_json
+
+EOS = 1
+
+
+@functools.cache
+def _tokenizer(kind: str) -> Tokenizer:
+    return made(byte_level_json() if kind == "byte-level" else metaspace_json())
+
+
+def _request(prompt: Sequence[int] = (0,), **sampling: Any) -> Request:
+    return Request(
+        request_id="r/2",
+        group_id="r",
+        stream=2,
+        prompt_ids=np.array(prompt, np.int32),
+        sampling=SamplingParams(seed=7, **sampling),
+        stop_ids=(EOS,),
+        max_total_tokens=1000,
+        arrival_ms=0.0,
+    )
+
+
+def _outputs(
+    ids: Sequence[int],
+    at: Sequence[int],
+    *,
+    reason: FinishReason = FinishReason.LENGTH,
+    stop_id: int | None = None,
+    logprobs: bool = False,
+) -> list[RequestOutput]:
+    """The ids cut at the places `at`; the last output carries the reason."""
+    edges = [0, *sorted(min(place, len(ids)) for place in at), len(ids)]
+    parts = [tuple(ids[low:high]) for low, high in itertools.pairwise(edges)]
+    return [
+        RequestOutput(
+            request_id="r/2",
+            token_ids=part,
+            logprobs=tuple(
+                TokenLogprobs(
+                    token_id=id_, logprob=-float(id_), top=((id_, -float(id_)), (5, -9.0))
+                )
+                for id_ in (part if logprobs else ())
+            ),
+            finish_reason=reason if place == len(parts) - 1 else None,
+            stop_id=stop_id if place == len(parts) - 1 else None,
+        )
+        for place, part in enumerate(parts)
+    ]
+
+
+def _run(tokenizer: Tokenizer, request: Request, outputs: list[RequestOutput]) -> list[TextDelta]:
+    stream = OutputStream(tokenizer, request)
+    deltas = [delta for output in outputs if (delta := stream.push(output)) is not None]
+    assert stream.finished
+    return deltas
+
+
+def _whole(deltas: list[TextDelta]) -> tuple[Any, ...]:
+    """All that a reader of the stream knows at its end."""
+    return (
+        "".join(delta.text for delta in deltas),
+        tuple(id_ for delta in deltas for id_ in delta.token_ids),
+        tuple(token for delta in deltas for token in delta.logprobs),
+        deltas[-1].finish_reason,
+        deltas[-1].stop_reason,
+        deltas[-1].num_output_tokens,
+    )
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_what_is_delivered_does_not_depend_on_the_cuts(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    some = [*tokenizer.encode("a b\n\n猫🐫<tool>\n"), 0, 2, 9, 13, 200]
+
+    @given(
+        ids=st.lists(st.sampled_from(some) | st.integers(2, 260), max_size=24),
+        at=st.lists(st.integers(0, 24), max_size=10),
+        stop=st.lists(st.sampled_from(["\n", "\n\n", "b", "猫", "a b", "\ufffd"]), max_size=3),
+        min_tokens=st.integers(0, 6),
+        include=st.booleans(),
+        logprobs=st.booleans(),
+        ended=st.booleans(),
+    )
+    @settings(max_examples=500, deadline=None)
+    def check(
+        ids: list[int],
+        at: list[int],
+        stop: list[str],
+        min_tokens: int,
+        include: bool,
+        logprobs: bool,
+        ended: bool,
+    ) -> None:
+        if ended:
+            ids = [*ids, EOS]
+        request = _request(
+            stop=tuple(stop),
+            min_tokens=min_tokens,
+            include_stop_str_in_output=include,
+            logprobs=2 if logprobs else None,
+        )
+        cut = functools.partial(
+            _outputs,
+            ids,
+            reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+            stop_id=EOS if ended else None,
+            logprobs=logprobs,
+        )
+        deltas = _run(tokenizer, request, cut(at))
+        assert _whole(deltas) == _whole(_run(tokenizer, request, cut([])))
+        assert _whole(deltas) == _whole(_run(tokenizer, request, cut(list(range(30)))))
+        _check_counts(tokenizer, deltas, ids, logprobs)
+        _check_text(tokenizer, request, deltas, ids, ended)
+
+    check()
+
+
+def _check_counts(
+    tokenizer: Tokenizer, deltas: list[TextDelta], ids: list[int], logprobs: bool
+) -> None:
+    """Ids come in order, each once; counts are of what was delivered so far."""
+    delivered: tuple[int, ...] = ()
+    for delta in deltas:
+        delivered += delta.token_ids
+        assert delta.num_output_tokens == len(delivered)
+        assert len(delta.logprobs) == (len(delta.token_ids) if logprobs else 0)
+        assert [token.token_id for token in delta.logprobs] in ([], list(delta.token_ids))
+        assert delta.text or delta.finish_reason is not None
+        shown = "".join(each.text for each in deltas[: deltas.index(delta) + 1])
+        if delta.finish_reason is None:  # the text of delivered tokens is out
+            assert len(tokenizer.decode(delivered).rstrip("\ufffd")) <= len(shown)
+    assert delivered == tuple(ids[: len(delivered)])
+
+
+def _check_text(
+    tokenizer: Tokenizer, request: Request, deltas: list[TextDelta], ids: list[int], ended: bool
+) -> None:
+    """The text is the decode, or the decode up to the first stop string after min_tokens."""
+    sampling = request.sampling
+    text, delivered, _, reason, stop_reason, _ = _whole(deltas)
+    spoken = ids[:-1] if ended else ids
+    if isinstance(stop_reason, str):
+        assert reason == FinishReason.STOP
+        assert stop_reason in sampling.stop
+        assert len(delivered) > sampling.min_tokens
+        ending = text if sampling.include_stop_str_in_output else text + stop_reason
+        assert ending.endswith(stop_reason)
+        assert tokenizer.decode(spoken).startswith(ending)
+        assert not _completes(tokenizer, delivered[:-1], ending)
+    else:
+        assert text == tokenizer.decode(spoken)
+        assert delivered == tuple(ids)
+        for stop in sampling.stop:
+            least = tokenizer.decode(spoken[: sampling.min_tokens])
+            assert text.find(stop, len(least)) == -1
+
+
+def _completes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
+    """Whether fewer tokens would have settled the same text."""
+    return "\ufffd" not in text and tokenizer.decode(ids).startswith(text)
+
+
+@pytest.mark.parametrize("in_vocabulary", ["special", "plain"])
+def test_the_token_that_ended_it_is_counted_and_not_shown(in_vocabulary: str) -> None:
+    tokenizer = _tokenizer("byte-level")
+    stop_id = EOS if in_vocabulary == "special" else 299
+    request = _request(stop_token_ids=(299,))
+    ids = [*tokenizer.encode("hi"), stop_id]
+    [delta] = _run(tokenizer, request, _outputs(ids, [], reason=FinishReason.STOP, stop_id=stop_id))
+    assert delta.text == "hi"
+    assert delta.token_ids == tuple(ids)
+    assert delta.num_output_tokens == len(ids)
+    assert delta.stop_reason == (None if stop_id == EOS else 299)
+
+
+def test_a_stop_string_ends_the_stream_before_the_engine_knows() -> None:
+    tokenizer = _tokenizer("byte-level")
+    stream = OutputStream(tokenizer, _request(stop=("!!",)))
+    ids = tokenizer.encode("so! it!!")
+    deltas = [stream.push(output) for output in _outputs(ids, list(range(20)))[:-1]]
+    last = [delta for delta in deltas if delta is not None][-1]
+    assert "".join(delta.text for delta in deltas if delta) == "so! it"
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "!!")
+    assert stream.finished
+    assert stream.wants_abort
+    late = RequestOutput(request_id="r/2", token_ids=(50,), finish_reason=FinishReason.ABORT)
+    assert stream.push(late) is None
+
+
+def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = tokenizer.encode("one.two.three")
+    up_to = len(tokenizer.encode("one."))
+    [delta] = _run(tokenizer, _request(stop=(".",)), _outputs(ids, []))
+    assert delta.text == "one"
+    assert delta.token_ids == tuple(ids[:up_to])
+    assert delta.num_output_tokens == up_to
+
+
+def test_a_stop_string_in_bytes_does_not_count_the_token_that_revealed_it() -> None:
+    tokenizer = _tokenizer("metaspace")
+    newline, word = 3 + 0x0A, tokenizer.token_id("▁the") or 0
+    stream = OutputStream(tokenizer, _request(stop=("\n",)))
+    delta = stream.push(RequestOutput(request_id="r/2", token_ids=(word, newline)))
+    assert delta is not None
+    assert (delta.text, delta.token_ids) == ("the", (word,))
+    delta = stream.push(RequestOutput(request_id="r/2", token_ids=(word,)))
+    assert delta is not None
+    assert (delta.text, delta.token_ids) == ("", (newline,))
+    assert delta.num_output_tokens == 2
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = tokenizer.encode("x.y.z.")
+    [delta] = _run(tokenizer, _request(stop=(".",), min_tokens=3), _outputs(ids, []))
+    assert delta.text == "x.y"
+    assert delta.num_output_tokens == 4
+
+
+def test_tokens_whose_text_is_held_back_come_with_later_text() -> None:
+    tokenizer = _tokenizer("byte-level")
+    stream = OutputStream(tokenizer, _request(stop=("ab!",)))
+    ids = tokenizer.encode("xab?", add_special_tokens=False)
+    deltas = [stream.push(RequestOutput(request_id="r/2", token_ids=(id_,))) for id_ in ids]
+    first, *between, last = deltas
+    assert first is not None
+    assert first.text == "x"
+    assert between == [None] * len(between)
+    assert last is not None
+    assert (last.text, last.token_ids) == ("ab?", tuple(ids[1:]))
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR, FinishReason.LENGTH])
+def test_what_was_held_back_comes_out_at_the_end(reason: FinishReason) -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = [*tokenizer.encode("ab"), *tokenizer.encode("🐫")[:1]]
+    stream = OutputStream(tokenizer, _request(stop=("b\ufffd\ufffd",)))
+    stream.push(RequestOutput(request_id="r/2", token_ids=tuple(ids)))
+    delta = stream.push(
+        RequestOutput(request_id="r/2", token_ids=(), finish_reason=reason, error="row 3 failed")
+    )
+    assert delta is not None
+    assert delta.text == "b\ufffd"
+    assert (delta.finish_reason, delta.error) == (reason, "row 3 failed")
+    assert not stream.wants_abort
+
+
+def test_log_probabilities_come_as_text_and_bytes() -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = tokenizer.encode("🐫")
+    [delta] = _run(tokenizer, _request(logprobs=2), _outputs(ids, [], logprobs=True))
+    assert b"".join(token.raw for token in delta.logprobs).decode() == "🐫"
+    assert all(token.logprob == -float(token.token_id) for token in delta.logprobs)
+    assert [[top.token_id for top in token.top] for token in delta.logprobs] == [
+        [id_, 5] for id_ in ids
+    ]
+    assert "\ufffd" in delta.logprobs[0].text
+
+
+def test_a_continued_text_keeps_its_first_space_and_a_new_one_does_not() -> None:
+    tokenizer = _tokenizer("metaspace")
+    word = tokenizer.token_id("▁the") or 0
+    for prompt, expected in (((1,), "the"), ((1, word), " the")):
+        [delta] = _run(tokenizer, _request(prompt), _outputs([word], []))
+        assert delta.text == expected
+        assert delta.num_prompt_tokens == len(prompt)
+
+
+def test_facts_of_the_request_are_passed_on() -> None:
+    times = RequestTimes(
+        arrival_ms=1.0, first_scheduled_ms=2.0, first_token_ms=3.0, last_token_ms=4.0
+    )
+    tokenizer = _tokenizer("byte-level")
+    stream = OutputStream(tokenizer, _request())
+    first = RequestOutput(request_id="r/2", token_ids=(40,), cached_tokens=16, times=times)
+    delta = stream.push(first)
+    assert delta is not None
+    assert (delta.index, delta.seed, delta.cached_tokens, delta.times) == (2, 7, 16, times)
+    delta = stream.push(
+        RequestOutput(request_id="r/2", token_ids=(41,), finish_reason=FinishReason.LENGTH)
+    )
+    assert delta is not None
+    assert (delta.cached_tokens, delta.times) == (16, times)
+
+
+def test_nothing_to_say_is_none() -> None:
+    stream = OutputStream(_tokenizer("byte-level"), _request())
+    assert stream.push(RequestOutput(request_id="r/2", token_ids=())) is None
+    assert stream.push(RequestOutput(request_id="r/2", token_ids=(0,))) is None  # a special token
+
+
+def test_the_story_comes_out_as_published() -> None:
+    folder = outside("stories260K")
+    tokenizer = Tokenizer.load(folder)
+    greedy = json.loads((folder / "greedy_200.json").read_text(encoding="utf-8"))
+    request = _request(greedy["prompt_ids"], stop=("never in it", "Once upon a midnight"))
+    deltas = _run(tokenizer, request, _outputs(greedy["ids"], list(range(200))))
+    assert _whole(deltas)[0] == greedy["text"]
+    assert _whole(deltas)[1] == tuple(greedy["ids"])
