@@ -7,11 +7,6 @@
 
 namespace quire::QUIRE_ISA_NS {
 
-// Kernels that are still being written are absent, not link errors.
-__attribute__((weak)) void store_kv(const StoreKvArgs& args);
-__attribute__((weak)) void attention(const AttentionArgs& args);
-__attribute__((weak)) void choose(const ChooseArgs& args);
-
 const KernelTable& kernel_table() {
     static const KernelTable table{
         QUIRE_QUOTE_VALUE(QUIRE_ISA_NS),
