@@ -1,4 +1,4 @@
-"""Errors as HTTP: each class of the tree has a status, a type and a code, as OpenAI's API words them.
+"""Errors as HTTP: each class of the tree has a status, a type and a code in OpenAI's words.
 
 Knows nothing of how an error came about. Always holds: every class of quire/base/errors.py maps to
 exactly one row (its own, else its nearest ancestor's), and a body is always

@@ -35,10 +35,9 @@ async def until_gone(
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
+    ends: set[asyncio.Future[Any]] = {task, watch, over}
     try:
-        await asyncio.wait(
-            {task, watch, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if over.done():

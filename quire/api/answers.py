@@ -1,0 +1,208 @@
+"""Answers: prompts run at once in the engine, their deltas in one stream, counted as they pass.
+
+Knows nothing of JSON or HTTP. Always holds: each choice is counted once in the metrics, under its
+finish reason, or under "abort" where the caller left or an error ended the request; leaving the
+stream closes every generator of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from quire.api.serving import Engine
+from quire.base.errors import OverloadedError, RequestError, ShuttingDown, StepRowError
+from quire.base.records import FinishReason
+from quire.base.sampling_params import SamplingParams
+from quire.engine.output import TextDelta, TokenText
+from quire.obs.metrics import Metrics
+
+# Deltas of several prompts that wait for the writer; a slow reader stops at this many.
+_QUEUED_DELTAS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt of a request. `echo` is the text put in front of its choices."""
+
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """All deltas of one choice put together."""
+
+    text: str = ""
+    logprobs: list[TokenText] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    seed: int | None = None
+    output_tokens: int = 0
+
+
+class Answers:
+    """The answers to the prompts of one request: `deltas` once, `usage` after it."""
+
+    def __init__(
+        self, engine: Engine, metrics: Metrics, prompts: Sequence[Prompt], request_id: str
+    ) -> None:
+        self.prompts = prompts
+        self._engine = engine
+        self._metrics = metrics
+        self._request_id = request_id
+        self._last: dict[tuple[int, int], TextDelta] = {}
+        self._cached = [0] * len(prompts)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """(index of the prompt, delta), as they come. Raises what `generate` raises.
+
+        A choice that failed, or that the engine gave up, is raised as an error.
+        """
+        refused = False
+        try:
+            async with aclosing(self._merged()) as merged:
+                async for prompt, delta in merged:
+                    self._count(prompt, delta)
+                    yield prompt, delta
+        except (RequestError, OverloadedError):
+            refused = not self._last
+            raise
+        finally:
+            if not refused:
+                self._count_unended()
+
+    async def whole(self) -> list[list[Choice]]:
+        """All choices of each prompt, when all have ended."""
+        choices = [[Choice() for _ in range(prompt.sampling.n)] for prompt in self.prompts]
+        texts: list[list[list[str]]] = [[[] for _ in of_prompt] for of_prompt in choices]
+        async with aclosing(self.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                choice = choices[prompt][delta.index]
+                texts[prompt][delta.index].append(delta.text)
+                choice.logprobs.extend(delta.logprobs)
+                choice.finish_reason = delta.finish_reason
+                choice.stop_reason = delta.stop_reason
+                choice.seed = delta.seed
+                choice.output_tokens = delta.num_output_tokens
+        for of_prompt, pieces in zip(choices, texts, strict=True):
+            for choice, text in zip(of_prompt, pieces, strict=True):
+                choice.text = "".join(text)
+        return choices
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far. Prompt tokens count once a prompt, however many choices it has."""
+        return Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            completion_tokens=sum(delta.num_output_tokens for delta in self._last.values()),
+            cached_tokens=sum(self._cached),
+        )
+
+    @property
+    def finish_reasons(self) -> str:
+        """The finish reasons of all choices so far, for a log line."""
+        reasons = {str(delta.finish_reason or "open") for delta in self._last.values()}
+        return ",".join(sorted(reasons)) or "none"
+
+    def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        runs = [self._run(at, prompt) for at, prompt in enumerate(self.prompts)]
+        return runs[0] if len(runs) == 1 else _interleaved(runs)
+
+    async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        request_id = self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
+        stream = self._engine.generate(prompt.token_ids, prompt.sampling, request_id=request_id)
+        async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
+            async for delta in deltas:
+                yield at, delta
+
+    def _count(self, prompt: int, delta: TextDelta) -> None:
+        self._metrics.see(self._engine.stats)
+        self._last[prompt, delta.index] = delta
+        if delta.index == 0:
+            self._cached[prompt] = delta.cached_tokens
+        if delta.finish_reason is None:
+            return
+        self._ended(delta.index, delta, delta.finish_reason)
+        if delta.finish_reason is FinishReason.ERROR:
+            raise StepRowError(delta.error or "the engine could not compute this request")
+        if delta.finish_reason is FinishReason.ABORT:
+            raise ShuttingDown("the engine ended this request before it was complete; try again")
+
+    def _count_unended(self) -> None:
+        for at, prompt in enumerate(self.prompts):
+            for index in range(prompt.sampling.n):
+                delta = self._last.get((at, index))
+                if delta is None:
+                    self._metrics.choice(
+                        finish_reason=FinishReason.ABORT.value,
+                        times=None,
+                        prompt_tokens=0,
+                        output_tokens=0,
+                    )
+                elif delta.finish_reason is None:
+                    self._ended(index, delta, FinishReason.ABORT)
+
+    def _ended(self, index: int, delta: TextDelta, reason: FinishReason) -> None:
+        self._metrics.choice(
+            finish_reason=reason.value,
+            times=delta.times,
+            prompt_tokens=delta.num_prompt_tokens if index == 0 else 0,
+            output_tokens=delta.num_output_tokens,
+        )
+
+
+async def _interleaved(
+    runs: Sequence[AsyncGenerator[tuple[int, TextDelta], None]],
+) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """The items of all runs as they come. The first error ends all, and so does leaving."""
+    queue: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue(_QUEUED_DELTAS)
+
+    async def feed(run: AsyncIterator[tuple[int, TextDelta]]) -> None:
+        async with aclosing(cast(AsyncGenerator[tuple[int, TextDelta], None], run)) as items:
+            async for item in items:
+                await queue.put(item)
+
+    async def feed_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(feed(run))
+
+    feeding = asyncio.ensure_future(feed_all())
+    feeding.add_done_callback(lambda _: _wake(queue))
+    try:
+        while not (feeding.done() and queue.empty()):
+            item = await queue.get()
+            if item is not None:
+                yield item
+        _raise_first(feeding)
+    finally:
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+
+
+def _wake(queue: asyncio.Queue[tuple[int, TextDelta] | None]) -> None:
+    if not queue.full():
+        queue.put_nowait(None)
+
+
+def _raise_first(feeding: asyncio.Future[None]) -> None:
+    """Raise the first of the errors a TaskGroup gathered."""
+    error = feeding.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is not None:
+        raise error

@@ -1,0 +1,48 @@
+"""The routes and what wraps them. Wiring only: each route's knowledge is in its own file."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.api.chat import Chat
+from quire.api.completions import Completions
+from quire.api.edge import Edge
+from quire.api.health import Watch
+from quire.api.models import Models
+from quire.api.serving import Serving
+from quire.api.version import show_pointer, show_version
+
+
+def build_app(serving: Serving) -> ASGIApp:
+    """The application a server runs."""
+    completions, chat = Completions(serving), Chat(serving)
+    models, watch = Models(serving), Watch(serving)
+    routes = [
+        Route("/v1/completions", completions.post, methods=["POST"]),
+        Route("/v1/chat/completions", chat.post, methods=["POST"]),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+        Route("/health", watch.health, methods=["GET"]),
+        Route("/metrics", watch.metrics, methods=["GET"]),
+        Route("/version", show_version, methods=["GET"]),
+        Route("/", show_pointer, methods=["GET"]),
+    ]
+    router = Router(routes, redirect_slashes=False, default=_nothing_here)
+    return Edge(_Raising(router), serving)
+
+
+class _Raising:
+    """Starlette's routes raise what they refuse only inside an app; otherwise they answer text."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self._router(scope, receive, send)
+
+
+async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404)

@@ -1,0 +1,257 @@
+"""POST /v1/chat/completions: messages, rendered by the model's own template, answered.
+
+Roles are system, developer (which templates know as system), user, assistant and tool; content is
+text or a list of text parts; other keys of a message are handed to the template as they are.
+Without max_tokens (or max_completion_tokens) an answer may take the rest of the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.answers import Choice, Prompt, Usage
+from quire.api.fields import CHAT, flag, show
+from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.logprobs import chat_logprobs
+from quire.api.prompts import encode
+from quire.api.sampling import limited, sampling_of
+from quire.api.serving import Engine, Serving
+from quire.base.errors import InvalidParameter, RequestError
+from quire.base.sampling_params import MAX_TOP_LOGPROBS
+from quire.engine.output import TextDelta, TokenText
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
+# Rendering fewer characters than this takes less than handing them to a thread.
+_SHORT_CHARS = 16 * 1024
+
+
+class Chat:
+    """The route."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def post(self, request: Request) -> Response:
+        """Answer one request."""
+        return await generate(
+            self._serving, request, honoured=CHAT, prefix="chatcmpl", read=read_job
+        )
+
+
+async def read_job(asked: Asked) -> Job:
+    """Check all fields. Raises RequestError naming the field."""
+    given, engine = asked.given, asked.engine
+    wants_logprobs = flag(given, "logprobs")
+    num_top = _num_top(given, wants_logprobs=wants_logprobs)
+    fields = {**given, **_max_tokens(given)}
+    sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
+    messages = checked_messages(given.get("messages"))
+    text = await _rendered(engine, messages)
+    token_ids = await encode(engine, text, add_special_tokens=False)
+    room_tokens = engine.card.max_model_len - len(token_ids)
+    default = engine.card.generation_defaults.get("max_new_tokens", room_tokens)
+    chosen = limited(
+        sampling,
+        default_tokens=int(default),
+        room_tokens=room_tokens,
+        cap_tokens=asked.max_output_tokens,
+    )
+    writer = ChatWriter(
+        asked.envelope, wants_logprobs=wants_logprobs, include_usage=asked.include_usage
+    )
+    return Job(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
+
+
+class ChatWriter:
+    """`chat.completion` objects and `chat.completion.chunk` objects. For one answer."""
+
+    def __init__(self, envelope: Envelope, *, wants_logprobs: bool, include_usage: bool) -> None:
+        self._envelope = envelope
+        self._wants_logprobs = wants_logprobs
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        written = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                "seed": choice.seed,
+            }
+            for index, choice in enumerate(choices[0])
+        ]
+        return {
+            **self._frame("chat.completion"),
+            "choices": written,
+            "usage": usage_json(usage),
+        }
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """The role before a choice's first text, the text, and the finish reason after its last."""
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            role = {"role": "assistant", "content": "", "refusal": None}
+            yield self._chunk(delta.index, role)
+        if delta.text or delta.logprobs:
+            logprobs = self._logprobs(delta.logprobs)
+            yield self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
+        if delta.finish_reason is not None:
+            yield self._chunk(
+                delta.index,
+                {},
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                seed=delta.seed,
+            )
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """The chunk with the usage, if it was asked for."""
+        if not self._include_usage:
+            return None
+        frame = self._frame("chat.completion.chunk")
+        return {**frame, "choices": [], "usage": usage_json(usage)}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        **last: Any,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            **last,
+        }
+        chunk = {**self._frame("chat.completion.chunk"), "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        envelope = self._envelope
+        return {
+            "id": envelope.id,
+            "object": kind,
+            "created": envelope.created_s,
+            "model": envelope.model,
+            "system_fingerprint": envelope.fingerprint,
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+        return chat_logprobs(tokens) if self._wants_logprobs else None
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages, as a template takes them. Raises InvalidParameter naming the message."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameter(
+            f"messages is {show(messages)}; a list of at least one message is needed",
+            param="messages",
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidParameter(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed",
+            param="messages",
+        )
+    return [_checked(at, message) for at, message in enumerate(messages)]
+
+
+def _checked(at: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidParameter(
+            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
+            param="messages",
+        )
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidParameter(
+            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
+        )
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list):
+        for part in content:
+            _check_part(at, part)
+    elif not isinstance(content, str):
+        raise InvalidParameter(
+            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
+            param="messages",
+        )
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _check_part(at: int, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InvalidParameter(
+            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
+            'parts of the form {"type": "text", "text": "..."} are allowed',
+            param="messages",
+        )
+
+
+async def _rendered(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> str:
+    template = engine.template
+    if template is None:
+        raise RequestError(
+            f"model {engine.card.name!r} has no chat template; use /v1/completions, or put a "
+            "chat_template.jinja into the model's folder"
+        )
+    num_chars = sum(len(message["content"]) for message in messages)
+    if num_chars <= _SHORT_CHARS:
+        return template.render(messages)
+    return await asyncio.to_thread(template.render, messages)
+
+
+def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
+    """max_tokens under its newer name; both may be given if they agree."""
+    newer = given.get("max_completion_tokens")
+    if newer is None:
+        return {}
+    if given.get("max_tokens", newer) != newer:
+        raise InvalidParameter(
+            f"max_completion_tokens is {show(newer)} and max_tokens is "
+            f"{show(given['max_tokens'])}; they mean the same: give one",
+            param="max_completion_tokens",
+        )
+    if isinstance(newer, bool) or not isinstance(newer, int) or newer < 1:
+        raise InvalidParameter(
+            f"max_completion_tokens is {show(newer)}; a whole number from 1 is allowed",
+            param="max_completion_tokens",
+        )
+    return {"max_tokens": newer}
+
+
+def _num_top(given: Mapping[str, Any], *, wants_logprobs: bool) -> int | None:
+    """How many alternatives a token gets; None for no log-probabilities at all."""
+    num_top = given.get("top_logprobs")
+    if num_top is None:
+        return 0 if wants_logprobs else None
+    whole = isinstance(num_top, int) and not isinstance(num_top, bool)
+    if not whole or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidParameter(
+            f"top_logprobs is {show(num_top)}; a whole number from 0 to {MAX_TOP_LOGPROBS} is "
+            "allowed",
+            param="top_logprobs",
+        )
+    if not wants_logprobs and num_top > 0:
+        raise InvalidParameter(
+            f"top_logprobs is {num_top} without logprobs: true; add it", param="top_logprobs"
+        )
+    return num_top if wants_logprobs else None

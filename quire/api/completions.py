@@ -1,0 +1,218 @@
+"""POST /v1/completions: prompts as text or token ids, continued.
+
+Prompts run at once; choices are numbered prompt by prompt, n to each, as OpenAI numbers them. A
+prompt "" is the model's begin-of-text token where it has one, and refused where it has none.
+max_tokens is 16 where the request does not say. `echo` puts the prompt's text in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.answers import Choice, Prompt, Usage
+from quire.api.fields import COMPLETIONS, flag, show
+from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.logprobs import completion_logprobs
+from quire.api.prompts import checked_ids, encode
+from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
+from quire.api.serving import Engine, Serving
+from quire.base.clock import Clock
+from quire.base.errors import InvalidParameter
+from quire.engine.output import TextDelta
+from quire.engine.requests import make_requests
+
+MAX_CHOICES = 1024
+
+
+class Completions:
+    """The route."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def post(self, request: Request) -> Response:
+        """Answer one request."""
+        return await generate(
+            self._serving, request, honoured=COMPLETIONS, prefix="cmpl", read=read_job
+        )
+
+
+async def read_job(asked: Asked) -> Job:
+    """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
+    given, engine = asked.given, asked.engine
+    num_top = given.get("logprobs")
+    sampling = sampling_of(given, engine.default_sampling(), logprobs=num_top)
+    if given.get("best_of", sampling.n) != sampling.n:
+        raise InvalidParameter(
+            f"best_of is {show(given['best_of'])}, n is {sampling.n}; answers are not ranked: "
+            "leave best_of out, or make it equal to n",
+            param="best_of",
+        )
+    echo = flag(given, "echo")
+    if echo and num_top is not None:
+        raise InvalidParameter(
+            "echo is true and logprobs is given; log-probabilities of prompts are not served yet: "
+            "leave one of them out",
+            param="echo",
+        )
+    texts = _prompts(given)
+    if len(texts) * sampling.n > MAX_CHOICES:
+        raise InvalidParameter(
+            f"prompt has {len(texts)} entries and n is {sampling.n}; at most {MAX_CHOICES} choices "
+            "a request are allowed; send fewer prompts",
+            param="prompt",
+        )
+    prompts = []
+    for text in texts:
+        token_ids = await _ids(engine, text)
+        chosen = limited(
+            sampling,
+            default_tokens=COMPLETION_TOKENS,
+            room_tokens=engine.card.max_model_len - len(token_ids),
+            cap_tokens=asked.max_output_tokens,
+        )
+        shown = (text if isinstance(text, str) else engine.tokenizer.decode(text)) if echo else ""
+        prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown))
+    if len(prompts) > 1:
+        await asyncio.to_thread(_refuse_early, engine, prompts)
+    writer = CompletionWriter(
+        asked.envelope, prompts, num_top=num_top, include_usage=asked.include_usage
+    )
+    return Job(prompts=prompts, writer=writer)
+
+
+class CompletionWriter:
+    """`text_completion` objects, whole and in chunks. For one answer."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        prompts: Sequence[Prompt],
+        *,
+        num_top: int | None,
+        include_usage: bool,
+    ) -> None:
+        self._prompts = prompts
+        self._num_top = num_top
+        self._include_usage = include_usage
+        self._sent_chars: dict[tuple[int, int], int] = {}
+        self._frame: dict[str, Any] = {
+            "id": envelope.id,
+            "object": "text_completion",
+            "created": envelope.created_s,
+            "model": envelope.model,
+            "system_fingerprint": envelope.fingerprint,
+        }
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        written = []
+        for at, of_prompt in enumerate(choices):
+            for index, choice in enumerate(of_prompt):
+                echo = self._prompts[at].echo
+                written.append(
+                    {
+                        "index": self._index(at, index),
+                        "text": echo + choice.text,
+                        "logprobs": self._logprobs(choice.logprobs, len(echo)),
+                        "finish_reason": choice.finish_reason,
+                        "stop_reason": choice.stop_reason,
+                        "seed": choice.seed,
+                    }
+                )
+        return {**self._frame, "choices": written, "usage": usage_json(usage)}
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """One chunk; the first of a choice begins with the echo."""
+        sent_chars = self._sent_chars.get((prompt, delta.index))
+        text = delta.text
+        if sent_chars is None:
+            sent_chars = 0
+            text = self._prompts[prompt].echo + text
+        choice: dict[str, Any] = {
+            "index": self._index(prompt, delta.index),
+            "text": text,
+            "logprobs": self._logprobs(delta.logprobs, sent_chars),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
+        self._sent_chars[prompt, delta.index] = sent_chars + len(text)
+        yield self._chunk([choice])
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """The chunk with the usage, if it was asked for."""
+        if not self._include_usage:
+            return None
+        return {**self._frame, "choices": [], "usage": usage_json(usage)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._frame, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _index(self, prompt: int, index: int) -> int:
+        return prompt * self._prompts[0].sampling.n + index
+
+    def _logprobs(self, tokens: Any, start_chars: int) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        return completion_logprobs(tokens, start_chars=start_chars, num_top=self._num_top)
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Any]:
+    """The prompts, each a text or a list of ids (not yet checked)."""
+    prompt = given.get("prompt")
+    if prompt is None:
+        raise InvalidParameter("prompt is missing; give text or token ids", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidParameter(
+            f"prompt is {show(prompt)}; a text, a list of texts, a list of token ids, or a list of "
+            "such lists is allowed, and none of them empty",
+            param="prompt",
+        )
+    for kind in (str, list):
+        if isinstance(prompt[0], kind):
+            odd = next((entry for entry in prompt if not isinstance(entry, kind)), None)
+            if odd is not None:
+                raise InvalidParameter(
+                    f"prompt mixes kinds: it begins with {show(prompt[0])} and holds {show(odd)}; "
+                    "give only texts, only token ids, or only lists of ids",
+                    param="prompt",
+                )
+            return prompt
+    return [prompt]
+
+
+async def _ids(engine: Engine, prompt: Any) -> list[int]:
+    if not isinstance(prompt, str):
+        return checked_ids(engine, prompt)
+    token_ids = await encode(engine, prompt, add_special_tokens=True)
+    if not token_ids:
+        raise InvalidParameter(
+            "the prompt is empty, and this model has no begin-of-text token to stand for it; give "
+            "some text",
+            param="prompt",
+        )
+    return token_ids
+
+
+def _refuse_early(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    """What one prompt would be refused for, before another has begun to be answered."""
+    now_ms = Clock().now_ms()
+    for prompt in prompts:
+        make_requests(
+            engine.card,
+            prompt.token_ids,
+            prompt.sampling,
+            request_id="check",
+            arrival_ms=now_ms,
+        )

@@ -1,0 +1,178 @@
+"""The table of request fields: what is honoured, what is refused by name, what cannot matter.
+
+A field that would change the answer is honoured or refused. null means "not given". A field we do
+not serve is accepted at the value that asks for nothing (its documented default), and fields that
+cannot change the answer are accepted at any value. Any other name is refused, or, with
+unknown_fields="warn", left out and reported. Knows nothing of values beyond this: they are checked
+where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+
+SAMPLING = frozenset(
+    {
+        "n",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+    }
+)
+_SHARED = SAMPLING | {"model", "stream", "stream_options", "logprobs"}
+COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
+CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+
+# They label a request or steer a service around it; no token depends on them.
+NO_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "request_id",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unserved:
+    """A field accepted only at values that ask for nothing, and why it is refused otherwise."""
+
+    allowed: tuple[Any, ...]
+    why: str
+
+
+_STRUCTURED = Unserved(allowed=(), why="structured output is not served yet")
+_TOOLS = Unserved(allowed=([], {}), why="tools are not served yet")
+_TEMPLATE = Unserved(allowed=({}, []), why="the chat template takes messages only")
+
+UNSERVED: dict[str, Unserved] = {
+    "store": Unserved(allowed=(False,), why="answers are not stored"),
+    "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
+    "response_format": Unserved(allowed=({"type": "text"},), why=_STRUCTURED.why),
+    "structured_outputs": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "grammar": _STRUCTURED,
+    "tools": _TOOLS,
+    "tool_choice": Unserved(allowed=("none", "auto"), why=_TOOLS.why),
+    "functions": _TOOLS,
+    "function_call": Unserved(allowed=("none", "auto"), why=_TOOLS.why),
+    "modalities": Unserved(allowed=(["text"],), why="the model writes text only"),
+    "audio": Unserved(allowed=(), why="the model writes text only"),
+    "prediction": Unserved(allowed=(), why="predicted outputs are not served"),
+    "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
+    "reasoning_effort": Unserved(allowed=("none",), why="the model has no effort to set"),
+    "verbosity": Unserved(allowed=("medium",), why="the model has no verbosity to set"),
+    "use_beam_search": Unserved(allowed=(False,), why="beam search is not served"),
+    "length_penalty": Unserved(allowed=(1, 1.0), why="beam search is not served"),
+    "early_stopping": Unserved(allowed=(False,), why="beam search is not served"),
+    "skip_special_tokens": Unserved(allowed=(True,), why="special tokens have no text here"),
+    "spaces_between_special_tokens": Unserved(
+        allowed=(True, False), why="special tokens have no text here"
+    ),
+    "add_special_tokens": Unserved(
+        allowed=(), why="completions get the tokenizer's special tokens, chats the template's"
+    ),
+    "prompt_logprobs": Unserved(allowed=(), why="log-probabilities of prompts are not served yet"),
+    "truncate_prompt_tokens": Unserved(allowed=(), why="prompts are never cut"),
+    "bad_words": Unserved(allowed=([],), why="use logit_bias to keep tokens out"),
+    "allowed_token_ids": Unserved(allowed=(), why="use logit_bias to keep tokens out"),
+    "priority": Unserved(allowed=(0,), why="requests are served first come, first served"),
+    "suffix": Unserved(allowed=("",), why="the model continues text, it does not fill in"),
+    "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
+    "add_generation_prompt": Unserved(allowed=(True,), why=_TEMPLATE.why),
+    "continue_final_message": Unserved(allowed=(False,), why=_TEMPLATE.why),
+    "chat_template": Unserved(allowed=(), why=_TEMPLATE.why),
+    "chat_template_kwargs": _TEMPLATE,
+    "documents": _TEMPLATE,
+}
+
+
+def known_fields(
+    body: Mapping[str, Any], honoured: frozenset[str], *, warn_unknown: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The honoured fields that were given, and names left out (only with warn_unknown).
+
+    Raises InvalidParameter naming a field that is not served or not known, with its value.
+    """
+    given: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
+        if name in honoured:
+            if value is not None:
+                given[name] = value
+        elif name in UNSERVED:
+            _check_unserved(name, value)
+        elif name not in NO_EFFECT:
+            if not warn_unknown:
+                raise _unknown(name, honoured)
+            ignored.append(name)
+    return given, tuple(ignored)
+
+
+def ignored_header(names: tuple[str, ...]) -> str:
+    """The names as a header value: printable ASCII, bounded."""
+    shown = [name.encode("ascii", "backslashreplace").decode()[:64] for name in names[:32]]
+    return ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in shown)
+
+
+def show(value: Any) -> str:
+    """A value as an error message shows it, cut short."""
+    text = repr(value[:20] if isinstance(value, list | str) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def flag(given: Mapping[str, Any], name: str) -> bool:
+    """A boolean field, False where it was not given."""
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidParameter(f"{name} is {show(value)}; true or false is allowed", param=name)
+    return value
+
+
+def _check_unserved(name: str, value: Any) -> None:
+    rule = UNSERVED[name]
+    # False == 0 and 1 == True in Python, not in JSON.
+    fine = value is None or any(
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+        for allowed in rule.allowed
+    )
+    if not fine:
+        allowed = " or ".join(["null", *(repr(value) for value in rule.allowed)])
+        raise InvalidParameter(
+            f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)",
+            param=name,
+        )
+
+
+def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
+    near = get_close_matches(name[:64], honoured, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return InvalidParameter(
+        f"{show(name)} is not a field of this request; {hint}leave it out, or start the server "
+        "with --unknown-fields warn",
+        param=name[:64],
+    )

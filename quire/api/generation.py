@@ -1,0 +1,153 @@
+"""What completions and chats share: from a body to answers, streamed or whole.
+
+A route hands in how its fields are read (`Reader`) and how its JSON is written (`Writer`). Knows
+neither API's words. Always holds: nothing reaches the engine before every field has been checked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.answers import Answers, Choice, Prompt, Usage
+from quire.api.body import read_object
+from quire.api.fields import flag, ignored_header, known_fields, show
+from quire.api.gone import until_gone
+from quire.api.serving import Engine, Serving
+from quire.api.stream import Chunks, EventStream
+from quire.base.errors import InvalidParameter, UnknownModel
+
+_STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What every body and chunk of one answer carries."""
+
+    id: str
+    created_s: int
+    model: str
+    fingerprint: str
+
+
+class Writer(Chunks, Protocol):
+    """How an API writes an answer, streamed (Chunks) or whole."""
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request whose fields are all checked."""
+
+    prompts: Sequence[Prompt]
+    writer: Writer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a Reader is given: the honoured fields, the engine, and the frame of the answer."""
+
+    given: Mapping[str, Any]
+    engine: Engine
+    envelope: Envelope
+    include_usage: bool
+    max_output_tokens: int | None
+
+
+Reader = Callable[[Asked], Awaitable[Job]]
+
+
+async def generate(
+    serving: Serving, request: Request, *, honoured: frozenset[str], prefix: str, read: Reader
+) -> Response:
+    """The response to a request for tokens. Raises RequestError and the engine's errors."""
+    engine = serving.engine()
+    config = serving.config
+    body = await read_object(request, limit_bytes=config.max_body_bytes)
+    given, ignored = known_fields(body, honoured, warn_unknown=config.unknown_fields == "warn")
+    request_id = f"{prefix}-{secrets.token_hex(12)}"
+    headers = {"x-request-id": request_id}
+    if ignored:
+        headers["x-quire-ignored-fields"] = ignored_header(ignored)
+        serving.log.warning("fields ignored", request=request_id, fields=ignored_header(ignored))
+    envelope = Envelope(
+        id=request_id,
+        created_s=int(time.time()),
+        model=_model_of(given, engine),
+        fingerprint=engine.card.fingerprint,
+    )
+    stream = flag(given, "stream")
+    asked = Asked(
+        given=given,
+        engine=engine,
+        envelope=envelope,
+        include_usage=_include_usage(given, stream=stream),
+        max_output_tokens=config.max_output_tokens,
+    )
+    job = await read(asked)
+    answers = Answers(engine, serving.metrics, job.prompts, request_id)
+    request.state.answers = answers
+    if stream:
+        return EventStream(serving, answers, job.writer, headers)
+    choices = await until_gone(
+        answers.whole(), request.receive, over=serving.over, limit_s=config.request_timeout_s
+    )
+    content = msgspec.json.encode(job.writer.whole(choices, answers.usage))
+    return Response(content, headers=headers, media_type="application/json")
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """`usage` as both APIs write it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _model_of(given: Mapping[str, Any], engine: Engine) -> str:
+    """The served model's name; a request may leave it out, but not name another."""
+    name = engine.card.name
+    asked = given.get("model", name)
+    if not isinstance(asked, str):
+        raise InvalidParameter(f"model is {show(asked)}; a string is allowed", param="model")
+    if asked != name:
+        raise UnknownModel(f"model {show(asked)} is not served here; {name!r} is", param="model")
+    return name
+
+
+def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:
+    options = given.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise InvalidParameter(
+            f"stream_options is {show(options)}; an object is allowed", param="stream_options"
+        )
+    if not stream:
+        raise InvalidParameter(
+            "stream_options is given without stream: true; leave it out", param="stream_options"
+        )
+    for name, value in options.items():
+        if name not in _STREAM_OPTIONS or not isinstance(value, bool | None):
+            raise InvalidParameter(
+                f"stream_options has {show(name)}: {show(value)}; include_usage: true or false is "
+                "allowed",
+                param="stream_options",
+            )
+    if options.get("continuous_usage_stats"):
+        raise InvalidParameter(
+            "stream_options.continuous_usage_stats is true; usage is sent once, at the end "
+            "(include_usage)",
+            param="stream_options",
+        )
+    return bool(options.get("include_usage"))

@@ -1,0 +1,50 @@
+"""Texts to token ids at the edge: long texts are tokenized in a thread, others go on meanwhile.
+
+Knows the tokenizer, the vocabulary and the context length; whether prompt and output fit together
+is the engine's to say. Always holds: ids that leave here are plain ints the model has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from quire.api.fields import show
+from quire.api.serving import Engine
+from quire.base.errors import ContextTooLong, InvalidParameter
+
+# Tokenizing so many characters takes about a millisecond.
+_SHORT_CHARS = 4096
+
+
+async def encode(engine: Engine, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of `text`. The tokenizer works without the interpreter lock."""
+    if len(text) <= _SHORT_CHARS:
+        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(
+        engine.tokenizer.encode, text, add_special_tokens=add_special_tokens
+    )
+
+
+def checked_ids(engine: Engine, token_ids: Sequence[Any]) -> list[int]:
+    """Token ids a caller gave. Raises InvalidParameter, and ContextTooLong with both numbers."""
+    card = engine.card
+    if len(token_ids) >= card.max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {len(token_ids)} tokens; prompt and output together may have "
+            f"{card.max_model_len}, and at least one token of output is needed; shorten the prompt",
+            param="prompt",
+        )
+    if not token_ids:
+        raise InvalidParameter(
+            "the prompt is an empty list; give at least one token id", param="prompt"
+        )
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < card.vocab_size:
+            raise InvalidParameter(
+                f"the prompt holds {show(token_id)}; token ids from 0 to {card.vocab_size - 1} "
+                "are allowed",
+                param="prompt",
+            )
+    return list(token_ids)

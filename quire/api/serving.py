@@ -1,0 +1,135 @@
+"""What all routes share: the engine, the settings, the counters, and whether we take requests.
+
+`Engine` is the part of EngineClient the edge uses. Knows no route and no JSON. Always holds:
+`engine()` gives an engine only while requests may be taken; `idle` is set exactly while no request
+for tokens is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from quire.base.errors import (
+    OverloadedError,
+    QuireError,
+    ShuttingDown,
+    TimedOut,
+    WorkerError,
+)
+from quire.base.log import Log
+from quire.base.records import EngineStats
+from quire.base.sampling_params import SamplingParams
+from quire.config.groups import ServerConfig
+from quire.engine.card import Health, ModelCard
+from quire.engine.output import TextDelta
+from quire.obs.metrics import Metrics
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """What the edge needs of an engine; quire.engine.client.EngineClient has it."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    stats: EngineStats
+    dead: asyncio.Event
+
+    def default_sampling(self) -> SamplingParams: ...
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncIterator[TextDelta]: ...
+
+    def health(self) -> Health: ...
+
+
+class Serving:
+    """One server process's state. Made and used in the event loop's thread."""
+
+    def __init__(self, config: ServerConfig, metrics: Metrics, log: Log) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.log = log
+        self.draining = False
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._engine: Engine | None = None
+        self._num_open = 0
+
+    def start(self, engine: Engine) -> None:
+        """The engine is ready: take requests."""
+        self._engine = engine
+
+    def drain(self) -> None:
+        """Take nothing new; what is open goes on."""
+        self.draining = True
+
+    def end_all(self) -> None:
+        """Grace is over: end what is open with an error."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def engine(self) -> Engine:
+        """The engine, if requests may be taken; else OverloadedError or WorkerError says why."""
+        if self.draining:
+            raise ShuttingDown("the server is shutting down and takes nothing new; try elsewhere")
+        if self._engine is None:
+            raise OverloadedError("the model is still loading; try again", retry_after_s=1.0)
+        if self._engine.dead.is_set():
+            raise WorkerError(f"the engine is gone: {self._engine.health().reason}")
+        return self._engine
+
+    def health(self) -> Health:
+        """The engine's word, or ours while there is none or we are leaving."""
+        if self._engine is None:
+            reason = "the model is still loading"
+            return Health(ok=False, state="starting", reason=reason, pending=0, steps_total=0)
+        health = self._engine.health()
+        if self.draining and health.state != "dead":
+            reason = "the server is shutting down and takes nothing new"
+            return Health(
+                ok=False,
+                state="draining",
+                reason=reason,
+                pending=health.pending,
+                steps_total=health.steps_total,
+            )
+        return health
+
+    def failed(self, error: QuireError) -> None:
+        """A request ended in an error: count it."""
+        self.metrics.error(type(error).__name__)
+        if isinstance(error, TimedOut):
+            self.metrics.timeout()
+
+    def scrape(self) -> bytes:
+        """All metrics as text, with the engine's latest counters."""
+        if self._engine is not None:
+            self.metrics.see(self._engine.stats)
+        return self.metrics.text()
+
+    @contextmanager
+    def request(self, *, counts: bool) -> Iterator[None]:
+        """Held while a request is open; draining waits for those that count."""
+        if not counts:
+            yield
+            return
+        self._num_open += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self.idle.set()

@@ -1,0 +1,28 @@
+"""GET /version, and / for people who come with a browser."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+_POINTER = """Quire serves a language model here, with OpenAI's API.
+
+POST /v1/chat/completions, /v1/completions
+GET  /v1/models, /health, /metrics, /version
+"""
+
+
+async def show_version(request: Request) -> Response:
+    """The version of this server."""
+    return Response(
+        msgspec.json.encode({"name": "quire", "version": version("quire")}),
+        media_type="application/json",
+    )
+
+
+async def show_pointer(request: Request) -> Response:
+    """What is served here, in a few lines."""
+    return PlainTextResponse(_POINTER)
