@@ -1,0 +1,184 @@
+"""One server process's life: load, serve, drain, end; with an exit code and never a hang.
+
+    exit_code = run(engine, config, listening, log, announce=print_block)
+
+While the engine starts, /health says so and requests get 503. SIGTERM or SIGINT: nothing new is
+taken (503), what is open may finish for grace_s, then gets an error; exit 0. A second signal exits
+at once. The engine's death: every open stream gets an error event, /health says "dead" for a
+moment, exit 1. Knows no route. Always holds: each wait after the end has begun has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import uvicorn
+import uvloop
+
+from quire.api.app import build_app
+from quire.api.serving import Engine, Serving
+from quire.base.errors import QuireError
+from quire.base.log import Log
+from quire.config.groups import ServerConfig
+from quire.obs.metrics import Metrics
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Open requests are given so long to write their last words once they have been told to end.
+_LAST_WORDS_S = 3.0
+# After the engine's death /health answers for so long, so that whoever watches sees why.
+_LINGER_S = 1.0
+_KEEP_ALIVE_S = 75
+
+
+class StartingEngine(Engine, Protocol):
+    """An engine that is being started, and is closed by us."""
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def run(
+    engine: StartingEngine,
+    config: ServerConfig,
+    listening: socket.socket,
+    log: Log,
+    *,
+    announce: Callable[[], None],
+) -> int:
+    """Serve until told to stop; the exit code. `announce` is called when requests are taken."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Life(engine, config, listening, log, announce).run())
+
+
+class _Life:
+    def __init__(
+        self,
+        engine: StartingEngine,
+        config: ServerConfig,
+        listening: socket.socket,
+        log: Log,
+        announce: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._listening = listening
+        self._log = log
+        self._announce = announce
+
+    async def run(self) -> int:
+        self._stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = Serving(self._config, Metrics(), self._log)
+        server = _server(serving)
+        http = asyncio.ensure_future(server.serve(sockets=[self._listening]))
+        try:
+            return await self._serve(serving, http)
+        finally:
+            server.should_exit = True
+            await asyncio.wait({http}, timeout=_LAST_WORDS_S)
+            await self._engine.close()
+            http.cancel()
+
+    async def _serve(self, serving: Serving, http: asyncio.Future[None]) -> int:
+        stopped = asyncio.ensure_future(self._stop.wait())
+        starting = asyncio.ensure_future(self._engine.ready())
+        died = asyncio.ensure_future(self._engine.dead.wait())
+        tasks = (stopped, starting, died)
+        try:
+            await _first(stopped, starting, http)
+            if not starting.done():
+                self._log.event("stopped while the model was loading")
+                return EXIT_FAILED if http.done() else EXIT_DONE
+            try:
+                starting.result()
+            except QuireError as error:
+                self._log.error(str(error), kind=type(error).__name__)
+                return EXIT_FAILED
+            serving.start(self._engine)
+            self._announce()
+            await _first(stopped, died, http)
+            if died.done():
+                return await self._buried(serving)
+            if http.done():
+                self._log.error("the HTTP server ended by itself")
+                return EXIT_FAILED
+            return await self._drained(serving, died)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drained(self, serving: Serving, died: asyncio.Future[Any]) -> int:
+        """Let open requests finish within the grace time, then end them."""
+        serving.drain()
+        self._log.event("draining", grace_s=self._config.grace_s)
+        idle = asyncio.ensure_future(serving.idle.wait())
+        await _first(idle, died, timeout_s=self._config.grace_s)
+        if died.done():
+            idle.cancel()
+            return await self._buried(serving)
+        if not idle.done():
+            self._log.warning("grace time is over; open requests are ended")
+            serving.end_all()
+            await _first(idle, timeout_s=_LAST_WORDS_S)
+        idle.cancel()
+        self._log.event("stopped")
+        return EXIT_DONE
+
+    async def _buried(self, serving: Serving) -> int:
+        """The engine is dead: open streams learn it from their generators."""
+        reason = self._engine.health().reason
+        self._log.error("the engine is dead; the server ends", reason=reason)
+        idle = asyncio.ensure_future(serving.idle.wait())
+        await _first(idle, timeout_s=_LAST_WORDS_S)
+        idle.cancel()
+        serving.end_all()
+        await asyncio.sleep(_LINGER_S)
+        return EXIT_FAILED
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            os._exit(128 + number)  # the engine process ends with us: its standard input closes
+        self._stop.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: what a signal means is decided here."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(serving: Serving) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            build_app(serving),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+    )
+
+
+async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(set(futures), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,145 @@
+"""quire serve [MODEL]: an OpenAI-compatible server on one model.
+
+Takes the port, starts the engine process, and only then imports what HTTP needs, so that both
+processes' imports overlap. Prints a short block when requests are taken. Exit code: 0 after a
+clean stop, 1 where the server could not start or the engine died, 2 for wrong settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.base.errors import SettingError
+from quire.base.log import Log
+from quire.config.flags import add_flags, built
+from quire.config.groups import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+if TYPE_CHECKING:
+    from quire.engine.client import EngineClient
+    from quire.engine.launch import EngineProcess
+
+_EXIT_SETTINGS = 2
+_PROGRESS_S = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and every flag of the config groups."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="",
+        metavar="MODEL",
+        help="folder of the model; left out: the model in the box",
+    )
+    add_flags(
+        parser,
+        ServerConfig,
+        ModelConfig,
+        CacheConfig,
+        SchedulerConfig,
+        ExecutorConfig,
+        skip=frozenset({"model"}),
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until stopped; the exit code."""
+    from quire.api.listen import listen, url_of
+    from quire.engine.launch import EngineProcess
+
+    try:
+        server = built(ServerConfig, arguments)
+        engine = EngineConfig(
+            model=built(ModelConfig, arguments),
+            cache=built(CacheConfig, arguments),
+            scheduler=built(SchedulerConfig, arguments),
+            executor=built(ExecutorConfig, arguments),
+        )
+        listening = listen(server)
+        process = EngineProcess.launch(engine)
+    except SettingError as error:
+        print(f"quire serve: {error}", file=sys.stderr)
+        return _EXIT_SETTINGS
+    return _serve(server, engine, listening, process, url=url_of(listening))
+
+
+def _serve(
+    server: ServerConfig,
+    config: EngineConfig,
+    listening: socket.socket,
+    process: EngineProcess,
+    *,
+    url: str,
+) -> int:
+    # Only now, while the engine's own imports run beside ours.
+    from quire.api.server import run as run_server
+    from quire.engine.client import EngineClient
+
+    client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
+    log = Log("server")
+    log.event("loading", model=config.model.model or "the model in the box", address=url)
+    announced = threading.Event()
+    if sys.stderr.isatty():
+        threading.Thread(
+            target=_show_progress, args=(client, announced), name="quire-progress", daemon=True
+        ).start()
+
+    def announce() -> None:
+        announced.set()
+        print(_block(client, url), flush=True)
+
+    try:
+        return run_server(client, server, listening, log, announce=announce)
+    finally:
+        announced.set()
+
+
+def _block(client: EngineClient, url: str) -> str:
+    """What is served, where, in how much memory, and how long it took to get here."""
+    card = client.card
+    lines = [
+        f"model    {card.name} ({card.dtype}), context {card.max_model_len} tokens",
+        *(f"memory   {note}" for note in client.notes),
+        f"address  {url}",
+        f"ready in {_age_s():.2f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _show_progress(client: EngineClient, announced: threading.Event) -> None:
+    """A line on the terminal that counts the weights while they are packed."""
+    shown = False
+    while not announced.wait(_PROGRESS_S):
+        done_bytes, total_bytes = client.loading
+        if total_bytes:
+            shown = True
+            share = 100 * done_bytes // total_bytes
+            sys.stderr.write(f"\rweights {share:3d} % of {total_bytes / 2**20:.0f} MiB")
+            sys.stderr.flush()
+    if shown:
+        sys.stderr.write("\r\033[K")
+
+
+def _age_s() -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+    except OSError:
+        return 0.0
+    # The command's name, field 2, is in parentheses and may hold anything; field 22 is the start.
+    started_ticks = int(stat.rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
