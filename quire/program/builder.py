@@ -114,7 +114,9 @@ class ProgramBuilder:
     ) -> View:
         """x @ W.T (+ bias) into a new buffer; dtype defaults to the program's."""
         if x.width != self._weights[weight].columns:
-            raise ValueError(f"{weight} takes {self._weights[weight].columns} columns, not {x.width}")
+            raise ValueError(
+                f"{weight} takes {self._weights[weight].columns} columns, not {x.width}"
+            )
         y = self._new(out_name, self._weights[weight].rows, dtype or self.dtype)
         return self._emit(OpKind.LINEAR, (x,), y, weight=weight, bias=bias)
 
@@ -213,7 +215,9 @@ class ProgramBuilder:
         return weight.name
 
     def _new(self, name: str, width: int, dtype: DType) -> View:
-        buffer = Buffer(len(self._buffers), f"{name}.{len(self._buffers)}", self._rows, width, dtype)
+        buffer = Buffer(
+            len(self._buffers), f"{name}.{len(self._buffers)}", self._rows, width, dtype
+        )
         self._buffers.append(buffer)
         return View(buffer, 0, width)
 

@@ -184,9 +184,10 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary angles: position p turns pair i by p * inv_freq[i]; cos and sin times `attention_scale`.
+    """Rotary angles: position p turns pair i by p * inv_freq[i].
 
-    inv_freq are f32 values held as floats; scalings (llama3, linear, yarn) are already in them.
+    cos and sin are multiplied by `attention_scale`. inv_freq are f32 values held as floats;
+    scalings (llama3, linear, yarn) are already in them.
     """
 
     inv_freq: tuple[float, ...]
