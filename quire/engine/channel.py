@@ -111,8 +111,8 @@ class ProcessLink:
         self._watcher.start()
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine."""
-        self._out.send(self._written.encode(message), copy=False)
+        """Queue a message to the engine; dropped where it is gone, which `on_end` tells."""
+        self._sent(message)
 
     async def close(self) -> None:
         """Ask the engine to stop, make sure that it does, and free the sockets."""
@@ -120,11 +120,18 @@ class ProcessLink:
         if self._loop is not None:
             self._loop.remove_reader(_descriptor(self._in))
             self._loop = None
-        self.send(Stop())
-        await loop.run_in_executor(None, self._end)
+        wait_s = _END_S if self._sent(Stop()) else 0.0
+        await loop.run_in_executor(None, self._end, wait_s)
 
-    def _end(self) -> None:
-        self._process.wait(_END_S)
+    def _sent(self, message: ToEngine) -> bool:
+        try:
+            self._out.send(self._written.encode(message), zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # nobody is connected: not yet, or no more
+            return False
+        return True
+
+    def _end(self, wait_s: float) -> None:
+        self._process.wait(wait_s)
         self._process.end(0.0)
         self._context.destroy(linger=0)
 

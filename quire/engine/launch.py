@@ -10,6 +10,7 @@ A fresh interpreter, never a fork. The sockets lie in a folder that only this us
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -41,11 +42,9 @@ class EngineProcess:
             shutil.rmtree(folder, ignore_errors=True)
             raise SettingError(f"the engine process cannot be started: {error}") from error
         process = cls(popen, folder)
-        try:
-            assert popen.stdin is not None, "Popen was asked for a pipe"
+        assert popen.stdin is not None, "Popen was asked for a pipe"
+        with contextlib.suppress(OSError):  # it is gone already; whoever waits for it reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
-        except OSError:
-            pass  # it is gone already; whoever waits for it reports how
         return process
 
     @property
@@ -63,7 +62,8 @@ class EngineProcess:
     def end(self, timeout_s: float) -> None:
         """Close its input, give it `timeout_s` to leave, then kill it; remove the folder."""
         if self._popen.stdin is not None:
-            self._popen.stdin.close()
+            with contextlib.suppress(OSError):  # it is gone, and did not read its config
+                self._popen.stdin.close()
         if self.wait(timeout_s) is None:
             self._popen.kill()
             self._popen.wait()

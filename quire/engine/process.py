@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -34,7 +35,12 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return _PARENT_GONE
-    threading.Thread(target=_leave_with_parent, name="quire-parent-watch", daemon=True).start()
+    threading.Thread(
+        target=_leave_with_parent,
+        args=(arguments.endpoint,),
+        name="quire-parent-watch",
+        daemon=True,
+    ).start()
     channel, log = EngineSide(arguments.endpoint), Log("engine")
 
     def emit(message: FromEngine) -> None:
@@ -53,11 +59,12 @@ def main() -> int:
     return 0 if done else 1
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(folder: Path) -> None:
     # The descriptor, not the buffered file: a thread that blocks in the latter holds its lock
     # while the interpreter shuts down.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # its owner can no longer do it
     os._exit(_PARENT_GONE)
 
 
