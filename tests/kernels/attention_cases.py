@@ -1,0 +1,224 @@
+"""A paged cache and the two native operations on it, for the attention tests.
+
+Holds keys, values and queries of whole sequences; a test stores what it likes and asks for any
+rows. Unfilled slots hold NaN. Blocks lie in a shuffled order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.execute.reference_attention import attention
+from quire.program.ops import DType
+from quire.weights.dtypes import bf16_bits, round_to_bf16
+
+Floats = NDArray[np.float32]
+TOKENS = 0  # the row count of a buffer
+ISAS = tuple(_native.available_isas())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What an attention operation is told."""
+
+    dtype: DType = DType.F32
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    window: int = 0
+    soft_cap: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """The usual one."""
+        return float(np.float32(self.head_dim**-0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a call: positions first .. first + count - 1 of a sequence."""
+
+    sequence: int
+    first: int
+    count: int
+
+
+class Tokens:
+    """Random q, k, v [sequences, positions, heads, head_dim], rounded to the cache's dtype."""
+
+    def __init__(
+        self, geometry: Geometry, *, sequences: int, positions: int, seed: int = 0
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        self.geometry = geometry
+        shape = (sequences, positions)
+        self.q, self.k, self.v = (
+            self._rounded(draw.standard_normal((*shape, heads, geometry.head_dim)) * spread)
+            for heads, spread in (
+                (geometry.heads, 2.0),
+                (geometry.kv_heads, 1.0),
+                (geometry.kv_heads, 1.0),
+            )
+        )
+
+    def _rounded(self, values: NDArray[np.float64]) -> Floats:
+        values32 = values.astype(np.float32)
+        return round_to_bf16(values32) if self.geometry.dtype is DType.BF16 else values32
+
+
+class PagedCache:
+    """One layer of native cache for `tokens`, all NaN until stored."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        block_size: int = 16,
+        num_threads: int = 1,
+        isa: str = "",
+        seed: int = 1,
+    ) -> None:
+        self.tokens, self.geometry, self.block_size = tokens, tokens.geometry, block_size
+        sequences, positions = tokens.k.shape[:2]
+        columns = -(-positions // block_size)
+        order = np.random.default_rng(seed).permutation(sequences * columns + 3)
+        self.tables = order[: sequences * columns].reshape(sequences, columns).astype(np.int32)
+        geometry = self.geometry
+        q_width = geometry.heads * geometry.head_dim
+        kv_width = geometry.kv_heads * geometry.head_dim
+        self._pool = _native.Pool(num_threads, isa=isa)
+        widths = (q_width, kv_width, kv_width, q_width)
+        self._stride = max(widths) + 7  # wider than any view: what lies beside a row is NaN
+        max_rows = max(sequences * positions, 1)
+        dtypes = (*[str(geometry.dtype)] * 3, "f32")
+        offsets = np.cumsum([0, *[-(-max_rows * self._stride * 4 // 64) * 64] * 4])
+        self._program = _native.Program(self._pool, int(offsets[-1]))
+        for offset, dtype in zip(offsets, dtypes, strict=False):
+            self._program.add_buffer(
+                rows=TOKENS,
+                offset_bytes=int(offset),
+                stride=self._stride,
+                max_rows=max_rows,
+                dtype=dtype,
+            )
+        q, k, v, y = self._views = [(index, 3, width) for index, width in enumerate(widths)]
+        attend_ints = [0, geometry.heads, geometry.window]
+        attend_floats = [geometry.scale, geometry.soft_cap]
+        self._program.add_segment([("store_kv", [k, v], [0], [], [])])
+        self._program.add_segment([("attention", [q, y], attend_ints, attend_floats, [])])
+        self._program.allocate_cache(
+            dtype=str(geometry.dtype),
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            block_size=block_size,
+            layers=1,
+            num_blocks=len(order),
+        )
+        self.bytes = self._program.cache
+        self.bytes[:] = 0xFF  # NaN in either dtype
+
+    def store(self, calls: Sequence[Rows]) -> None:
+        """Write keys and values of these rows."""
+        positions, _, _ = self._batch(calls)
+        self._write(1, np.concatenate([self._take(self.tokens.k, call) for call in calls]))
+        self._write(2, np.concatenate([self._take(self.tokens.v, call) for call in calls]))
+        self._run(0, calls, positions, self._slots(calls))
+
+    def attend(self, calls: Sequence[Rows]) -> Floats:
+        """Attention of these rows in one call: [rows, heads, head_dim]."""
+        positions, _, _ = self._batch(calls)
+        self._write(0, np.concatenate([self._take(self.tokens.q, call) for call in calls]))
+        self._run(1, calls, positions, np.full(len(positions), -1, np.int32))
+        y = self._program.array(self._views[3], len(positions)).copy()
+        return y.reshape(len(positions), self.geometry.heads, self.geometry.head_dim)
+
+    def attend_alone(self, calls: Sequence[Rows]) -> Floats:
+        """The same rows, a call each."""
+        rows = [
+            self.attend([Rows(call.sequence, call.first + i, 1)])
+            for call in calls
+            for i in range(call.count)
+        ]
+        return np.concatenate(rows)
+
+    def reference(self, calls: Sequence[Rows]) -> Floats:
+        """The same by the NumPy twin, from a plain cache."""
+        geometry = self.geometry
+        shape = (int(self.tables.max()) + 1, self.block_size, *self.tokens.k.shape[2:])
+        cache_k, cache_v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+        for sequence, table in enumerate(self.tables):
+            for position in range(self.tokens.k.shape[1]):
+                at = table[position // self.block_size], position % self.block_size
+                cache_k[at] = self.tokens.k[sequence, position]
+                cache_v[at] = self.tokens.v[sequence, position]
+        positions, starts, tables = self._batch(calls)
+        q = np.concatenate([self._take(self.tokens.q, call) for call in calls])
+        y = attention(
+            q,
+            cache_k,
+            cache_v,
+            seq_starts=starts,
+            positions=positions,
+            block_tables=tables,
+            heads=geometry.heads,
+            scale=geometry.scale,
+            window=geometry.window,
+            soft_cap=geometry.soft_cap,
+            dtype=geometry.dtype,
+        )
+        return y.reshape(len(positions), geometry.heads, geometry.head_dim)
+
+    # ---- private
+
+    def _batch(
+        self, calls: Sequence[Rows]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        positions = np.concatenate([np.arange(c.first, c.first + c.count) for c in calls])
+        starts = np.cumsum([0, *(call.count for call in calls)])
+        tables = self.tables[[call.sequence for call in calls]]
+        return positions.astype(np.int32), starts.astype(np.int32), tables
+
+    def _slots(self, calls: Sequence[Rows]) -> NDArray[np.int32]:
+        slots = [
+            self.tables[call.sequence, position // self.block_size] * self.block_size
+            + position % self.block_size
+            for call in calls
+            for position in range(call.first, call.first + call.count)
+        ]
+        return np.array(slots, np.int32)
+
+    def _take(self, values: Floats, call: Rows) -> Floats:
+        rows = values[call.sequence, call.first : call.first + call.count]
+        return rows.reshape(call.count, rows.shape[1] * rows.shape[2])
+
+    def _write(self, buffer: int, values: Floats) -> None:
+        """Put rows into a buffer, NaN around them."""
+        whole = self._program.array((buffer, 0, self._stride), len(values))
+        bits = self.geometry.dtype is DType.BF16
+        whole[:] = bf16_bits(np.full((1, 1), np.nan, np.float32))[0, 0] if bits else np.nan
+        _, offset, width = self._views[buffer]
+        whole[:, offset : offset + width] = bf16_bits(values) if bits else values
+
+    def _run(
+        self,
+        segment: int,
+        calls: Sequence[Rows],
+        positions: NDArray[np.int32],
+        slots: NDArray[np.int32],
+    ) -> None:
+        _, starts, tables = self._batch(calls)
+        self._program.run(
+            segment,
+            token_ids=np.zeros(len(positions), np.int32),
+            positions=positions,
+            rope_positions=positions,
+            kv_slots=slots,
+            seq_starts=starts,
+            block_tables=np.ascontiguousarray(tables),
+            sample_rows=np.empty(0, np.int32),
+        )

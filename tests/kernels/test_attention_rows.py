@@ -1,0 +1,169 @@
+"""The Row Rule for attention: a row's bits depend on its query and the positions it sees.
+
+Not on the rows beside it, the tile it fell into, threads, block size, chunks, or on what lies in
+slots it does not see.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.program.ops import DType
+from tests.kernels.attention_cases import ISAS, Geometry, PagedCache, Rows, Tokens
+
+BORDERS = (0, 1, 15, 16, 17, 127, 128, 254, 255, 256, 257, 258, 510, 511, 512, 513, 599)
+on_every_isa = pytest.mark.parametrize("isa", ISAS)
+for_each_dtype = pytest.mark.parametrize("dtype", list(DType))
+under_windows = pytest.mark.parametrize("window", [0, 37, 256, 301])
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Equal as bit patterns, so that zeros of either sign and NaN count too."""
+    assert not np.isnan(expected).any()
+    differing = np.flatnonzero((actual.view(np.uint32) != expected.view(np.uint32)).any((1, 2)))
+    assert not len(differing), f"rows {differing} of {len(expected)} differ"
+
+
+@on_every_isa
+@for_each_dtype
+@under_windows
+def test_a_row_is_the_same_among_1_to_65_rows(isa: str, dtype: DType, window: int) -> None:
+    geometry = Geometry(dtype=dtype, heads=3, kv_heads=1, head_dim=24, window=window)
+    cache = PagedCache(Tokens(geometry, sequences=1, positions=600), isa=isa)
+    cache.store([Rows(0, 0, 600)])
+    alone = cache.attend_alone([Rows(0, 0, 600)])
+    for count in range(1, 66):
+        first = (count * 37) % (600 - count)
+        rows = cache.attend([Rows(0, first, count)])
+        assert_same_bits(rows, alone[first : first + count])
+    assert_same_bits(cache.attend([Rows(0, 0, 600)]), alone)
+
+
+@on_every_isa
+@for_each_dtype
+@under_windows
+def test_positions_around_every_border_ignore_unfilled_slots(
+    isa: str, dtype: DType, window: int
+) -> None:
+    geometry = Geometry(dtype=dtype, heads=4, kv_heads=2, head_dim=20, window=window)
+    tokens = Tokens(geometry, sequences=1, positions=600)
+    full = PagedCache(tokens, isa=isa)
+    full.store([Rows(0, 0, 600)])
+    for position in BORDERS:
+        bare = PagedCache(tokens, isa=isa, seed=position)
+        seen = position + 1 if window == 0 else min(window, position + 1)
+        bare.store([Rows(0, position + 1 - seen, seen)])  # all else is NaN
+        row = [Rows(0, position, 1)]
+        assert_same_bits(bare.attend(row), full.attend(row))
+
+
+@on_every_isa
+@for_each_dtype
+@pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF])
+def test_whatever_stale_slots_hold_is_never_seen(isa: str, dtype: DType, fill: int) -> None:
+    geometry = Geometry(dtype=dtype, head_dim=9)
+    tokens = Tokens(geometry, sequences=2, positions=300)
+    calls = [Rows(0, 250, 27), Rows(1, 30, 1)]
+    results = []
+    for value in (0xFF, fill):
+        cache = PagedCache(tokens, isa=isa)
+        cache.bytes[:] = value
+        cache.store([Rows(0, 0, 277), Rows(1, 0, 31)])
+        results.append(cache.attend(calls))
+    assert_same_bits(results[1], results[0])
+
+
+@on_every_isa
+@for_each_dtype
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_broken_token_does_not_reach_the_rows_before_it(
+    isa: str, dtype: DType, poison: float
+) -> None:
+    geometry = Geometry(dtype=dtype, heads=2, kv_heads=1, head_dim=16)
+    tokens = Tokens(geometry, sequences=2, positions=300)
+    cache = PagedCache(tokens, isa=isa)
+    calls = [Rows(0, 240, 40), Rows(1, 0, 20)]
+    cache.store([Rows(0, 0, 300), Rows(1, 0, 300)])
+    sound = cache.attend(calls)
+    for broken in (259, 262):  # an odd and an even place in a pair
+        for values in (tokens.q, tokens.k, tokens.v):
+            values[0, broken] = poison
+        cache.store([Rows(0, broken, 1)])
+        rows = cache.attend(calls)
+        assert not np.isfinite(rows[broken - 240 : 40]).all()
+    assert_same_bits(rows[: 259 - 240], sound[: 259 - 240])
+    assert_same_bits(rows[40:], sound[40:])
+
+
+@on_every_isa
+@for_each_dtype
+@under_windows
+def test_threads_and_block_sizes_change_nothing(isa: str, dtype: DType, window: int) -> None:
+    geometry = Geometry(dtype=dtype, heads=6, kv_heads=3, head_dim=40, window=window)
+    tokens = Tokens(geometry, sequences=3, positions=530)
+    calls = [Rows(0, 200, 90), Rows(2, 529, 1), Rows(1, 0, 33), Rows(2, 5, 1)]
+    results = []
+    for block_size, num_threads in ((16, 1), (32, 2), (64, 3), (128, 2), (48, 3)):
+        cache = PagedCache(tokens, isa=isa, block_size=block_size, num_threads=num_threads)
+        cache.store([Rows(sequence, 0, 530) for sequence in range(3)])
+        results.append(cache.attend(calls))
+    for rows in results[1:]:
+        assert_same_bits(rows, results[0])
+
+
+@for_each_dtype
+def test_many_sequences_dealt_to_threads_are_each_as_alone(dtype: DType) -> None:
+    tokens = Tokens(Geometry(dtype=dtype, head_dim=8), sequences=70, positions=40)
+    cache = PagedCache(tokens, num_threads=3)
+    cache.store([Rows(sequence, 0, 40) for sequence in range(70)])
+    calls = [Rows(sequence, sequence % 40, 1) for sequence in range(70)]
+    assert_same_bits(cache.attend(calls), cache.attend_alone(calls))
+
+
+@for_each_dtype
+def test_a_prefill_of_2048_rows_is_each_row_alone(dtype: DType) -> None:
+    geometry = Geometry(dtype=dtype, heads=2, kv_heads=1, head_dim=16)
+    cache = PagedCache(Tokens(geometry, sequences=1, positions=2048), num_threads=2)
+    cache.store([Rows(0, 0, 2048)])
+    rows = cache.attend([Rows(0, 0, 2048)])
+    some = [*range(0, 2048, 97), 255, 256, 1023, 1024, 2047]
+    alone = cache.attend_alone([Rows(0, position, 1) for position in some])
+    assert_same_bits(rows[some], alone)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_chunking_of_any_geometry_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
+    kv_heads = data.draw(st.integers(1, 3), label="kv_heads")
+    geometry = Geometry(
+        dtype=data.draw(st.sampled_from(list(DType)), label="dtype"),
+        heads=kv_heads * data.draw(st.integers(1, 5), label="group"),
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.integers(1, 70), label="head_dim"),
+        window=data.draw(st.sampled_from([0, 0, 1, 5, 64, 255, 256, 259]), label="window"),
+        soft_cap=data.draw(st.sampled_from([0.0, 0.0, 7.0]), label="soft_cap"),
+    )
+    length = data.draw(st.integers(1, 560), label="length")
+    tokens = Tokens(geometry, sequences=2, positions=length)
+    cuts = data.draw(st.sets(st.integers(1, length), max_size=5), label="cuts")
+    edges = sorted({0, length, *cuts})
+    cache = PagedCache(
+        tokens,
+        block_size=data.draw(st.sampled_from([16, 32, 64, 128]), label="block_size"),
+        num_threads=data.draw(st.integers(1, 3), label="num_threads"),
+        isa=data.draw(st.sampled_from(ISAS), label="isa"),
+    )
+    cache.store([Rows(1, 0, length)])
+    chunks = []
+    for first, end in pairwise(edges):  # store, then attend, as a step does
+        cache.store([Rows(0, first, end - first)])
+        calls = [Rows(1, length - 1, 1), Rows(0, first, end - first)]
+        chunks.append(cache.attend(calls)[1:])
+    some = sorted({0, length - 1, *(edge - 1 for edge in edges[1:]), length // 2})
+    alone = cache.attend_alone([Rows(0, position, 1) for position in some])
+    assert_same_bits(np.concatenate(chunks)[some], alone)
