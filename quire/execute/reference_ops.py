@@ -93,15 +93,16 @@ def _activated(x: Float32s, form: str) -> Float32s:
     y: Float32s
     if form == "silu":
         with np.errstate(over="ignore"):
-            y = x / (ONE + np.exp(-x))
+            y = np.divide(x, ONE + np.exp(-x), dtype=np.float32)
     elif form == "relu":
         y = np.maximum(x, np.float32(0))
     elif form == "gelu":
-        erf = np.array([math.erf(value) for value in (x * np.float32(0.5**0.5)).flat], np.float32)
+        scaled = np.multiply(x, np.float32(0.5**0.5), dtype=np.float32)
+        erf = np.array([math.erf(value) for value in scaled.flat], np.float32)
         y = HALF * x * (ONE + erf.reshape(x.shape))
     elif form == "gelu_tanh":
         inner = np.float32((2 / math.pi) ** 0.5) * (x + np.float32(0.044715) * x * x * x)
-        y = HALF * x * (ONE + np.tanh(inner))
+        y = np.multiply(HALF * x, ONE + np.tanh(inner), dtype=np.float32)
     else:
         raise ValueError(f"activation {form!r}; silu, relu, gelu and gelu_tanh exist")
     return y

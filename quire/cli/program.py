@@ -1,0 +1,71 @@
+"""`quire program MODEL`: print the program of a model with bytes and operations of a step.
+
+Reads configuration files only; weights need not be there. Lazy imports are not needed: nothing
+here pulls in more than NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from quire.base.errors import InvalidParameter
+from quire.models.registry import box_path, build_program, open_model
+from quire.program.cost import StepShape
+from quire.program.ops import DType
+from quire.program.table import format_program
+
+HELP = "print a model's operations with shapes, bytes and operation counts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help="folder with config.json (default: the model in the box)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1, help="token rows of each sequence in the step (default 1)"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=0, help="positions already in the cache (default 0)"
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=1, help="sequences in the step (default 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", *DType],
+        default="auto",
+        help="what activations, weights and cache are held in (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table. Raises ConfigError or InvalidParameter."""
+    spec = open_model(args.model or box_path())
+    limit = spec.max_positions
+    for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):
+        _check(name, value, low, limit if name == "tokens" else 1_000_000)
+    _check("depth", args.depth, 0, limit - args.tokens)
+    dtype = DType.BF16 if spec.dtype == "bf16" else DType.F32
+    if args.dtype != "auto":
+        dtype = DType(args.dtype)
+    program = build_program(spec, dtype=dtype, max_positions=limit)
+    step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
+    sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
+    return 0
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidParameter(
+            f"--{name} is {value}; {low} to {high} is allowed for this model", param=name
+        )

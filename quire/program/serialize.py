@@ -1,0 +1,149 @@
+"""A Program as plain lists, dicts, strings and numbers, and back; and its digest.
+
+    from_plain(json.loads(json.dumps(to_plain(program)))) == program
+
+Workers receive programs this way. Views name their buffer by index. Knows the records of ops.py
+and nothing that runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quire.program.ops import (
+    Buffer,
+    CacheSpec,
+    DType,
+    Op,
+    OpKind,
+    RopeSpec,
+    Rows,
+    View,
+    Weight,
+    WeightForm,
+    WeightPart,
+)
+from quire.program.program import NUMERICS_VERSION, Program
+
+FORMAT = 1
+
+Plain = dict[str, Any]
+
+
+def to_plain(program: Program) -> Plain:
+    """The program as what JSON can hold."""
+    return {
+        "format": FORMAT,
+        "name": program.name,
+        "vocab_size": program.vocab_size,
+        "max_positions": program.max_positions,
+        "buffers": [[b.name, b.rows.value, b.width, b.dtype.value] for b in program.buffers],
+        "segments": {
+            name: [_op_to_plain(op) for op in ops] for name, ops in program.segments.items()
+        },
+        "weights": [_weight_to_plain(weight) for weight in program.weights.values()],
+        "caches": [
+            [c.kind, c.layers, c.kv_heads, c.head_dim, c.dtype.value, c.window]
+            for c in program.caches
+        ],
+        "ropes": [[list(r.inv_freq), r.attention_scale] for r in program.ropes],
+        "outputs": {name: _view_to_plain(view) for name, view in program.outputs.items()},
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> Program:
+    """The program `to_plain` wrote; raises ValueError for another format or contradictions."""
+    if plain.get("format") != FORMAT:
+        raise ValueError(f"program format is {plain.get('format')!r}; {FORMAT} can be read")
+    buffers = tuple(
+        Buffer(index, name, Rows(rows), width, DType(dtype))
+        for index, (name, rows, width, dtype) in enumerate(plain["buffers"])
+    )
+    weights = [_weight_from_plain(weight) for weight in plain["weights"]]
+    return Program(
+        name=plain["name"],
+        buffers=buffers,
+        segments={
+            name: tuple(_op_from_plain(op, buffers) for op in ops)
+            for name, ops in plain["segments"].items()
+        },
+        weights={weight.name: weight for weight in weights},
+        caches=tuple(
+            CacheSpec(kind, layers, kv_heads, head_dim, DType(dtype), window)
+            for kind, layers, kv_heads, head_dim, dtype, window in plain["caches"]
+        ),
+        ropes=tuple(RopeSpec(tuple(inv_freq), scale) for inv_freq, scale in plain["ropes"]),
+        outputs={name: _view_from_plain(view, buffers) for name, view in plain["outputs"].items()},
+        vocab_size=plain["vocab_size"],
+        max_positions=plain["max_positions"],
+    )
+
+
+def digest(program: Program) -> str:
+    """64 hexadecimal digits; equal for programs whose answers are equal in every bit.
+
+    Covers the numerics version. Leaves out max_positions and the order in which weights were
+    declared: no answer depends on them.
+    """
+    plain = to_plain(program)
+    del plain["max_positions"]
+    plain["weights"].sort(key=lambda weight: weight["name"])
+    plain["numerics"] = NUMERICS_VERSION
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _op_to_plain(op: Op) -> Plain:
+    return {
+        "kind": op.kind.value,
+        "inputs": [_view_to_plain(view) for view in op.inputs],
+        "outputs": [_view_to_plain(view) for view in op.outputs],
+        "attrs": dict(op.attrs),
+    }
+
+
+def _op_from_plain(plain: Mapping[str, Any], buffers: tuple[Buffer, ...]) -> Op:
+    return Op(
+        OpKind(plain["kind"]),
+        tuple(_view_from_plain(view, buffers) for view in plain["inputs"]),
+        tuple(_view_from_plain(view, buffers) for view in plain["outputs"]),
+        dict(plain["attrs"]),
+    )
+
+
+def _view_to_plain(view: View) -> list[int]:
+    return [view.buffer.index, view.offset, view.width]
+
+
+def _view_from_plain(plain: list[int], buffers: tuple[Buffer, ...]) -> View:
+    index, offset, width = plain
+    if not 0 <= index < len(buffers):
+        raise ValueError(f"a view names buffer {index}; there are {len(buffers)}")
+    return View(buffers[index], offset, width)
+
+
+def _weight_to_plain(weight: Weight) -> Plain:
+    return {
+        "name": weight.name,
+        "form": weight.form.value,
+        "parts": [[part.name, part.source, part.rows] for part in weight.parts],
+        "columns": weight.columns,
+        "dtype": weight.dtype.value,
+        "shard": weight.shard,
+        "offset": weight.offset,
+    }
+
+
+def _weight_from_plain(plain: Mapping[str, Any]) -> Weight:
+    return Weight(
+        plain["name"],
+        WeightForm(plain["form"]),
+        tuple(WeightPart(name, source, rows) for name, source, rows in plain["parts"]),
+        plain["columns"],
+        DType(plain["dtype"]),
+        plain["shard"],
+        plain["offset"],
+    )
