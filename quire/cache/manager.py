@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from quire._native import hash_chains
 
+from quire._native import hash_chains
 from quire.base.errors import CapacityError
 from quire.cache import audit
 from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of

@@ -1,0 +1,247 @@
+"""What deciding costs: schedule + update by number of running requests, and a block's books.
+
+No model: results are made up, so that only the scheduler and the cache are timed. `steady` has
+every request decode one token a step, lengths staggered so that block crossings spread evenly;
+`churn` has 5 % of the requests end and as many arrive in each step, with prompts to compute.
+Before anything is timed, the books are audited and the numbers of rows are checked.
+Run: python -m bench.scheduler [--steps 2000] [--out bench/results/scheduler.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.machine import machine_card
+from quire.base.records import Request, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.cache.manager import CacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+
+RUNNING = (16, 64, 256, 1024, 4096)
+GOALS_US = {256: 50.0, 1024: 100.0}
+BLOCK_SIZE = 16
+CHURN = 0.05
+CHURN_PROMPT = 64
+WARM_UP_STEPS = 64
+EOS_ID = 2
+
+
+class Bench:
+    """A scheduler, and a worker that answers at once with token 5 for each row that samples."""
+
+    def __init__(self, running: int, max_model_len: int, num_blocks: int, max_tokens: int) -> None:
+        cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=True)
+        limits = SchedulerLimits(
+            max_num_seqs=running,
+            max_num_batched_tokens=max_tokens,
+            max_model_len=max_model_len,
+            max_queued_requests=2 * running,
+        )
+        self.scheduler = Scheduler(limits, cache, FirstCome())
+        self.sampling = SamplingParams(seed=1)
+        self.random = np.random.default_rng(7)
+        self.added = 0
+
+    def add(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A request nobody shares a prefix with."""
+        name = f"request-{self.added}"
+        self.added += 1
+        self.scheduler.add(
+            Request(
+                request_id=name,
+                group_id=name,
+                stream=0,
+                prompt_ids=self.random.integers(10, 30_000, prompt_tokens, np.int32),
+                sampling=self.sampling,
+                stop_ids=(EOS_ID,),
+                max_total_tokens=prompt_tokens + output_tokens,
+                arrival_ms=0.0,
+            )
+        )
+
+    def step(self) -> tuple[int, StepPlan, int]:
+        """Nanoseconds of schedule + update, the plan, and how many requests ended."""
+        begin = time.perf_counter_ns()
+        plan = self.scheduler.schedule(0.0)
+        middle = time.perf_counter_ns()
+        if plan is None:
+            raise SystemExit("the scheduler made no plan though requests are there")
+        result = self._result(plan)
+        resume = time.perf_counter_ns()
+        outputs = self.scheduler.update(plan, result, 0.0)
+        end = time.perf_counter_ns()
+        ended = sum(event.finish_reason is not None for event in outputs.events)
+        return (middle - begin) + (end - resume), plan, ended
+
+    def check(self) -> None:
+        """The books agree, or there is no result."""
+        problems = self.scheduler.check_integrity()
+        if problems:
+            raise SystemExit(f"the books do not agree: {problems}")
+
+    @staticmethod
+    def _result(plan: StepPlan) -> StepResult:
+        counts = plan.samples.astype(np.int32)
+        return StepResult(
+            step=plan.step,
+            token_counts=counts,
+            token_ids=np.full(int(counts.sum()), 5, np.int32),
+        )
+
+
+def steady(running: int, steps: int) -> dict[str, object]:
+    """All requests decode; nobody comes, nobody ends."""
+    longest = 128 + BLOCK_SIZE + steps + WARM_UP_STEPS + 64
+    blocks = running * (-(-longest // BLOCK_SIZE))
+    bench = Bench(running, longest, blocks, max_tokens=256 * running)
+    for number in range(running):
+        bench.add(128 + number % BLOCK_SIZE, longest - 128 - number % BLOCK_SIZE)
+    for _ in range(WARM_UP_STEPS):
+        bench.step()
+    bench.check()
+    times, crossings = [], 0
+    for _ in range(steps):
+        ns, plan, ended = bench.step()
+        if len(plan.slots) != running or ended:
+            raise SystemExit(f"a steady step had {len(plan.slots)} rows and {ended} ends")
+        times.append(ns)
+        crossings += len(plan.table_blocks)
+    return _summary(running, times) | {"blocks_per_step": round(crossings / steps, 1)}
+
+
+def churn(running: int, steps: int) -> dict[str, object]:
+    """5 % of the requests end in each step, and as many arrive with a prompt to compute."""
+    arrivals = max(1, round(running * CHURN))
+    lifetime = max(1, running // arrivals)  # steps a request runs: one token each
+    longest = CHURN_PROMPT + lifetime + 2
+    blocks = 2 * running * (-(-longest // BLOCK_SIZE))
+    bench = Bench(running, longest, blocks, max_tokens=running + 2 * arrivals * CHURN_PROMPT)
+    times, rows, ends = [], 0, 0
+    gc.collect()
+    for step in range(WARM_UP_STEPS + steps):
+        for _ in range(arrivals):
+            bench.add(CHURN_PROMPT, lifetime)
+        ns, plan, ended = bench.step()
+        if step >= WARM_UP_STEPS:
+            times.append(ns)
+            rows += len(plan.slots)
+            ends += ended
+    bench.check()
+    return _summary(running, times) | {
+        "rows_per_step": round(rows / steps, 1),
+        "ends_per_step": round(ends / steps, 1),
+    }
+
+
+def block_costs(count: int, repeats: int) -> dict[str, float]:
+    """Nanoseconds a block, `count` blocks at a time: allocate, free, hash, find, and evict."""
+    cache = CacheManager(count, BLOCK_SIZE, prefix_caching=True)
+    cache.lay_out(num_slots=1, max_tokens=count * BLOCK_SIZE)
+    random = np.random.default_rng(7)
+    slots, added, zero = np.zeros(1, np.int32), np.array([count], np.int32), np.zeros(1, np.int64)
+    computed = added * np.int32(BLOCK_SIZE)
+    taken: dict[str, list[float]] = {}
+
+    def timed(name: str, begin: int) -> None:
+        taken.setdefault(name, []).append((time.perf_counter_ns() - begin) / count)
+
+    for _ in range(repeats):
+        tokens = random.integers(0, 30_000, (1, count * BLOCK_SIZE), np.int32)
+        chain = cache.chain(tokens[0], "")
+        if chain is None or cache.match(chain).num_blocks:
+            raise SystemExit("a fresh prompt was found in the prefix index")
+        cache.attach(0, cache.match(chain))
+        begin = time.perf_counter_ns()
+        cache.allocate(slots, added)
+        timed("allocate_evicting" if len(cache.index) == 0 and taken else "allocate", begin)
+        begin = time.perf_counter_ns()
+        cache.register(slots, computed, tokens)
+        timed("hash_and_register", begin)
+        begin = time.perf_counter_ns()
+        cache.free(slots, zero)
+        timed("free", begin)
+        begin = time.perf_counter_ns()
+        chain = cache.chain(tokens[0], "")
+        timed("hash", begin)
+        begin = time.perf_counter_ns()
+        match = cache.match(chain) if chain else None
+        timed("find", begin)
+        if match is None or match.num_blocks != count or cache.check_integrity():
+            raise SystemExit("a freed prompt was not found again, or the books do not agree")
+    plain = CacheManager(count, BLOCK_SIZE, prefix_caching=False)
+    plain.lay_out(num_slots=1, max_tokens=count * BLOCK_SIZE)
+    taken["allocate"] = []
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        plain.allocate(slots, added)
+        timed("allocate", begin)
+        begin = time.perf_counter_ns()
+        plain.free(slots, zero)
+        timed("free_plain", begin)
+    return {name: round(float(np.median(values)), 1) for name, values in sorted(taken.items())}
+
+
+def _summary(running: int, times_ns: list[int]) -> dict[str, object]:
+    times_us = np.array(times_ns) / 1e3
+    return {
+        "running": running,
+        "steps": len(times_ns),
+        "p50_us": round(float(np.percentile(times_us, 50)), 1),
+        "p99_us": round(float(np.percentile(times_us, 99)), 1),
+        "goal_us": GOALS_US.get(running),
+    }
+
+
+def plot(result: dict[str, list[dict[str, float]]], path: Path) -> None:
+    """p50 and p99 over the number of running requests, with the goals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name, color in (("steady", "tab:blue"), ("churn", "tab:orange")):
+        running = [case["running"] for case in result[name]]
+        label = "steady" if name == "steady" else f"{CHURN:.0%} arrivals and ends a step"
+        axes.plot(running, [c["p50_us"] for c in result[name]], "o-", color=color, label=label)
+        axes.plot(running, [c["p99_us"] for c in result[name]], "o:", color=color, label="p99")
+    axes.plot(list(GOALS_US), list(GOALS_US.values()), "kx", label="goal (steady)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(RUNNING, [str(count) for count in RUNNING])
+    axes.set_xlabel("running requests")
+    axes.set_ylabel("schedule + update, µs")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, write JSON and the plot beside it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/scheduler.json"))
+    args = parser.parse_args()
+    result: dict[str, object] = {"bench": "scheduler", "machine": machine_card()}
+    gc.freeze()
+    result["steady"] = [steady(running, args.steps) for running in RUNNING]
+    result["churn"] = [churn(running, max(args.steps // 4, 50)) for running in RUNNING]
+    result["block_ns"] = {"blocks_at_once": 4096} | block_costs(4096, 50)
+    result["goal_block_ns"] = 1_000
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, args.out.with_suffix(".png"))  # type: ignore[arg-type]
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

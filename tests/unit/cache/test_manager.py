@@ -1,0 +1,340 @@
+"""CacheManager: sharing, forking, registering, holding, and the audit of its books."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.base.errors import CapacityError
+from quire.cache import digest
+from quire.cache.manager import CacheManager
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def steps(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+class Books:
+    """A manager with the tokens of its slots, as the scheduler would keep them."""
+
+    def __init__(self, num_blocks: int = 8, block_size: int = 4, num_slots: int = 4) -> None:
+        self.cache = CacheManager(num_blocks, block_size, prefix_caching=True)
+        self.cache.lay_out(num_slots=num_slots, max_tokens=num_blocks * block_size)
+        self.tokens = np.zeros((num_slots, num_blocks * block_size), np.int32)
+
+    def begin(self, slot: int, token_ids: list[int], salt: str = "") -> int:
+        """Admit and compute all of it; returns how many blocks were found."""
+        cache = self.cache
+        chain = cache.chain(np.array(token_ids, np.int32), salt)
+        assert chain is not None
+        match = cache.match(chain)
+        cache.attach(slot, match)
+        short = cache.blocks_short(ints(slot), ints(len(token_ids)))
+        if short[0]:
+            cache.allocate(ints(slot), short)
+        self.tokens[slot, : len(token_ids)] = token_ids
+        cache.register(ints(slot), ints(len(token_ids)), self.tokens)
+        assert cache.check_integrity() == []
+        return match.num_blocks
+
+    def end(self, *slots: int, last_step: int = 0) -> int:
+        freed = self.cache.free(ints(*slots), np.full(len(slots), last_step, np.int64))
+        assert self.cache.check_integrity() == []
+        return freed
+
+
+def test_blocks_short_counts_what_is_missing_to_hold_a_length() -> None:
+    books = Books()
+    books.begin(0, list(range(5)))
+    lengths = ints(5, 8, 9, 16)
+    assert books.cache.blocks_short(ints(0, 0, 0, 0), lengths).tolist() == [0, 0, 1, 2]
+
+
+def test_a_running_request_shares_its_computed_full_blocks() -> None:
+    books = Books()
+    assert books.begin(0, list(range(10))) == 0
+    assert books.begin(1, list(range(10))) == 2
+    assert books.cache.tables.row(0)[:2].tolist() == books.cache.tables.row(1)[:2].tolist()
+    assert books.cache.tables.row(0)[2] != books.cache.tables.row(1)[2]
+    assert books.cache.num_free == 4
+
+
+def test_blocks_of_an_ended_request_are_found_until_they_are_needed() -> None:
+    books = Books()
+    books.begin(0, list(range(12)))
+    assert books.end(0) == 3
+    assert books.cache.num_free == 8
+    assert books.begin(1, list(range(9))) == 2
+    books.end(1)
+    books.begin(2, list(range(100, 132)))
+    books.end(2)
+    assert books.begin(3, list(range(12))) == 0
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+    books = Books()
+    books.begin(0, list(range(32)))
+    books.end(0)
+    books.begin(1, list(range(100, 112)))
+    chain = books.cache.chain(np.arange(32, dtype=np.int32), "")
+    assert chain is not None
+    assert books.cache.match(chain).num_blocks == 5
+
+
+def test_another_salt_finds_nothing() -> None:
+    books = Books()
+    books.begin(0, list(range(8)), salt="one")
+    assert books.begin(1, list(range(8)), salt="two") == 0
+    assert books.begin(2, list(range(8)), salt="one") == 2
+
+
+def test_only_what_was_computed_is_registered() -> None:
+    books = Books()
+    cache = books.cache
+    chain = cache.chain(np.arange(12, dtype=np.int32), "")
+    assert chain is not None
+    cache.attach(0, cache.match(chain))
+    cache.allocate(ints(0), ints(3))
+    books.tokens[0, :12] = np.arange(12)
+    for computed, found in ((3, 0), (4, 1), (7, 1), (11, 2), (12, 3)):
+        cache.register(ints(0), ints(computed), books.tokens)
+        assert cache.match(chain).num_blocks == found
+
+
+def test_registering_in_parts_gives_the_digests_of_the_whole_chain() -> None:
+    books = Books()
+    cache, seen = books.cache, []
+    chain = cache.chain(np.arange(16, dtype=np.int32), "")
+    assert chain is not None
+    cache.attach(0, cache.match(chain))
+    cache.allocate(ints(0), ints(4))
+    books.tokens[0, :16] = np.arange(16)
+    for computed in (5, 9, 16):
+        cache.register(ints(0), ints(computed), books.tokens)
+        seen = [cache.index.key_of(block) for block in cache.tables.row(0).tolist()]
+    assert seen == list(chain.keys)
+
+
+def test_without_prefix_caching_nothing_is_hashed_and_nothing_found() -> None:
+    def refuse(*arguments: object) -> np.ndarray:
+        raise AssertionError("hashed")
+
+    cache = CacheManager(4, 4, prefix_caching=False, hash_blocks=refuse)
+    cache.lay_out(num_slots=2, max_tokens=16)
+    assert cache.chain(np.arange(8, dtype=np.int32), "") is None
+    cache.allocate(ints(0), ints(2))
+    cache.register(ints(0), ints(8), np.zeros((2, 16), np.int32))
+    assert cache.free(ints(0), steps(0)) == 2
+    assert cache.pool.num_free_findable == 0
+
+
+def test_many_slots_are_hashed_by_one_call() -> None:
+    calls = []
+
+    def counting(*arguments: object) -> np.ndarray:
+        calls.append(len(arguments[1]))  # type: ignore[arg-type]
+        return digest.hash_chains(*arguments)  # type: ignore[arg-type]
+
+    cache = CacheManager(8, 2, prefix_caching=True, hash_blocks=counting)
+    cache.lay_out(num_slots=4, max_tokens=16)
+    cache.allocate(ints(0, 1, 2), ints(2, 2, 2))
+    tokens = np.arange(64, dtype=np.int32).reshape(4, 16)
+    cache.register(ints(0, 1, 2), ints(4, 3, 1), tokens)
+    assert calls == [2]
+    cache.register(ints(0, 1, 2), ints(4, 3, 1), tokens)
+    assert calls == [2]
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
+    books = Books()
+    books.begin(0, list(range(10)))
+    deltas, copy_from, copy_to = books.cache.fork(0, 1, 10)
+    source, target = books.cache.tables.row(0).tolist(), books.cache.tables.row(1).tolist()
+    assert target[:2] == source[:2]
+    assert copy_from.tolist() == [source[2]]
+    assert copy_to.tolist() == [target[2]]
+    assert deltas.blocks.tolist() == target
+    assert deltas.columns.tolist() == [0, 1, 2]
+    assert books.cache.check_integrity() == []
+
+
+def test_a_fork_at_a_block_border_copies_nothing() -> None:
+    books = Books()
+    books.begin(0, list(range(8)))
+    deltas, copy_from, _ = books.cache.fork(0, 1, 8)
+    assert len(deltas.blocks) == 2
+    assert len(copy_from) == 0
+    assert books.cache.num_free == 6
+
+
+def test_blocks_a_fork_fills_are_registered_on_the_chain_of_the_prompt() -> None:
+    books = Books()
+    books.begin(0, list(range(10)))
+    books.cache.fork(0, 1, 10)
+    books.tokens[1, :12] = [*range(10), 50, 51]
+    books.cache.register(ints(1), ints(12), books.tokens)
+    chain = books.cache.chain(books.tokens[1, :12].copy(), "")
+    assert chain is not None
+    assert books.cache.match(chain).blocks.tolist() == books.cache.tables.row(1).tolist()
+
+
+def test_a_fork_of_a_request_whose_blocks_are_duplicates_keeps_the_chain_right() -> None:
+    books = Books()
+    cache = books.cache
+    for slot in (0, 1):  # both compute the same prompt before either is registered
+        cache.attach(slot, cache.match(cache.chain(ints(), "")))  # type: ignore[arg-type]
+        cache.allocate(ints(slot), ints(1))
+        books.tokens[slot, :4] = [1, 2, 3, 4]
+    cache.register(ints(0, 1), ints(4, 4), books.tokens)
+    cache.fork(1, 2, 4)
+    books.tokens[2, :8] = [1, 2, 3, 4, 5, 6, 7, 8]
+    cache.allocate(ints(2), ints(1))
+    cache.register(ints(2), ints(8), books.tokens)
+    chain = cache.chain(books.tokens[2, :8].copy(), "")
+    assert chain is not None
+    assert cache.match(chain).num_blocks == 2
+    assert cache.check_integrity() == []
+
+
+def test_blocks_named_by_a_step_in_flight_are_free_only_after_it() -> None:
+    books = Books()
+    books.begin(0, list(range(8)))
+    books.begin(1, list(range(20, 28)))
+    assert books.cache.free(ints(0, 1), steps(3, 0)) == 2
+    assert books.cache.num_free == 6
+    assert books.cache.check_integrity() == []
+    assert books.cache.settle(2) == 0
+    assert books.cache.settle(3) == 2
+    assert books.cache.num_free == 8
+
+
+def test_a_held_block_can_still_be_found_and_shared() -> None:
+    books = Books()
+    books.begin(0, list(range(8)))
+    books.end(0, last_step=1)
+    assert books.begin(1, list(range(8))) == 2
+    books.cache.settle(1)
+    assert books.cache.check_integrity() == []
+    assert books.cache.num_free == 6
+
+
+def test_a_held_source_of_a_copy_is_not_handed_out() -> None:
+    books = Books(num_blocks=3)
+    books.begin(0, list(range(4)))
+    block = books.cache.tables.row(0).copy()
+    books.cache.hold(block, step=5)
+    books.end(0)
+    assert books.cache.num_free == 2
+    books.cache.settle(5)
+    assert books.cache.num_free == 3
+
+
+def test_allocating_too_much_is_refused_and_changes_nothing() -> None:
+    books = Books()
+    assert books.cache.can_allocate(8)
+    assert not books.cache.can_allocate(9)
+    with pytest.raises(CapacityError):
+        books.cache.allocate(ints(0, 1), ints(5, 4))
+    assert books.cache.check_integrity() == []
+    assert books.cache.num_free == 8
+
+
+def test_the_audit_names_each_kind_of_contradiction() -> None:
+    def spoiled(spoil) -> str:
+        books = Books()
+        books.begin(0, list(range(8)))
+        books.begin(1, list(range(20, 26)))
+        books.end(1)
+        spoil(books.cache)
+        return " ".join(books.cache.check_integrity())
+
+    def leak(cache: CacheManager) -> None:
+        cache.tables.take(ints(0))
+
+    def lose(cache: CacheManager) -> None:
+        cache.pool.references[cache.tables.row(0)[0]] = 0
+
+    def unmark(cache: CacheManager) -> None:
+        cache.pool.findable[cache.tables.row(0)[0]] = False
+
+    def shorten(cache: CacheManager) -> None:
+        cache.tables.counts[0] = 1
+
+    def free_twice(cache: CacheManager) -> None:
+        cache.pool._push_stack(cache.pool.free_blocks()[0][:1])
+
+    assert "leaked" in spoiled(leak)
+    assert "fewer references" in spoiled(lose)
+    assert "neither free nor in use" in spoiled(lose)
+    assert "findable" in spoiled(unmark)
+    assert "tables" in spoiled(shorten)
+    assert "more than once" in spoiled(free_twice)
+    assert spoiled(lambda cache: None) == ""
+
+
+def test_the_audit_repairs_a_leak_and_loses_nothing() -> None:
+    books = Books()
+    books.begin(0, list(range(8)))
+    books.begin(1, list(range(20, 30)))
+    books.cache.tables.take(ints(1))
+    assert books.cache.num_free == 3
+    assert books.cache.check_integrity(repair=True)
+    assert books.cache.check_integrity() == []
+    assert books.cache.num_free == 6
+    assert books.begin(2, list(range(20, 30))) == 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 14), st.integers(0, 1)),
+        max_size=40,
+    )
+)
+def test_the_books_agree_after_any_sequence_of_verbs(operations: list) -> None:
+    """And a match always leads to blocks that were filled with exactly those tokens."""
+    books = Books(num_blocks=7, block_size=2)
+    cache, busy, step = books.cache, set(), 0
+    content: dict[int, tuple[int, ...]] = {}
+
+    def fill(slot: int, length: int) -> None:
+        for column, block in enumerate(cache.tables.row(slot).tolist()):
+            if (column + 1) * 2 <= length:
+                content[block] = tuple(books.tokens[slot, : (column + 1) * 2].tolist())
+
+    for kind, slot, length, flavour in operations:
+        token_ids = [flavour] * length
+        if kind == 0 and slot not in busy:
+            chain = cache.chain(np.array(token_ids, np.int32), "")
+            assert chain is not None
+            match = cache.match(chain)
+            for column, block in enumerate(match.blocks.tolist()):
+                assert content[block] == tuple(token_ids[: (column + 1) * 2])
+            lacking = -(-length // 2) - match.num_blocks
+            if lacking <= cache.num_takeable(match):
+                books.begin(slot, token_ids)
+                busy.add(slot)
+                fill(slot, length)
+        elif kind in (1, 2) and slot in busy:
+            step += 1
+            books.end(slot, last_step=step if kind == 1 else 0)
+            busy.discard(slot)
+        elif kind == 3:
+            cache.settle(step)
+        elif kind == 4 and slot in busy and cache.num_free and (slot + 1) % 4 not in busy:
+            target = (slot + 1) % 4
+            shared = min(length, int(cache.capacities[slot]))
+            books.tokens[target] = books.tokens[slot]
+            _, copy_from, copy_to = cache.fork(slot, target, shared)
+            cache.hold(copy_from, step)
+            assert len(copy_from) == len(copy_to)
+            busy.add(target)
+        assert cache.check_integrity() == []
+    books.end(*busy)
+    cache.settle(step)
+    assert cache.num_free == 7

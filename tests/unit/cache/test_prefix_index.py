@@ -1,0 +1,62 @@
+"""PrefixIndex: longest match, first come first kept, forgetting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.cache.prefix_index import PrefixIndex
+
+KEYS = [bytes([number]) * 16 for number in range(6)]
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_a_match_ends_at_the_first_unknown_key() -> None:
+    index = PrefixIndex(8)
+    index.insert([KEYS[0], KEYS[1], KEYS[3]], ints(5, 2, 7))
+    assert index.longest_match(KEYS).tolist() == [5, 2]
+    assert index.longest_match(KEYS[1:]).tolist() == [2]
+    assert index.longest_match([KEYS[2]]).tolist() == []
+    assert index.longest_match([]).tolist() == []
+
+
+def test_the_first_block_under_a_key_stays_and_later_ones_are_left_out() -> None:
+    index = PrefixIndex(8)
+    assert index.insert([KEYS[0]], ints(5)).tolist() == [5]
+    assert index.insert([KEYS[0], KEYS[1]], ints(6, 7)).tolist() == [7]
+    assert index.longest_match(KEYS).tolist() == [5, 7]
+    assert index.key_of(6) is None
+
+
+def test_a_block_that_is_findable_already_keeps_its_key() -> None:
+    index = PrefixIndex(8)
+    index.insert([KEYS[0]], ints(5))
+    assert index.insert([KEYS[1]], ints(5)).tolist() == []
+    assert index.key_of(5) == KEYS[0]
+    assert index.problems() == []
+
+
+def test_a_forgotten_block_is_not_found_and_its_key_can_be_used_again() -> None:
+    index = PrefixIndex(8)
+    index.insert(KEYS[:3], ints(0, 1, 2))
+    index.forget(ints(1))
+    assert index.longest_match(KEYS).tolist() == [0]
+    assert len(index) == 2
+    assert index.insert([KEYS[1]], ints(4)).tolist() == [4]
+    assert index.longest_match(KEYS).tolist() == [0, 4, 2]
+
+
+def test_forgetting_an_unknown_block_is_our_bug_and_says_so() -> None:
+    with pytest.raises(RuntimeError, match="block 3 was evicted"):
+        PrefixIndex(8).forget(ints(3))
+
+
+def test_contradictions_between_the_two_directions_are_reported() -> None:
+    index = PrefixIndex(4)
+    index.insert(KEYS[:2], ints(0, 1))
+    index._block_of[KEYS[0]] = 3
+    index._key_of[2] = KEYS[4]
+    assert len(index.problems()) == 3
