@@ -1,0 +1,179 @@
+"""`quire chat`: a conversation in the terminal, streamed as it is said.
+
+On a terminal it prompts and keeps a line history; fed by a pipe it reads a question a line and
+writes an answer each. Lines that begin with / are commands. Ctrl-C stops an answer (what was
+said stays part of the conversation), Ctrl-D ends the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import TextIO
+
+from quire.base.errors import InvalidParameter, QuireError, StepRowError, WorkerError
+from quire.cli.options import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_settings,
+    given_sampling,
+)
+from quire.cli.speakers import LocalSpeaker, RemoteSpeaker, Speaker
+
+HELP = """\
+/help          this text
+/reset         forget the conversation, keep the system text
+/system TEXT   set the system text and begin anew; without TEXT, remove it
+/quit          leave (as Ctrl-D does)
+//...          say a line that begins with a slash
+Ctrl-C         stop the answer"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the verb."""
+    add_engine_arguments(parser)
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system text")
+    parser.add_argument(
+        "--url",
+        default="",
+        metavar="URL",
+        help="ask the OpenAI-compatible server there; MODEL is then its name on that server",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY", ""),
+        metavar="KEY",
+        help="key for --url (default: $OPENAI_API_KEY)",
+    )
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the input ends."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    speaker = _speaker(arguments)
+    try:
+        if interactive:
+            print(f"{speaker.name}. /help lists the commands, Ctrl-D leaves.")
+        lines = _typed_lines() if interactive else _piped_lines(sys.stdin)
+        Conversation(speaker, sys.stdout, sys.stderr, system=arguments.system).run(lines)
+    finally:
+        speaker.close()
+    return 0
+
+
+def _speaker(arguments: argparse.Namespace) -> Speaker:
+    settings, sampling = engine_settings(arguments), given_sampling(arguments)
+    if not arguments.url:
+        return LocalSpeaker(arguments.model, settings, sampling)
+    if settings:
+        flag = "--" + next(iter(settings)).replace("_", "-")
+        raise InvalidParameter(
+            f"{flag} configures an engine in this process, but --url asks a server; leave one out"
+        )
+    return RemoteSpeaker(
+        arguments.url, model=arguments.model, api_key=arguments.api_key, sampling=sampling
+    )
+
+
+class Conversation:
+    """Messages so far, and the loop that adds to them. Writes answers to `out`, notes to `notes`.
+
+    What a request cannot be served for is noted and its message forgotten; only a broken engine
+    or server ends the loop, with its error.
+    """
+
+    def __init__(self, speaker: Speaker, out: TextIO, notes: TextIO, *, system: str = "") -> None:
+        self._speaker = speaker
+        self._out = out
+        self._notes = notes
+        self._system = system
+        self.messages: list[dict[str, str]] = []
+        self._reset()
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Answer lines until they end or /quit."""
+        for line in lines:
+            if line.startswith("/") and not line.startswith("//"):
+                if not self._obey(line):
+                    return
+            elif line.strip():
+                self._ask(line[1:] if line.startswith("//") else line)
+
+    def _obey(self, line: str) -> bool:
+        """Follow a command; False to leave."""
+        command, _, rest = line.strip().partition(" ")
+        match command:
+            case "/quit" | "/exit":
+                return False
+            case "/reset":
+                self._reset()
+                self._note("conversation forgotten")
+            case "/system":
+                self._system = rest.strip()
+                self._reset()
+                self._note("system text set" if self._system else "system text removed")
+            case "/help":
+                self._note(HELP)
+            case _:
+                self._note(f"no command {command}; /help lists them")
+        return True
+
+    def _reset(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def _ask(self, text: str) -> None:
+        said: list[str] = []
+        self.messages.append({"role": "user", "content": text})
+        try:
+            self._speaker.say(self.messages, self._writer(said))
+        except KeyboardInterrupt:
+            self._note(" [stopped]")
+        except QuireError as error:
+            self._end_line(said)
+            if isinstance(error, WorkerError) and not isinstance(error, StepRowError):
+                raise
+            self.messages.pop()
+            self._note(f"{error} (/reset forgets the conversation)")
+            return
+        self._end_line(said)
+        self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    def _writer(self, said: list[str]) -> Callable[[str], None]:
+        def write(text: str) -> None:
+            said.append(text)
+            self._out.write(text)
+            self._out.flush()
+
+        return write
+
+    def _end_line(self, said: list[str]) -> None:
+        if not said or not said[-1].endswith("\n"):
+            self._out.write("\n")
+        self._out.flush()
+
+    def _note(self, text: str) -> None:
+        print(text, file=self._notes, flush=True)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines typed at a prompt, with the editing and history of readline."""
+    with suppress(ImportError):  # not every Python has it
+        import_module("readline")  # input() uses it once it is loaded
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\nCtrl-D or /quit leaves")
+
+
+def _piped_lines(stream: TextIO) -> Iterator[str]:
+    for line in stream:
+        yield line.rstrip("\r\n")

@@ -1,0 +1,143 @@
+"""`quire complete`: continue one prompt, streamed to standard output.
+
+With --json one object comes out at the end instead: ids, log-probabilities, counts and times.
+Standard output holds nothing but the answer, so that it can be piped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import InvalidParameter, WorkerError
+from quire.cli.options import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_settings,
+    given_sampling,
+)
+
+if TYPE_CHECKING:
+    from quire.base.sampling_params import SamplingParams
+    from quire.engine.llm import AsyncLLM
+    from quire.engine.output import TextDelta, TokenText
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the verb."""
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "-p", "--prompt", metavar="TEXT", help="the prompt; default: standard input, whole"
+    )
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the answer")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with ids, logprobs and times"
+    )
+    add_sampling_arguments(parser)
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="NUM",
+        help="with --json: log-probabilities of the tokens and of so many alternatives",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Continue the prompt."""
+    if arguments.logprobs is not None and not arguments.json:
+        raise InvalidParameter("--logprobs is shown with --json only; add --json", param="logprobs")
+    if arguments.echo and arguments.json:
+        raise InvalidParameter("--json always holds the prompt; leave out --echo", param="echo")
+    prompt = arguments.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise InvalidParameter("no prompt; give one with --prompt, or pipe it in")
+        prompt = sys.stdin.read()
+    return asyncio.run(_complete(arguments, prompt))
+
+
+async def _complete(arguments: argparse.Namespace, prompt: str) -> int:
+    from quire.engine.llm import AsyncLLM  # NumPy and the kernels: --help needs none
+
+    begin_s = time.perf_counter()
+    async with AsyncLLM(arguments.model, **engine_settings(arguments)) as llm:
+        loaded_s = time.perf_counter()
+        sampling = replace(
+            llm.client.default_sampling(),
+            logprobs=arguments.logprobs,
+            **given_sampling(arguments),
+        )
+        prompt_ids = llm.client.tokenizer.encode(prompt)
+        answer = _Answer(shown=not arguments.json)
+        if arguments.echo:
+            sys.stdout.write(prompt)
+        await answer.take(llm, prompt_ids, sampling)
+        if arguments.json:
+            load_ms = (loaded_s - begin_s) * 1000
+            report = {"model": llm.client.card.name, "prompt": prompt, "prompt_ids": prompt_ids}
+            print(json.dumps(report | answer.report(load_ms), ensure_ascii=False))
+    return 0
+
+
+class _Answer:
+    """What came, and when; written to standard output as it comes if `shown`."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._deltas: list[TextDelta] = []
+        self._first_text_ms = self._end_ms = 0.0
+
+    async def take(self, llm: AsyncLLM, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        begin_s = time.perf_counter()
+        async with aclosing(llm.generate(prompt_ids, sampling)) as deltas:
+            async for delta in deltas:
+                self._end_ms = (time.perf_counter() - begin_s) * 1000
+                self._first_text_ms = self._first_text_ms or self._end_ms
+                if delta.error is not None:
+                    raise WorkerError(delta.error)
+                self._deltas.append(delta)
+                if self._shown:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+        if self._shown:
+            sys.stdout.write("\n")
+
+    def report(self, load_ms: float) -> dict[str, Any]:
+        last = self._deltas[-1]
+        generating_s = (self._end_ms - self._first_text_ms) / 1000
+        num_later = last.num_output_tokens - len(self._deltas[0].token_ids)
+        return {
+            "text": "".join(delta.text for delta in self._deltas),
+            "token_ids": [id_ for delta in self._deltas for id_ in delta.token_ids],
+            "logprobs": [_token(token) for delta in self._deltas for token in delta.logprobs],
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
+            "seed": last.seed,
+            "usage": {
+                "prompt_tokens": last.num_prompt_tokens,
+                "cached_tokens": last.cached_tokens,
+                "completion_tokens": last.num_output_tokens,
+            },
+            "timing": {
+                "load_ms": round(load_ms, 3),
+                "first_text_ms": round(self._first_text_ms, 3),
+                "total_ms": round(self._end_ms, 3),
+                "tokens_per_s": round(num_later / generating_s, 3) if generating_s > 0 else None,
+            },
+        }
+
+
+def _token(token: TokenText) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "id": token.token_id,
+        "text": token.text,
+        "bytes": list(token.raw),
+        "logprob": token.logprob,
+    }
+    return entry | {"top": [_token(other) for other in token.top]} if token.top else entry

@@ -1,0 +1,110 @@
+"""The `quire` command: finds the verb, runs it, and turns errors into one line and an exit code.
+
+Each verb is a module of this folder with `add_arguments(parser)` and `run(arguments) -> int`, and
+is imported only when it is used: start-up is felt. Exit codes: 0 done, 1 the engine or a server
+failed, 2 what was asked cannot be done, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from io import TextIOWrapper
+from typing import Protocol, cast
+
+from quire.base.errors import QuireError, WorkerError
+
+VERBS = {
+    "serve": "start an OpenAI-compatible HTTP server",
+    "chat": "talk to a model in the terminal",
+    "complete": "continue one prompt",
+    "program": "print what the engine runs for a model, with bytes and operations",
+    "completion": "print a shell completion script",
+}
+_EXIT_FAILED = 1
+_EXIT_REFUSED = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_PIPE_CLOSED = 141
+
+
+class Verb(Protocol):
+    """What a verb's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Raises SystemExit where argparse does."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb_name = next((word for word in words if not word.startswith("-")), None)
+    parser = command_parser([verb_name] if verb_name in VERBS else [])
+    arguments = parser.parse_args(words)
+    if arguments.version:
+        print(f"quire {_version()}")
+        return 0
+    if arguments.verb is None:
+        parser.print_help()
+        return _EXIT_REFUSED
+    _tolerate_any_encoding()
+    try:
+        code = verb(arguments.verb).run(arguments)
+        sys.stdout.flush()
+        return code
+    except QuireError as error:
+        _complain(arguments.verb, str(error))
+        return _EXIT_FAILED if isinstance(error, WorkerError) else _EXIT_REFUSED
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away: say nothing, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_PIPE_CLOSED
+
+
+def command_parser(complete_verbs: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the whole command; only `complete_verbs` get their own arguments."""
+    parser = argparse.ArgumentParser(
+        prog="quire", description="A small, fast, exact LLM inference and serving engine."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    for name, purpose in VERBS.items():
+        sub_parser = verbs.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+        if name in complete_verbs:
+            verb(name).add_arguments(sub_parser)
+    return parser
+
+
+def verb(name: str) -> Verb:
+    """The module of a verb."""
+    return cast(Verb, import_module(f"quire.cli.{name}"))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # only where it is asked for
+
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _tolerate_any_encoding() -> None:
+    """Bytes that are no text become lone surrogates, which the tokenizer refuses by name."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _complain(verb_name: str, text: str) -> None:
+    line = " ".join(text.split())
+    print(f"quire {verb_name}: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

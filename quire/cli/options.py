@@ -1,0 +1,76 @@
+"""Arguments that several verbs share: the model, its engine, and how tokens are chosen.
+
+Only what was given on the command line comes back from `engine_settings` and `given_sampling`:
+defaults belong to the engine and the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from quire.config.flags import add_flags
+from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+
+_ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 always takes the likeliest token; higher is more varied"),
+    ("top_k", int, "choose among so many of the likeliest tokens; 0: all"),
+    ("top_p", float, "choose among the likeliest tokens that hold this probability"),
+    ("min_p", float, "leave out tokens less likely than this share of the likeliest"),
+    ("repetition_penalty", float, "above 1: tokens already seen become less likely"),
+    ("presence_penalty", float, "subtracted once from tokens already given out"),
+    ("frequency_penalty", float, "subtracted from tokens for each time they were given out"),
+    ("seed", int, "the same seed gives the same answer"),
+    ("max_tokens", int, "most tokens of an answer; default: what the context holds"),
+    ("min_tokens", int, "fewest tokens of an answer"),
+)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL and the flags of the engine's config groups."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="",
+        metavar="MODEL",
+        help="folder; default: the model in the box",
+    )
+    add_flags(parser, *_ENGINE_GROUPS, skip=frozenset({"model"}))
+
+
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings that were given, as LLM and AsyncLLM take them."""
+    names = [name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__]
+    given = vars(arguments)
+    return {name: given[name] for name in names if name in given and name != "model"}
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of SamplingParams that make sense for one person at a terminal."""
+    section = parser.add_argument_group("How tokens are chosen (default: as the model says)")
+    for name, kind, text in _SAMPLING:
+        section.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=name,
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
+            help=text,
+        )
+    section.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="end the answer where this text would begin; may be given repeatedly",
+    )
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling fields that were given."""
+    given = vars(arguments)
+    fields = {name: given[name] for name, _, _ in _SAMPLING if name in given}
+    if "stop" in given:
+        fields["stop"] = tuple(given["stop"])
+    return fields
