@@ -46,7 +46,7 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = setting(16, "tokens a KV block holds")
+    block_size: int = setting(16, "tokens a KV block holds: a multiple of 16 from 16 to 128")
     kv_cache_memory_bytes: int | None = setting(
         None,
         "memory of the KV cache, as in 2GiB; default: a share of what the machine has free",
@@ -57,7 +57,10 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
+        if self.block_size not in range(16, 129, 16):
+            raise SettingError(
+                f"block_size is {self.block_size}; a multiple of 16 from 16 to 128 is allowed"
+            )
         if self.kv_cache_memory_bytes is not None:
             _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
 

@@ -68,10 +68,15 @@ class ModelRunner:
         """The result of a plan; raises what the executor raised."""
         return handle.outcome()
 
-    def close(self) -> None:
-        """Let plans handed in finish, end the thread, close the executor."""
+    def end_thread(self) -> None:
+        """Let plans handed in finish and end the runner's own thread; the executor stays open."""
         if self._thread is not None:
             self._thread.close()
+            self._thread = None
+
+    def close(self) -> None:
+        """Let plans handed in finish, end the thread, close the executor."""
+        self.end_thread()
         self.executor.close()
 
     def _run(self, plan: StepPlan) -> StepResult:

@@ -1,0 +1,254 @@
+"""Runs cases on a real engine core, one step at a time, and keeps what each stream got.
+
+The executor of a model is made once for each number of threads; a case gets its own KV pool,
+books, scheduler and runner. Time is a counter. `wrap_executor` and `runner_type` are where a
+test plants a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
+from quire.cache.manager import CacheManager
+from quire.engine.core import EngineCore
+from quire.execute.executor import Executor
+from quire.execute.native import NativeExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType
+from quire.program.program import Program
+from quire.runner.model_runner import Handle, ModelRunner
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.exact.workload import ALONE, MAX_MODEL_LEN, Arrival, Case, Settings
+
+MAX_STEPS = 20_000
+MAX_ROWS = 512
+MAX_SEQUENCES = 16
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one stream got: (token id, logprob, alternatives) by position, and how it ended."""
+
+    tokens: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        """Add an output."""
+        assert self.finish_reason is None, "an ended stream says nothing more"
+        logprobs = output.logprobs or (None,) * len(output.token_ids)
+        for token_id, logprob in zip(output.token_ids, logprobs, strict=True):
+            shown = () if logprob is None else (logprob.token_id, logprob.logprob, logprob.top)
+            self.tokens.append((token_id, shown))
+        self.finish_reason, self.error = output.finish_reason, output.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a case came to. The flags are what coverage counts."""
+
+    case: Case
+    streams: dict[str, Stream]
+    preempted: bool
+    prefix_hit: bool
+    chunked: bool
+    forked_or_cancelled: bool
+    problems: list[str]
+    plans: list[tuple[StepPlan, StepResult]]
+
+
+class Model:
+    """A model and its executors, one for each number of threads."""
+
+    def __init__(self, folder: Path, dtype: DType) -> None:
+        self.name = f"{folder.name} {dtype}"
+        self.folder = folder
+        self.dtype = dtype
+        spec = open_model(folder)
+        self.vocab_size = spec.vocab_size
+        self.program: Program = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
+        self.checkpoint: Checkpoint = open_checkpoint(folder)
+        self._executors: dict[int, Executor] = {}
+
+    def executor(self, num_threads: int) -> Executor:
+        """The native executor with `num_threads`, NaN in all buffers before each run."""
+        if num_threads not in self._executors:
+            self._executors[num_threads] = NativeExecutor(
+                self.program,
+                self.checkpoint,
+                max_tokens=MAX_ROWS,
+                max_samples=MAX_SEQUENCES,
+                max_sequences=MAX_SEQUENCES,
+                num_threads=num_threads,
+                poison=True,
+            )
+        return self._executors[num_threads]
+
+    def close(self) -> None:
+        """Free all executors."""
+        for executor in self._executors.values():
+            executor.close()
+        self._executors.clear()
+
+
+class WatchedRunner:
+    """A Runner that keeps the plans and results that went through it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.steps: list[tuple[StepPlan, StepResult]] = []
+        self._plans: dict[int, StepPlan] = {}
+
+    def submit(self, plan: StepPlan) -> Handle:
+        handle = self.runner.submit(plan)
+        self._plans[id(handle)] = plan
+        return handle
+
+    def collect(self, handle: Handle) -> StepResult:
+        plan = self._plans.pop(id(handle))
+        result = self.runner.collect(handle)
+        self.steps.append((plan, result))
+        return result
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def run_case(
+    model: Model,
+    case: Case,
+    *,
+    wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
+    runner_type: type[ModelRunner] = ModelRunner,
+) -> Outcome:
+    """The case to its end, with the books audited when all is done."""
+    executor = wrap_executor(model.executor(case.settings.num_threads))
+    runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
+    core = make_core(runner, case.settings)
+    streams = {request.request_id: Stream() for request in case.requests}
+    num_cancelled = 0
+    clock = count()
+    try:
+        for step in range(MAX_STEPS):
+            if not core.has_work and all(arrival.at_step < step for arrival in case.arrivals):
+                break
+            for output in _events_before(core, case.arrivals, step):
+                num_cancelled += output.finish_reason is FinishReason.ABORT
+                streams[output.request_id].take(output)
+            for output in core.step(lambda: float(next(clock))) or ():
+                streams[output.request_id].take(output)
+        else:
+            raise AssertionError(f"case {case.number} has not ended after {MAX_STEPS} steps")
+        problems = core.scheduler.check_integrity()
+    finally:
+        runner.runner.end_thread()
+    stats = core.stats()
+    return Outcome(
+        case=case,
+        streams=streams,
+        preempted=stats.preemptions_total > 0,
+        prefix_hit=stats.prefix_hit_tokens_total > 0,
+        chunked=any(not plan.samples.all() for plan, _ in runner.steps),
+        forked_or_cancelled=num_cancelled > 0
+        or any(len(arrival.requests) > 1 for arrival in case.arrivals),
+        problems=problems,
+        plans=runner.steps,
+    )
+
+
+def make_runner(
+    executor: Executor, settings: Settings, runner_type: type[ModelRunner] = ModelRunner
+) -> ModelRunner:
+    """A runner with a fresh KV pool."""
+    executor.allocate_cache(settings.num_blocks, settings.block_size)
+    return runner_type(
+        executor,
+        num_slots=settings.max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=settings.block_size,
+        max_samples=settings.max_samples,
+        overlap=settings.plans_in_flight > 1,
+    )
+
+
+def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
+    """A core with fresh books."""
+    limits = SchedulerLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        plans_in_flight=settings.plans_in_flight,
+    )
+    cache = CacheManager(
+        settings.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching
+    )
+
+    def report(problem: str) -> None:
+        raise AssertionError(problem)
+
+    return EngineCore(
+        Scheduler(limits, cache, FirstCome()),
+        runner,
+        plans_in_flight=settings.plans_in_flight,
+        report=report,
+    )
+
+
+class AloneRuns:
+    """What each request gets when it runs alone; each is run once."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, str], Stream] = {}
+
+    def of(self, model: Model, request: Request) -> Stream:
+        """The stream of `request`, alone on `model`."""
+        key = (model.name, request.request_id)
+        if key not in self._streams:
+            arrival = Arrival(at_step=0, requests=(request,), cancel_at=(None,))
+            case = Case(number=-1, model=0, settings=ALONE, arrivals=(arrival,))
+            self._streams[key] = run_case(model, case).streams[request.request_id]
+        return self._streams[key]
+
+
+def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
+    """Where the case differs from its requests alone, a line each. A cancelled stream must be a
+    beginning of the one alone; any other must be all of it."""
+    lines = list(outcome.problems)
+    for request in outcome.case.requests:
+        got, wanted = outcome.streams[request.request_id], alone.of(model, request)
+        where = f"{model.name}, case {outcome.case.number}, {request.request_id}"
+        if got.error is not None or wanted.error is not None:
+            lines.append(f"{where}: error {got.error!r}, alone {wanted.error!r}")
+            continue
+        pairs = enumerate(zip(got.tokens, wanted.tokens, strict=False))
+        different = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
+        if different is not None:
+            at, (one, other) = different
+            lines.append(f"{where}: token {at} is {one}, alone {other}")
+        elif got.finish_reason is not FinishReason.ABORT and (
+            len(got.tokens) != len(wanted.tokens) or got.finish_reason is not wanted.finish_reason
+        ):
+            lines.append(
+                f"{where}: {len(got.tokens)} tokens and {got.finish_reason}, alone "
+                f"{len(wanted.tokens)} and {wanted.finish_reason}"
+            )
+    return lines
+
+
+def _events_before(
+    core: EngineCore, arrivals: tuple[Arrival, ...], step: int
+) -> Iterator[RequestOutput]:
+    for arrival in arrivals:
+        if arrival.at_step == step:
+            core.add(arrival.requests)
+        for request, cancel_at in zip(arrival.requests, arrival.cancel_at, strict=True):
+            if cancel_at == step:
+                yield from core.abort([request.request_id])

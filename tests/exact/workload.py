@@ -1,0 +1,158 @@
+"""Drawn cases: who asks for what and when, and how the engine is set up to serve it.
+
+A case is a pure function of its number, so a failure can be run again alone. Settings are drawn
+to be hard: few blocks, small budgets, two plans in flight. Most cases hold all that once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.base.records import Request
+from quire.base.sampling_params import SamplingParams
+
+MAX_MODEL_LEN = 512
+BLOCK_SIZES = (16, 16, 16, 32)
+THREADS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How the engine is set up."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_samples: int
+    plans_in_flight: int
+    prefix_caching: bool
+    num_threads: int
+
+
+# Alone: room for everything, the whole prompt in one step, nothing shared, one thread.
+ALONE = Settings(
+    num_blocks=MAX_MODEL_LEN // 16 + 2,
+    block_size=16,
+    max_num_seqs=1,
+    max_num_batched_tokens=MAX_MODEL_LEN,
+    max_samples=1,
+    plans_in_flight=1,
+    prefix_caching=False,
+    num_threads=1,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """The streams of one caller's request come before step `at_step`; some are cancelled later.
+
+    cancel_at: step before which stream i is aborted, or None.
+    """
+
+    at_step: int
+    requests: tuple[Request, ...]
+    cancel_at: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A workload on settings. `model` is an index into the models of the run."""
+
+    number: int
+    model: int
+    settings: Settings
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All streams."""
+        return tuple(request for arrival in self.arrivals for request in arrival.requests)
+
+
+def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
+    """Case `number`: the same for the same number, whatever was drawn before."""
+    rng = random.Random(f"one answer {number}")
+    is_long = rng.random() < 0.06  # past the first piece of attention, 256 positions
+    block_size = rng.choice(BLOCK_SIZES)
+    prefixes = [
+        _ids(rng, vocab_size, rng.randrange(block_size, 4 * block_size) + 200 * is_long)
+        for _ in range(2)
+    ]
+    prefixes.append(prefixes[0][: len(prefixes[0]) // 2])
+    num_callers = rng.randint(3, 4) if is_long else rng.randint(4, 8)
+    arrivals = tuple(
+        _arrival(rng, number, caller, prefixes, vocab_size) for caller in range(num_callers)
+    )
+    requests = [request for arrival in arrivals for request in arrival.requests]
+    most_tokens = max(request.max_total_tokens for request in requests)
+    settings = Settings(
+        num_blocks=-(-most_tokens // block_size) + rng.choice((0, 1, 1, 2, 3, 8)),
+        block_size=block_size,
+        max_num_seqs=rng.randint(2, 8),
+        max_num_batched_tokens=rng.choice((64, 160)) if is_long else rng.choice((8, 8, 13, 24, 48)),
+        max_samples=rng.choice((1, 2, 3, 8)),
+        plans_in_flight=rng.choice((1, 2)),
+        prefix_caching=rng.random() < 0.8,
+        num_threads=rng.choice(THREADS),
+    )
+    return Case(
+        number=number, model=number % num_models, settings=settings, arrivals=arrivals
+    )
+
+
+def _arrival(
+    rng: random.Random, number: int, caller: int, prefixes: list[list[int]], vocab_size: int
+) -> Arrival:
+    prompt = _ids(rng, vocab_size, rng.randint(1, 24))
+    if rng.random() < 0.75:
+        shared = rng.choice(prefixes)
+        # Now and then the prompt is the prefix and nothing else: fully cached the second time.
+        prompt = list(shared) if rng.random() < 0.25 else shared + prompt
+    sampling = _sampling(rng, vocab_size)
+    max_tokens = rng.randint(2, 40)
+    stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
+    at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
+    requests = tuple(
+        Request(
+            request_id=f"{number}.{caller}/{stream}",
+            group_id=f"{number}.{caller}",
+            stream=stream,
+            prompt_ids=np.array(prompt, np.int32),
+            sampling=sampling,
+            stop_ids=stop_ids,
+            max_total_tokens=len(prompt) + max_tokens,
+            arrival_ms=float(at_step),
+            cache_salt=rng.choice(("", "", "", "a")),
+        )
+        for stream in range(sampling.n)
+    )
+    cancel_at = tuple(
+        at_step + rng.randint(1, 40) if rng.random() < 0.06 else None for _ in requests
+    )
+    return Arrival(at_step=at_step, requests=requests, cancel_at=cancel_at)
+
+
+def _sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
+    bias = {rng.randrange(vocab_size): rng.uniform(-5, 5) for _ in range(3)}
+    return SamplingParams(
+        n=rng.choice((1, 1, 1, 1, 1, 1, 2, 3)),
+        temperature=rng.choice((0.0, 0.5, 1.0, 1.0, 1.7)),
+        top_k=rng.choice((0, 0, -1, 1, 5, 40)),
+        top_p=rng.choice((1.0, 1.0, 0.9, 0.5)),
+        min_p=rng.choice((0.0, 0.0, 0.05)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.0, 0.7)),
+        frequency_penalty=rng.choice((0.0, 0.0, -0.4)),
+        logit_bias=bias if rng.random() < 0.2 else {},
+        seed=rng.randrange(-(2**40), 2**40),
+        min_tokens=rng.choice((0, 0, 2)),
+        logprobs=rng.choice((None, 0, 2, 5)),
+    )
+
+
+def _ids(rng: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [rng.randrange(2, vocab_size) for _ in range(count)]
