@@ -26,7 +26,7 @@ class StepBudget:
     @property
     def spent(self) -> bool:
         """Whether nothing further can be handed out."""
-        return self.tokens < 1 or self.ms <= 0
+        return self.tokens < 1 or (self.ms <= 0 and not self._untouched)
 
     def hand_out(self, starts: Int32s, wanted: Int32s) -> Int32s:
         """Tokens for each row, in order, until the budget is spent. Takes nothing from it yet."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class FakeWorker:
     max_tokens: int
     num_blocks: int
     block_size: int
-    forget_copies: bool = False  # a planted fault
+    copies_blocks: ClassVar[bool] = True  # False is a planted fault
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class FakeWorker:
             self.failed.discard(admission.slot)
             self.tokens.admit(admission.slot, admission.token_ids, admission.num_prompt_tokens)
         self.tables[plan.table_slots, plan.table_columns] = plan.table_blocks
-        if self.forget_copies:
+        if not self.copies_blocks:
             return
         for source, target in zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True):
             size = self.block_size

@@ -57,6 +57,7 @@ class Harness:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
         self.plans: list[StepPlan] = []
+        self.most_out = 0
         self.now_ms = 0.0
 
     def add(self, request: Request) -> None:
@@ -87,6 +88,7 @@ class Harness:
         fails = [row for row in fail_rows if row < len(plan.slots)]
         result = None if self.setup.run_late else self.worker.run(plan, fails)
         self.out.append((plan, result, fails))
+        self.most_out = max(self.most_out, len(self.out))
         self.check()
         return True
 

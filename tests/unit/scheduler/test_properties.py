@@ -1,0 +1,156 @@
+"""The property: whatever else runs, each request gets the tokens it gets alone.
+
+Cases are drawn: arrivals, shared prefixes, forks, aborts, failing rows, tiny pools, chunk sizes,
+one to three plans in flight. After each operation the books are audited; the fake worker finds
+any block that is read without holding what it should; at the end no block is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.base.errors import ContextTooLong
+from quire.scheduler.cost import LinearCost
+from tests.unit.scheduler.fake_worker import VOCAB, make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
+
+
+def draw_setup(random: Random) -> Setup:
+    """Sizes at which things go short all the time."""
+    return Setup(
+        num_blocks=random.choice([4, 6, 8, 10, 12, 24]),
+        block_size=random.choice([1, 2, 4, 4]),
+        max_num_seqs=random.choice([1, 3, 8, 8]),
+        max_num_batched_tokens=random.choice([1, 4, 8, 32]),
+        max_model_len=random.choice([24, 48, 64]),
+        plans_in_flight=random.choice([1, 2, 3]),
+        prefix_caching=random.random() < 0.75,
+        step_budget_ms=random.choice([0.0, 0.0, 0.5, 4.0]),
+        run_late=random.random() < 0.5,
+    )
+
+
+def run_case(random: Random, setup: Setup, num_operations: int) -> Harness:
+    """Draw and carry out operations, then run until everything has ended."""
+    harness = Harness(setup, cost=COST if setup.step_budget_ms else None)
+    prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
+    for number in range(num_operations):
+        kind = random.randrange(100)
+        if kind < 25:
+            add_group(random, harness, f"group-{number}", random.choice(prefixes))
+        elif kind < 31 and harness.requests:
+            harness.abort(random.choice(sorted(harness.requests)))
+        elif kind < 36:
+            harness.schedule(fail_rows=[random.randrange(8)])
+        elif kind < 66:
+            harness.schedule()
+        else:
+            harness.update()
+    harness.drain()
+    harness.check_end()
+    return harness
+
+
+def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) -> None:
+    """One to four streams of one prompt."""
+    prompt = prefix[: random.randrange(1, 20)]
+    prompt = prompt + [random.randrange(VOCAB) for _ in range(random.randrange(4))]
+    for stream in range(random.choice([1, 1, 1, 2, 4])):
+        request = make_request(
+            f"{name}.{stream}",
+            prompt,
+            max_tokens=random.randrange(1, 40),
+            seed=random.randrange(100),
+            group=name,
+            stream=stream,
+            stop_ids=random.choice([(), (), (3,), (1, 2)]),
+            salt=random.choice(["", "", "tenant"]),
+        )
+        if len(prompt) + 1 > harness.limit(replace(request, max_total_tokens=1_000)):
+            with pytest.raises(ContextTooLong):
+                harness.scheduler.add(request)
+            return
+        harness.add(request)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
+def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operations: int) -> None:
+    run_case(random, draw_setup(random), num_operations)
+
+
+def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
+    """The same cases from fixed seeds, with the shares that make the property worth something."""
+    cases = 120
+    met = dict.fromkeys(("preemption", "prefix", "chunk", "fork", "error", "two_out"), 0)
+    for seed in range(cases):
+        random = Random(seed)
+        harness = run_case(random, draw_setup(random), 80)
+        stats = harness.scheduler.stats()
+        met["preemption"] += stats.preemptions_total > 0
+        met["prefix"] += stats.prefix_hit_tokens_total > 0
+        met["chunk"] += any((~plan.samples).any() for plan in harness.plans)
+        met["fork"] += any(len(plan.copy_from) for plan in harness.plans)
+        met["error"] += stats.row_errors_total > 0
+        met["two_out"] += harness.most_out > 1
+    print({name: f"{count / cases:.0%}" for name, count in met.items()})
+    assert met["preemption"] >= 0.4 * cases
+    assert met["prefix"] >= 0.4 * cases
+    assert met["chunk"] >= 0.7 * cases
+    assert met["fork"] >= 0.2 * cases
+    assert met["error"] >= 0.2 * cases
+    assert met["two_out"] >= 0.5 * cases
+
+
+@pytest.mark.parametrize(
+    "fault", ["forget_copies", "store_cached", "free_in_flight", "register_early"]
+)
+def test_each_planted_fault_turns_the_property_red(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(fault, monkeypatch)
+    caught = 0
+    for seed in range(40):
+        random = Random(seed)
+        try:
+            run_case(random, replace(draw_setup(random), prefix_caching=True), 80)
+        except AssertionError:
+            caught += 1
+    assert caught > 0
+
+
+def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break one rule."""
+    import numpy as np
+
+    from quire.cache.manager import CacheManager
+    from quire.scheduler.scheduler import Scheduler
+    from quire.scheduler.state import RunningState
+    from tests.unit.scheduler.fake_worker import FakeWorker
+
+    if fault == "forget_copies":
+        monkeypatch.setattr(FakeWorker, "copies_blocks", False)
+    elif fault == "store_cached":
+        occupy = RunningState.occupy
+        monkeypatch.setattr(
+            RunningState,
+            "occupy",
+            lambda self, ticket, start, stored: occupy(self, ticket, start, 0),
+        )
+    elif fault == "free_in_flight":
+        nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
+        monkeypatch.setattr(Scheduler, "_last_steps", nobody)
+    elif fault == "register_early":
+        register = CacheManager.register
+
+        def too_much(self, slots, computed, tokens):
+            register(self, slots, self.tables.capacities[slots], tokens)
+
+        monkeypatch.setattr(CacheManager, "register", too_much)
