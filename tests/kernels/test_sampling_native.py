@@ -1,0 +1,128 @@
+"""Native token choice is its NumPy twin bit for bit, whatever the threads, rows and their order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import _native
+from quire.sampling import native, reference
+from tests.kernels.sampling_cases import (
+    ISAS,
+    assert_same_choice,
+    make_batch,
+    random_batch,
+    random_logits,
+    take_rows,
+)
+
+POOLS = [(isa, num_threads) for isa in ISAS for num_threads in (1, 2, 3)]
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_rows=st.integers(1, 12),
+    vocabulary=st.sampled_from([1, 2, 3, 31, 32, 33, 255, 256, 257, 1000, 5000]),
+    pool=st.sampled_from(POOLS),
+)
+def test_any_batch_agrees_with_the_twin(
+    seed: int, num_rows: int, vocabulary: int, pool: tuple[str, int]
+) -> None:
+    draw = np.random.default_rng(seed)
+    logits = random_logits(draw, num_rows, vocabulary)
+    batch = random_batch(draw, num_rows, vocabulary)
+    choice = native.choose(logits, batch, _native.Pool(pool[1], isa=pool[0]))
+    assert_same_choice(choice, reference.choose(logits, batch))
+
+
+@pytest.mark.parametrize(("isa", "num_threads"), POOLS)
+def test_rows_that_are_split_over_threads_agree_with_the_twin(isa: str, num_threads: int) -> None:
+    draw = np.random.default_rng(num_threads)
+    for vocabulary in (32_768, 49_999, 150_001):
+        logits = random_logits(draw, 3, vocabulary)
+        batch = random_batch(draw, 3, vocabulary)
+        choice = native.choose(logits, batch, _native.Pool(num_threads, isa=isa))
+        assert_same_choice(choice, reference.choose(logits, batch))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("fill", ["equal", "two values", "falling", "one peak"])
+def test_adversarial_rows_agree_with_the_twin(num_threads: int, fill: str) -> None:
+    vocabulary = 40_000
+    row = np.zeros(vocabulary, np.float32)
+    if fill == "two values":
+        row[::3] = 1e-7
+    elif fill == "falling":
+        row = -np.arange(vocabulary, dtype=np.float32) / 1024  # bin borders are met exactly
+    elif fill == "one peak":
+        row[vocabulary // 2] = 60.0
+    top_p = np.array([0.1, 0.25, 0.5, 0.75, 0.999, 0.9999999], np.float32)
+    for top_k in (0, 1, 7, 20_000, 39_999, 40_000):
+        batch = make_batch(
+            6, temperature=1.0, top_p=top_p, top_k=top_k, seeds=range(6), num_logprobs=20
+        )
+        logits = np.tile(row, (6, 1))
+        choice = native.choose(logits, batch, _native.Pool(num_threads))
+        assert_same_choice(choice, reference.choose(logits, batch))
+
+
+def test_row_count_order_and_threads_change_nothing() -> None:
+    draw = np.random.default_rng(5)
+    logits = random_logits(draw, 65, 700)
+    batch = random_batch(draw, 65, 700)
+    batch.num_logprobs[:] = np.where(batch.num_logprobs < 0, -1, 20)
+    whole = native.choose(logits, batch, _native.Pool(1))
+    for num_threads in (1, 2, 3):
+        pool = _native.Pool(num_threads)
+        for count in (1, 2, 3, 7, 64, 65):
+            rows = draw.permutation(65)[:count]
+            if (batch.num_logprobs[rows] < 0).all():
+                continue
+            choice = native.choose(logits[rows], take_rows(batch, rows), pool)
+            np.testing.assert_array_equal(choice.token_ids, whole.token_ids[rows])
+            np.testing.assert_array_equal(choice.logprobs, whole.logprobs[rows])
+            np.testing.assert_array_equal(choice.top_ids, whole.top_ids[rows])
+            np.testing.assert_array_equal(choice.top_logprobs, whole.top_logprobs[rows])
+
+
+def test_a_row_alone_and_split_is_the_row_among_many() -> None:
+    draw = np.random.default_rng(6)
+    logits = random_logits(draw, 20, 50_000)
+    batch = random_batch(draw, 20, 50_000)
+    batch.num_logprobs[:] = 4
+    pool = _native.Pool(2)
+    whole = native.choose(logits, batch, pool)
+    for row in range(20):
+        rows = np.array([row])
+        choice = native.choose(logits[rows], take_rows(batch, rows), pool)
+        np.testing.assert_array_equal(choice.token_ids, whole.token_ids[rows])
+        np.testing.assert_array_equal(choice.top_logprobs, whole.top_logprobs[rows])
+
+
+def test_the_largest_allowed_batch_and_vocabulary_work() -> None:
+    draw = np.random.default_rng(7)
+    pool = _native.Pool(2)
+    many = draw.standard_normal((1024, 300)).astype(np.float32)
+    batch = make_batch(1024, temperature=1.0, top_p=0.9, seeds=range(1024))
+    assert_same_choice(native.choose(many, batch, pool), reference.choose(many, batch))
+    wide = draw.standard_normal((2, 262_144)).astype(np.float32)
+    batch = make_batch(2, temperature=1.0, top_p=0.9, top_k=[0, 1000], num_logprobs=20)
+    assert_same_choice(native.choose(wide, batch, pool), reference.choose(wide, batch))
+
+
+def test_logits_are_read_where_they_lie_and_never_written() -> None:
+    draw = np.random.default_rng(8)
+    buffer = draw.standard_normal((9, 400)).astype(np.float32)
+    before = buffer.copy()
+    batch = random_batch(draw, 9, 301)
+    view = buffer[:, 50:351]
+    choice = native.choose(view, batch, _native.Pool(2))
+    assert_same_choice(choice, reference.choose(view.copy(), batch))
+    assert_same_choice(
+        native.choose(buffer[:, 350:49:-1], batch, _native.Pool(1)),
+        reference.choose(buffer[:, 350:49:-1], batch),
+    )
+    np.testing.assert_array_equal(buffer, before)
