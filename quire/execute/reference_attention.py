@@ -82,13 +82,17 @@ def _attend_row(
         scores = np.matmul(keys, q[:, :, None])[:, :, 0] * scale  # [heads, P]
         if soft_cap:
             scores = soft_cap * np.tanh(scores / soft_cap)
-        highest = np.maximum(maximum, scores.max(axis=1, keepdims=True))
-        weights = np.exp(scores - highest)
-        kept = np.exp(maximum - highest)
-        total = total * kept + weights.sum(axis=1, keepdims=True)
+        piece_highest = scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores - piece_highest)
+        piece_total = weights.sum(axis=1, keepdims=True)
         if dtype is DType.BF16:
             weights = round_to_bf16(weights)
-        y = y * kept + np.matmul(weights[:, None, :], values)[:, 0, :]
+        piece_y = np.matmul(weights[:, None, :], values)[:, 0, :]
+
+        highest = np.maximum(maximum, piece_highest)
+        kept, added = np.exp(maximum - highest), np.exp(piece_highest - highest)
+        total = total * kept + piece_total * added
+        y = y * kept + piece_y * added
         maximum = highest
     return y / total
 
