@@ -6,11 +6,8 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-// 1 / (1 + e^-x)
-QUIRE_VEC Vec sigmoid(Vec x) {
-    const Vec one = set1(1.0f);
-    return div(one, add(one, exp(sub(zero(), x))));
-}
+// x / (1 + e^-y)
+QUIRE_VEC Vec gated(Vec x, Vec y) { return div(x, add(set1(1.0f), exp(sub(zero(), y)))); }
 
 // a + x * (b + x * (...)), coefficients from the highest power down.
 template <int n>
@@ -41,13 +38,13 @@ QUIRE_VEC Vec apply(Activation form, Vec x) {
     const Vec half = set1(0.5f);
     switch (form) {
         case Activation::silu:
-            return mul(x, sigmoid(x));
+            return gated(x, x);
         case Activation::gelu:
             return mul(mul(half, x), add(set1(1.0f), erf(mul(x, set1(0.70710678f)))));
         case Activation::gelu_tanh: {
-            // 0.5 (1 + tanh u) is sigmoid(2 u).
+            // x / 2 (1 + tanh u) is x / (1 + e^-2u).
             const Vec cube = mul(mul(x, x), mul(x, set1(0.044715f)));
-            return mul(x, sigmoid(mul(set1(1.59576912f), add(x, cube))));
+            return gated(x, mul(set1(1.59576912f), add(x, cube)));
         }
         case Activation::relu:
             break;
