@@ -1,0 +1,261 @@
+"""A scripted engine with EngineClient's face, and a caller that speaks ASGI to the app.
+
+The engine says the tokens of its script, one a delta, to every stream; nothing is computed. It
+remembers what it was asked and what was closed early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.api.app import build_app
+from quire.api.serving import Serving
+from quire.base.log import Log
+from quire.base.records import EngineStats, FinishReason, RequestTimes
+from quire.base.sampling_params import SamplingParams
+from quire.config.groups import ServerConfig
+from quire.engine.card import Health, ModelCard
+from quire.engine.output import TextDelta, TokenText
+from quire.obs.metrics import Metrics
+
+CARD = ModelCard(
+    name="fake",
+    path="/nowhere",
+    max_model_len=64,
+    vocab_size=256,
+    eos_ids=(0,),
+    fingerprint="fp_fake",
+    generation_defaults={},
+    dtype="f32",
+    num_blocks=16,
+    block_size=16,
+    max_num_seqs=8,
+    created_s=1_700_000_000,
+)
+TIMES = RequestTimes(
+    arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0, last_token_ms=10.0
+)
+
+
+class ByteTokenizer:
+    """One id a byte; no begin-of-text token unless told."""
+
+    def __init__(self, bos: int | None = None) -> None:
+        self._bos = bos
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        before = [self._bos] if add_special_tokens and self._bos is not None else []
+        return [*before, *text.encode()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+class PlainTemplate:
+    """`role: content` lines."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(f"{message['role']}:{message['content']};" for message in messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One call of generate."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    request_id: str
+
+
+class FakeEngine:
+    """See the top of this file. `pause` is awaited before each delta but the first."""
+
+    def __init__(self, *script: str, card: ModelCard = CARD) -> None:
+        self.card = card
+        self.tokenizer: Any = ByteTokenizer()
+        self.template: Any = PlainTemplate()
+        self.stats = EngineStats(steps_total=1, step_rows=1, step_tokens=3)
+        self.dead = asyncio.Event()
+        self.script = script or ("Hel", "lo")
+        self.defaults = SamplingParams()
+        self.asked: list[Asked] = []
+        self.closed_early: list[str] = []
+        self.num_deltas = 0
+        self.fails_with: Exception | None = None
+        self.fails_after = 0
+        self.last_reason = FinishReason.STOP
+        self.pause: Callable[[], Any] | None = None
+
+    def default_sampling(self) -> SamplingParams:
+        return self.defaults
+
+    def health(self) -> Health:
+        dead = self.dead.is_set()
+        return Health(
+            ok=not dead,
+            state="dead" if dead else "ready",
+            reason="it was killed" if dead else "",
+            pending=len(self.asked),
+            steps_total=1,
+        )
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncIterator[TextDelta]:
+        self.asked.append(
+            Asked(prompt_ids=list(prompt_ids), sampling=sampling, request_id=request_id)
+        )
+        complete = False
+        try:
+            for at, text in enumerate(self.script):
+                if self.fails_with is not None and at == self.fails_after:
+                    raise self.fails_with
+                if at and self.pause is not None:
+                    await self.pause()
+                for index in range(sampling.n):
+                    self.num_deltas += 1
+                    yield self._delta(at, text, index, len(prompt_ids), sampling)
+            complete = True
+        finally:
+            if not complete:
+                self.closed_early.append(request_id)
+
+    def _delta(
+        self, at: int, text: str, index: int, num_prompt_tokens: int, sampling: SamplingParams
+    ) -> TextDelta:
+        last = at == len(self.script) - 1
+        token = TokenText(token_id=at, text=text, raw=text.encode(), logprob=-0.5)
+        other = TokenText(token_id=99, text="no", raw=b"n\xff", logprob=float("-inf"))
+        return TextDelta(
+            index=index,
+            text=text,
+            token_ids=(at,),
+            logprobs=(replace(token, top=(token, other)),) if sampling.logprobs is not None else (),
+            finish_reason=self.last_reason if last else None,
+            stop_reason="END" if last else None,
+            num_prompt_tokens=num_prompt_tokens,
+            cached_tokens=2,
+            num_output_tokens=at + 1,
+            times=TIMES,
+            seed=7 if sampling.seed is None else sampling.seed,
+            error="row 3 is NaN" if last and self.last_reason is FinishReason.ERROR else None,
+        )
+
+
+@dataclass(slots=True)
+class Reply:
+    """A response as it was sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of each server-sent event; "[DONE]" as text."""
+        lines = [line for line in self.body.decode().split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines), lines
+        data = [line.removeprefix("data: ") for line in lines]
+        return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+class Site:
+    """An app on a FakeEngine, called without sockets. Made inside a running loop."""
+
+    def __init__(self, engine: FakeEngine | None = None, **settings: Any) -> None:
+        self.engine = engine or FakeEngine()
+        self.log = io.StringIO()
+        self.serving = Serving(ServerConfig(**settings), Metrics(), Log("test", self.log))
+        self.serving.start(self.engine)
+        self.app = build_app(self.serving)
+
+    async def post(self, path: str, body: Any, **options: Any) -> Reply:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.call("POST", path, raw, **options)
+
+    async def get(self, path: str, **options: Any) -> Reply:
+        return await self.call("GET", path, b"", **options)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        raw: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        gone: asyncio.Event | None = None,
+        on_part: Callable[[bytes], Any] | None = None,
+        part_bytes: int = 1 << 30,
+        cut_short: bool = False,
+    ) -> Reply:
+        """One exchange. `gone`: when set, the caller leaves. `on_part` is awaited for each part.
+
+        cut_short: the caller leaves before the body's end.
+        """
+        reply = Reply()
+        pieces = [raw[at : at + part_bytes] for at in range(0, len(raw), part_bytes)] or [b""]
+
+        async def receive() -> dict[str, Any]:
+            if pieces:
+                piece = pieces.pop(0)
+                return {"type": "http.request", "body": piece, "more_body": bool(pieces) or cut_short}
+            await (gone or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                reply.status = message["status"]
+                reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+                return
+            reply.parts.append(message.get("body", b""))
+            reply.complete = not message.get("more_body", False)
+            if on_part is not None:
+                await on_part(reply.parts[-1])
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
+        await self.app(scope, receive, send)  # type: ignore[arg-type]
+        return reply
+
+    def metric(self, name: str) -> float:
+        """The value of a sample, as /metrics shows it; 0 where it is not shown."""
+        for line in self.serving.scrape().decode().splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
