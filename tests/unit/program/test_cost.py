@@ -1,0 +1,103 @@
+"""What a step costs, against counts made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.models.registry import build_program, open_model
+from quire.program.cost import Cost, StepShape, op_cost, segment_cost, step_cost
+from quire.program.ops import DType, OpKind, Rows
+from quire.program.program import Program
+from tests.tiny_models import write_tiny_llama
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, bf16."""
+    spec = open_model(write_tiny_llama(tmp_path))
+    return build_program(spec, dtype=DType.BF16, max_positions=512)
+
+
+def by_kind(program: Program, kind: OpKind, step: StepShape) -> Cost:
+    ops = [op for ops in program.segments.values() for op in ops if op.kind is kind]
+    return sum((op_cost(program, op, step) for op in ops), Cost())
+
+
+def test_products_take_two_operations_a_weight_and_row(program: Program) -> None:
+    step = StepShape([3, 4], [0, 10])
+    per_layer = 60 * 112 + 80 * 60 + 60 * 194 + 97 * 60
+    expected = 2 * 7 * 2 * per_layer + 2 * 2 * 60 * 307
+    assert by_kind(program, OpKind.LINEAR, step).product_ops == expected
+    assert step_cost(program, step).product_ops == expected
+
+
+def test_the_head_counts_sampled_rows_only(program: Program) -> None:
+    none, all_rows = (StepShape([9], [0], num_samples=count) for count in (0, 9))
+    assert segment_cost(program, "head", none).product_ops == 0
+    assert segment_cost(program, "head", all_rows).product_ops == 9 * 2 * 60 * 307
+
+
+def test_weights_are_read_once_however_many_rows_there_are(program: Program) -> None:
+    one, many = StepShape([1], [0]), StepShape([100], [0])
+    linear = by_kind(program, OpKind.LINEAR, one).weight_bytes
+    assert linear == by_kind(program, OpKind.LINEAR, many).weight_bytes
+    assert linear == 2 * (2 * (60 * 112 + 80 * 60 + 60 * 194 + 97 * 60) + 60 * 307)
+
+
+def test_an_embedding_reads_its_rows_and_never_more_than_the_table(program: Program) -> None:
+    assert by_kind(program, OpKind.EMBED, StepShape([5], [0])).weight_bytes == 5 * 60 * 2
+    assert by_kind(program, OpKind.EMBED, StepShape([400], [0])).weight_bytes == 307 * 60 * 2
+
+
+def test_attention_counts_pairs_of_a_row_and_a_position_it_sees(program: Program) -> None:
+    step = StepShape([2, 1], [10, 0])
+    pairs = (11 + 12) + 1
+    cost = by_kind(program, OpKind.ATTENTION, step)
+    assert cost.attention_ops == 2 * 4 * pairs * 5 * 16
+    assert cost.kv_bytes == 2 * (12 + 1) * (2 * 16 * 2)
+
+
+def test_stored_keys_and_values_count_once_a_token_and_layer(program: Program) -> None:
+    cost = by_kind(program, OpKind.STORE_KV, StepShape([6], [3]))
+    assert cost.kv_bytes == 6 * program.caches[0].token_bytes
+
+
+def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
+    whole = StepShape([100], [0]).attended_positions(0)
+    parts = [StepShape([count], [start]) for start, count in ((0, 33), (33, 1), (34, 66))]
+    assert sum(part.attended_positions(0) for part in parts) == whole == 100 * 101 // 2
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 500])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 100), (5, 3), (200, 90)])
+def test_a_window_is_counted_as_by_hand(start: int, count: int, window: int) -> None:
+    step = StepShape([count], [start])
+    rows = range(start, start + count)
+    assert step.attended_positions(window) == sum(min(p + 1, window) for p in rows)
+    seen = {q for p in rows for q in range(max(0, p - window + 1), p + 1)}
+    assert step.read_positions(window) == len(seen)
+
+
+def test_a_sequence_without_rows_reads_nothing() -> None:
+    step = StepShape([0, 2], [50, 0])
+    assert step.read_positions(0) == 2
+    assert step.attended_positions(0) == 3
+    assert step.rows(Rows.TOKENS) == 2
+
+
+def test_costs_of_segments_add_up_to_the_step(program: Program) -> None:
+    step = StepShape([8, 1], [0, 77])
+    total = segment_cost(program, "trunk", step) + segment_cost(program, "head", step)
+    assert total == step_cost(program, step)
+    assert total.operations == total.product_ops + total.attention_ops + total.other_ops
+    assert total.memory_bytes == total.weight_bytes + total.kv_bytes
+    assert min(total.other_ops, total.buffer_bytes) > 0
+
+
+def test_counts_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 counts and 2 starts"):
+        StepShape([1], [0, 0])
+    with pytest.raises(ValueError, match="negative"):
+        StepShape([-1], [0])
