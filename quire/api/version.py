@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from starlette.requests import Request
@@ -17,10 +17,12 @@ GET  /v1/models, /health, /metrics, /version
 
 async def show_version(request: Request) -> Response:
     """The version of this server."""
-    return Response(
-        msgspec.json.encode({"name": "quire", "version": version("quire")}),
-        media_type="application/json",
-    )
+    try:
+        installed = version("quire")
+    except PackageNotFoundError:
+        installed = "unknown"  # run from a checkout that was never installed
+    content = msgspec.json.encode({"name": "quire", "version": installed})
+    return Response(content, media_type="application/json")
 
 
 async def show_pointer(request: Request) -> Response:

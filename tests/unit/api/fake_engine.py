@@ -37,9 +37,7 @@ CARD = ModelCard(
     max_num_seqs=8,
     created_s=1_700_000_000,
 )
-TIMES = RequestTimes(
-    arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0, last_token_ms=10.0
-)
+TIMES = RequestTimes(arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0, last_token_ms=10.0)
 
 
 class ByteTokenizer:
@@ -194,7 +192,10 @@ class Site:
         self.app = build_app(self.serving)
 
     async def post(self, path: str, body: Any, **options: Any) -> Reply:
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        """Infinities in `body` are written as 1e999, which is JSON and reads as infinity."""
+        raw = body
+        if not isinstance(body, bytes):
+            raw = json.dumps(body).replace("Infinity", "1e999").encode()
         return await self.call("POST", path, raw, **options)
 
     async def get(self, path: str, **options: Any) -> Reply:
@@ -222,7 +223,11 @@ class Site:
         async def receive() -> dict[str, Any]:
             if pieces:
                 piece = pieces.pop(0)
-                return {"type": "http.request", "body": piece, "more_body": bool(pieces) or cut_short}
+                return {
+                    "type": "http.request",
+                    "body": piece,
+                    "more_body": bool(pieces) or cut_short,
+                }
             await (gone or asyncio.Event()).wait()
             return {"type": "http.disconnect"}
 

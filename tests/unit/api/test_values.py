@@ -1,0 +1,278 @@
+"""Each field's value, through the routes: what reaches the engine, and what is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.base.sampling_params import SamplingParams
+from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def completion(engine: FakeEngine | None = None, settings: Any = None, **body: Any) -> Reply:
+    async def exchange() -> Reply:
+        site = Site(engine, **(settings or {}))
+        return await site.post(COMPLETIONS, {"prompt": "abc", **body})
+
+    return asyncio.run(exchange())
+
+
+def chat(engine: FakeEngine | None = None, settings: Any = None, **body: Any) -> Reply:
+    async def exchange() -> Reply:
+        site = Site(engine, **(settings or {}))
+        return await site.post(CHAT, {"messages": MESSAGES, **body})
+
+    return asyncio.run(exchange())
+
+
+def asked(**body: Any) -> SamplingParams:
+    engine = FakeEngine()
+    reply = completion(engine, **body)
+    assert reply.status == 200, reply.body
+    return engine.asked[0].sampling
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 3),
+        ("temperature", 0.25),
+        ("temperature", 0),
+        ("top_k", 5),
+        ("top_k", -1),
+        ("top_p", 0.5),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.5),
+        ("presence_penalty", -1.5),
+        ("frequency_penalty", 2),
+        ("seed", 2**63 - 1),
+        ("seed", -3),
+        ("max_tokens", 9),
+        ("min_tokens", 4),
+        ("ignore_eos", True),
+        ("include_stop_str_in_output", True),
+    ],
+)
+def test_a_sampling_field_reaches_the_engine_as_it_was_sent(field: str, value: Any) -> None:
+    assert getattr(asked(**{field: value}), field) == value
+
+
+def test_stops_and_biases_are_taken_out_of_their_json_shapes() -> None:
+    sampling = asked(stop="END", stop_token_ids=[3, 4], logit_bias={"5": -100, "6": 2.5})
+    assert sampling.stop == ("END",)
+    assert sampling.stop_token_ids == (3, 4)
+    assert sampling.logit_bias == {5: -100, 6: 2.5}
+    assert asked(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_log_probabilities_are_asked_for_in_each_apis_way() -> None:
+    assert asked().logprobs is None
+    assert asked(logprobs=0).logprobs == 0
+    assert asked(logprobs=3).logprobs == 3
+    for body, wanted in (
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 4}, 4),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ):
+        engine = FakeEngine()
+        assert chat(engine, **body).status == 200
+        assert engine.asked[0].sampling.logprobs == wanted
+
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("n", 0), ("n", -1), ("n", 129), ("n", 1.0), ("n", "1"), ("n", True), ("n", 10**30),
+    ("temperature", -0.1), ("temperature", 101), ("temperature", "hot"), ("temperature", True),
+    ("temperature", 1e999), ("temperature", -1e999), ("temperature", 10**39),
+    ("top_k", -2), ("top_k", 1.5), ("top_k", 10**20), ("top_k", [1]),
+    ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", 1e999), ("top_p", "x"),
+    ("min_p", -0.01), ("min_p", 1.1), ("min_p", {}),
+    ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 1e999),
+    ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3),
+    ("frequency_penalty", "x"), ("frequency_penalty", 10**39),
+    ("seed", 2**63), ("seed", 1.5), ("seed", "1"), ("seed", -(2**63) - 1), ("seed", 1e3),
+    ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("max_tokens", 10**39),
+    ("max_tokens", True), ("min_tokens", -1), ("min_tokens", 2**40), ("min_tokens", 17),
+    ("stop", [""]), ("stop", ""), ("stop", 5), ("stop", [1]), ("stop", {"a": 1}),
+    ("stop", ["x"] * 17), ("stop", ["x" * 1025]), ("stop", [["x"]]),
+    ("stop_token_ids", 5), ("stop_token_ids", ["1"]), ("stop_token_ids", [-1]),
+    ("stop_token_ids", [2**40]), ("stop_token_ids", list(range(65))), ("stop_token_ids", [True]),
+    ("logit_bias", []), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1.5": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": "x"}),
+    ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {"²": 1}), ("logit_bias", {"1" * 30: 1}),
+    ("logit_bias", {"1": 1e999}), ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", "3"),
+    ("ignore_eos", 1), ("ignore_eos", "yes"), ("include_stop_str_in_output", 0),
+    ("stream", "true"), ("stream", 1), ("echo", 1), ("stream_options", {"include_usage": True}),
+    ("best_of", 2), ("suffix", "end"), ("model", 5), ("model", ["fake"]),
+    ("prompt", 5), ("prompt", {}), ("prompt", []), ("prompt", [[]]), ("prompt", [1.5]),
+    ("prompt", ["a", 1]), ("prompt", [1, "a"]), ("prompt", [[1], "a"]), ("prompt", [[1], 1]),
+    ("prompt", [[True]]), ("prompt", [256]), ("prompt", [-1]), ("prompt", [10**30]),
+    ("prompt", [[1, None]]), ("prompt", ""), ("prompt", ["a", ""]), ("prompt", None),
+    ("prompt", [None]), ("prompt", True), ("prompt", ["a"] * 1025),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_VALUES, ids=lambda value: repr(value)[:40])
+def test_a_bad_value_is_refused_by_name_and_never_reaches_the_engine(
+    field: str, value: Any
+) -> None:
+    engine = FakeEngine()
+    reply = completion(engine, **{field: value})
+    assert reply.status == 400
+    assert reply.error["param"] == field
+    assert field.replace("_", " ").split()[0] in reply.error["message"].replace("_", " ")
+    assert len(reply.error["message"]) < 500
+    assert not engine.asked
+
+
+BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": None}), ("messages", {"messages": []}),
+    ("messages", {"messages": "hi"}), ("messages", {"messages": {"role": "user"}}),
+    ("messages", {"messages": ["hi"]}), ("messages", {"messages": [{"role": "user"}]}),
+    ("messages", {"messages": [{"content": "hi"}]}),
+    ("messages", {"messages": [{"role": "king", "content": "hi"}]}),
+    ("messages", {"messages": [{"role": ["user"], "content": "hi"}]}),
+    ("messages", {"messages": [{"role": "user", "content": 5}]}),
+    ("messages", {"messages": [{"role": "user", "content": None}]}),
+    ("messages", {"messages": [{"role": "user", "content": [5]}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]}),
+    ("messages", {"messages": MESSAGES * 4097}),
+    ("logprobs", {"logprobs": 1}), ("logprobs", {"logprobs": "yes"}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": -1}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 1.5}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("max_completion_tokens", {"max_completion_tokens": "5"}),
+    ("max_completion_tokens", {"max_completion_tokens": True}),
+    ("max_completion_tokens", {"max_completion_tokens": 5, "max_tokens": 6}),
+    ("stream_options", {"stream": True, "stream_options": []}),
+    ("stream_options", {"stream": True, "stream_options": {"include_usage": 1}}),
+    ("stream_options", {"stream": True, "stream_options": {"other": True}}),
+    ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("tool_choice", {"tool_choice": "required"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "body"), BAD_CHATS, ids=lambda value: repr(value)[:60])
+def test_a_bad_chat_is_refused_by_name(field: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    reply = chat(engine, **body)
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert not engine.asked
+
+
+def test_another_models_name_is_not_found() -> None:
+    reply = completion(model="gpt-9")
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert "fake" in reply.error["message"]
+
+
+def test_the_models_own_defaults_fill_what_a_request_leaves_open() -> None:
+    engine = FakeEngine()
+    engine.defaults = SamplingParams(temperature=0.6, top_p=0.9, top_k=40)
+    assert chat(engine, top_p=0.5).status == 200
+    sampling = engine.asked[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.5, 40)
+
+
+def test_a_completion_makes_16_tokens_where_it_does_not_say() -> None:
+    assert asked().max_tokens == 16
+    assert asked(max_tokens=None).max_tokens == 16
+
+
+def test_a_completions_default_is_cut_to_the_room_in_the_context() -> None:
+    assert asked(prompt=[1] * 60).max_tokens == 4
+
+
+def test_a_chat_may_take_the_rest_of_the_context() -> None:
+    engine = FakeEngine()
+    chat(engine)
+    assert engine.asked[0].sampling.max_tokens == 64 - len("user:hi;")
+
+
+def test_the_models_own_length_default_counts_for_chats() -> None:
+    engine = FakeEngine(card=replace(CARD, generation_defaults={"max_new_tokens": 11}))
+    chat(engine)
+    assert engine.asked[0].sampling.max_tokens == 11
+
+
+def test_the_servers_cap_is_the_default_and_the_limit() -> None:
+    engine = FakeEngine()
+    assert chat(engine, {"max_output_tokens": 5}).status == 200
+    assert engine.asked[0].sampling.max_tokens == 5
+    reply = chat(FakeEngine(), {"max_output_tokens": 5}, max_tokens=6)
+    assert (reply.status, reply.error["param"]) == (400, "max_tokens")
+    assert "at most 5" in reply.error["message"]
+
+
+def test_both_names_of_the_length_may_be_given_if_they_agree() -> None:
+    engine = FakeEngine()
+    assert chat(engine, max_tokens=7, max_completion_tokens=7).status == 200
+    assert engine.asked[0].sampling.max_tokens == 7
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
+    for prompt in ([1] * 64, [[1] * 64, [1]]):
+        reply = completion(prompt=prompt)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert reply.error["message"].count("64") == 2
+
+
+def test_of_several_prompts_one_that_cannot_fit_refuses_all_before_any_is_begun() -> None:
+    engine = FakeEngine()
+    reply = completion(engine, prompt=["short", "x" * 70])
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert "70" in reply.error["message"]
+    assert not engine.asked
+
+
+def test_an_empty_text_is_the_begin_token_where_there_is_one() -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=1)
+    assert completion(engine, prompt="").status == 200
+    assert engine.asked[0].prompt_ids == [1]
+
+
+def test_messages_reach_the_template_whole_with_extra_keys() -> None:
+    seen: list[Any] = []
+
+    class Watching:
+        def render(self, messages: Any) -> str:
+            seen.extend(messages)
+            return "text"
+
+    engine = FakeEngine()
+    engine.template = Watching()
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+    assert chat(engine, messages=messages).status == 200
+    assert [message["role"] for message in seen] == ["system", "user", "assistant", "tool"]
+    assert seen[1]["name"] == "ann"
+    assert seen[2]["content"] == ""
+
+
+def test_a_model_without_a_template_says_what_to_do() -> None:
+    engine = FakeEngine()
+    engine.template = None
+    reply = chat(engine)
+    assert reply.status == 400
+    assert "no chat template" in reply.error["message"]
+    assert "/v1/completions" in reply.error["message"]
