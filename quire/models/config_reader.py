@@ -148,9 +148,9 @@ class ConfigReader:
         self._seen.update(self._values)
 
     def refuse_unknown(self) -> None:
-        """Note each key that nobody asked for."""
+        """Note each key that nobody asked for and that is not null."""
         for key in self._values:
-            if key not in self._seen:
+            if key not in self._seen and self.has(key):
                 self.note(
                     f"unknown key {key!r} (value {shown(self._values[key])}): it might change "
                     "answers, so it is not ignored; remove it if it does not matter"

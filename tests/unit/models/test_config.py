@@ -1,0 +1,448 @@
+"""config.json and generation_config.json: what is honoured, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.models.registry import box_path, build_program, open_model
+from quire.models.spec import ModelSpec, RopeSettings
+from quire.program.ops import DType
+from tests.data import outside
+from tests.tiny_models import tiny_config, write_tiny_llama
+
+HUGE = 10**30
+
+
+def read(folder: Path, **changes: Any) -> ModelSpec:
+    """The spec of a tiny config with changes (None drops a key); writes no weights."""
+    return read_text(folder, json.dumps(tiny_config(**changes)))
+
+
+def read_text(folder: Path, text: str) -> ModelSpec:
+    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    return open_model(folder)
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, **changes)
+    assert str(folder / "config.json") in str(caught.value)
+    return str(caught.value)
+
+
+def generation(folder: Path, content: Any, **changes: Any) -> ModelSpec:
+    (folder / "generation_config.json").write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
+    return read(folder, **changes)
+
+
+def generation_refused(folder: Path, content: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        generation(folder, content)
+    assert "generation_config.json" in str(caught.value)
+    return str(caught.value)
+
+
+# ---- what is read
+
+
+def test_every_field_of_the_spec_comes_from_its_key(tmp_path: Path) -> None:
+    spec = read(
+        tmp_path,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        hidden_act="gelu_new",
+        torch_dtype="bfloat16",
+        eos_token_id=[7, 3, 7],
+    )
+    assert spec == ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=307,
+        hidden_size=60,
+        intermediate_size=97,
+        num_layers=2,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=16,
+        norm_eps=1e-5,
+        activation="gelu_tanh",
+        max_positions=512,
+        rope=RopeSettings(),
+        tied_head=True,
+        attention_bias=True,
+        mlp_bias=True,
+        dtype="bf16",
+        bos_ids=(0,),
+        eos_ids=(7, 3),
+    )
+
+
+def test_absent_and_null_keys_take_the_defaults_of_transformers(tmp_path: Path) -> None:
+    optional = (
+        "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
+        "tie_word_embeddings", "rope_theta", "bos_token_id", "eos_token_id", "architectures",
+    )  # fmt: skip
+    absent = read(tmp_path, **dict.fromkeys(optional))
+    config = tiny_config() | dict.fromkeys(optional)
+    assert read_text(tmp_path, json.dumps(config)) == absent
+    assert (absent.num_kv_heads, absent.head_dim, absent.activation) == (5, 12, "silu")
+    assert (absent.attention_bias, absent.mlp_bias, absent.tied_head) == (False, False, False)
+    assert (absent.rope.theta, absent.bos_ids, absent.eos_ids) == (10_000.0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "f32"),
+        ({"torch_dtype": "float16"}, "f16"),
+        ({"dtype": "bfloat16"}, "bf16"),
+        ({"dtype": "float32", "torch_dtype": "float32"}, "f32"),
+    ],
+)
+def test_the_dtype_is_read_under_its_old_and_its_new_name(
+    keys: dict[str, str], dtype: str, tmp_path: Path
+) -> None:
+    assert read(tmp_path, **keys).dtype == dtype
+
+
+def test_keys_that_cannot_change_answers_are_passed_over(tmp_path: Path) -> None:
+    plain = read(tmp_path)
+    noise = {
+        "use_cache": False,
+        "initializer_range": 0.5,
+        "attention_dropout": 0.3,
+        "pad_token_id": -1,
+        "_name_or_path": "x",
+        "transformers_version": "99",
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "is_llama_config": True,
+    }
+    assert read(tmp_path, **noise) == plain
+
+
+def test_real_configurations_are_read(tmp_path: Path) -> None:
+    spec = open_model(outside("stories260K"))
+    assert (spec.hidden_size, spec.num_kv_heads, spec.tied_head) == (64, 4, True)
+    assert open_model(box_path()).architecture == "LlamaForCausalLM"
+
+
+# ---- rope
+
+
+def test_rope_scaling_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64, "rope_type": "llama3"}  # fmt: skip
+    old = read(tmp_path, rope_theta=500000.0, rope_scaling=scaling)
+    parameters = scaling | {"rope_theta": 500000.0}
+    new = read(tmp_path, rope_theta=None, rope_parameters=parameters)
+    both = read(tmp_path, rope_theta=500000.0, rope_parameters=parameters)
+    assert old == new == both
+    assert old.rope == RopeSettings(
+        kind="llama3", theta=500000.0, factor=8.0, original_max_positions=64,
+        low_freq_factor=1.0, high_freq_factor=4.0,
+    )  # fmt: skip
+
+
+def test_yarn_without_a_factor_takes_it_from_the_lengths(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "original_max_position_embeddings": 128}
+    assert read(tmp_path, rope_scaling=scaling).rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', not supp"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "'longrope', not supported"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2}}, "rope_type is ['yarn']"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_type is missing"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5; a number from 1"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}}, "key 'beta_fast'"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "must agree"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; an object is allowed"),
+        ({"rope_scaling": []}, "rope_scaling is []; an object is allowed"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            "high_freq_factor is 4, low_freq_factor 4",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
+            "beta_fast is 1, below beta_slow 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+            "rope_theta is 10000 at the top and 5000 in rope_parameters",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            "rope_scaling and rope_parameters are both given",
+        ),
+        ({"rope_theta": 0}, "rope_theta is 0; a number from 2"),
+        ({"rope_theta": -10000.0}, "rope_theta is -10000.0"),
+    ],
+)
+def test_rope_settings_that_cannot_be_honoured_are_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    assert said in refused(tmp_path, **changes)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "vocab_size", "max_position_embeddings", "rms_norm_eps"],
+)  # fmt: skip
+def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
+    assert f"{key} is missing" in refused(tmp_path, **{key: None})
+
+
+@pytest.mark.parametrize("value", [0, -1, HUGE, 2.5, "64", True, [64], {}])
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "num_key_value_heads", "vocab_size", "max_position_embeddings", "head_dim"],
+)  # fmt: skip
+def test_a_size_that_is_no_sensible_whole_number_is_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    assert f"{key} is {value!r}; a whole number from" in refused(tmp_path, **{key: value})
+
+
+@pytest.mark.parametrize("value", [0, -1e-5, 2.0, 1e300, "1e-5", False])
+def test_a_norm_epsilon_out_of_range_is_refused(value: Any, tmp_path: Path) -> None:
+    assert f"rms_norm_eps is {value!r}; a number from" in refused(tmp_path, rms_norm_eps=value)
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    config = json.dumps(tiny_config()).replace("1e-05", text)
+    with pytest.raises(ConfigError, match=f"holds {text}, which is not JSON"):
+        read_text(tmp_path, config)
+
+
+def test_numbers_too_large_for_a_float_are_refused(tmp_path: Path) -> None:
+    config = json.dumps(tiny_config()).replace("1e-05", "1e999")
+    with pytest.raises(ConfigError, match="rms_norm_eps is inf"):
+        read_text(tmp_path, config)
+    with pytest.raises(ConfigError, match="number of 5000 digits"):
+        read_text(tmp_path, config.replace("1e999", "1" * 5000))
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "tie_word_embeddings"])
+@pytest.mark.parametrize("value", [1, 0, "true", []])
+def test_a_flag_is_true_or_false(key: str, value: Any, tmp_path: Path) -> None:
+    assert f"{key} is {value!r}; true or false is allowed" in refused(tmp_path, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"rope_interleaved": True}, "rope_interleaved is True"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported yet"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "asks for code that comes with the model"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"model_type": "mistral"}, "model_type is 'mistral'"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; one of silu"),
+        ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; one of float32"),
+        (
+            {"dtype": "float16", "torch_dtype": "bfloat16"},
+            "torch_dtype says bf16 and dtype says f16",
+        ),
+        ({"num_key_value_heads": 2}, "num_attention_heads is 5, not a multiple of num_key_value_h"),
+        ({"num_key_value_heads": 10}, "not a multiple of num_key_value_heads 10"),
+        ({"head_dim": 15}, "head_dim is 15; rotary angles need an even number"),
+        ({"head_dim": None, "hidden_size": 62}, "not a multiple of num_attention_heads 5"),
+        ({"eos_token_id": 307}, "eos_token_id is 307; an id from 0 to 306"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id is -1"),
+        ({"bos_token_id": "1"}, "bos_token_id is '1'"),
+        ({"eos_token_id": [True]}, "eos_token_id is [True]"),
+    ],
+)
+def test_values_that_contradict_or_are_not_supported_are_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    assert said in refused(tmp_path, **changes)
+
+
+def test_unknown_keys_are_refused_by_name_with_their_value(tmp_path: Path) -> None:
+    message = refused(tmp_path, logit_scale=0.5, embedding_multiplier=12)
+    assert "unknown key 'logit_scale' (value 0.5)" in message
+    assert "unknown key 'embedding_multiplier' (value 12)" in message
+
+
+def test_unknown_keys_that_are_null_say_nothing(tmp_path: Path) -> None:
+    config = tiny_config() | {"layer_types": None, "logit_scale": None}
+    assert read_text(tmp_path, json.dumps(config)) == read(tmp_path)
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    message = refused(
+        tmp_path,
+        hidden_size=-1,
+        vocab_size=None,
+        odd_key=1,
+        rope_scaling={"type": "linear", "factor": 0, "odd": 1},
+    )
+    for said in ("hidden_size is -1", "vocab_size is missing", "'odd_key'", "factor is 0", "'odd'"):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "null", "{", '"x"', "{} {}", "\udcff\udcfe", "[" * 100_000, '{"a": 1, "a": 2}'],
+)
+def test_a_config_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_text(tmp_path, text)
+
+
+def test_a_config_of_many_megabytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 4194304 are allowed"):
+        read_text(tmp_path, "{" + " " * (5 << 20) + "}")
+
+
+# ---- which model, and where
+
+
+@pytest.mark.parametrize(
+    "names", [["GPT2LMHeadModel"], ["LlamaModel"], [], "LlamaForCausalLM", [1],
+              ["LlamaForCausalLM", "Other"]],
+)  # fmt: skip
+def test_an_architecture_that_does_not_run_is_named_with_those_that_do(
+    names: Any, tmp_path: Path
+) -> None:
+    message = refused(tmp_path, architectures=names)
+    assert repr(names) in message
+    assert "these run: LlamaForCausalLM" in message
+
+
+def test_a_config_without_architecture_and_a_foreign_type_is_refused(tmp_path: Path) -> None:
+    assert "model_type is 'gpt2'" in refused(tmp_path, architectures=None, model_type="gpt2")
+
+
+def test_a_place_without_a_model_says_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "m.gguf").write_text("x")
+    (tmp_path / "only").mkdir()
+    shutil.copy(tmp_path / "m.gguf", tmp_path / "only")
+    for path, said in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path / "file", "this is a file"),
+        (tmp_path / "m.gguf", "GGUF files are not read yet"),
+        (tmp_path / "only", "only GGUF files"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            open_model(path)
+    (tmp_path / "m.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"there is no config\.json"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize("positions", [0, -1, 513])
+def test_a_program_longer_than_the_model_is_refused(positions: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"is {positions}; this model allows 1 to 512"):
+        build_program(read(tmp_path), dtype=DType.F32, max_positions=positions)
+
+
+# ---- generation_config.json
+
+
+def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
+    content = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 99,
+        "bos_token_id": 2,
+        "eos_token_id": [3, 4],
+        "pad_token_id": 0,
+        "max_length": 4096,
+        "transformers_version": "4.31.0",
+        "_from_model_config": True,
+        "num_beams": 1,
+    }
+    spec = generation(tmp_path, content)
+    assert spec.generation_defaults == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 99,
+    }
+    assert (spec.bos_ids, spec.eos_ids) == ((2,), (3, 4))
+
+
+def test_without_the_file_there_are_no_defaults(tmp_path: Path) -> None:
+    assert read(tmp_path).generation_defaults == {}
+
+
+def test_ids_the_file_does_not_give_stay_those_of_the_config(tmp_path: Path) -> None:
+    spec = generation(tmp_path, {}, eos_token_id=[5, 6])
+    assert (spec.eos_ids, spec.generation_defaults) == ((5, 6), {})
+
+
+def test_a_file_that_asks_for_no_sampling_makes_greedy_the_default(tmp_path: Path) -> None:
+    spec = generation(tmp_path, {"do_sample": False, "temperature": 0.7})
+    assert spec.generation_defaults["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"num_beams": 4}, "num_beams is 4"),
+        ({"typical_p": 0.5}, "typical_p is 0.5"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size is 3"),
+        ({"suppress_tokens": [1]}, "suppress_tokens is [1]"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_p": 0}, "top_p is 0; a number from"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"eos_token_id": 5000}, "eos_token_id is 5000"),
+        ({"do_sample": 1}, "do_sample is 1; true or false"),
+        ({"odd": 1}, "unknown key 'odd'"),
+        ("[]", "an object is expected"),
+        ('{"temperature": NaN}', "holds NaN"),
+    ],
+)
+def test_generation_settings_that_cannot_be_honoured_are_refused(
+    content: Any, said: str, tmp_path: Path
+) -> None:
+    assert said in generation_refused(tmp_path, content)
+
+
+def test_a_tiny_checkpoint_opens_with_its_end_of_text(tmp_path: Path) -> None:
+    assert open_model(write_tiny_llama(tmp_path)).eos_ids == (1,)
