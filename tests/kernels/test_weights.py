@@ -1,0 +1,76 @@
+"""Packing: what a checkpoint stores arrives in panels and tables, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.weights.dtypes import bf16_bits, from_bf16_bits, round_to_bf16
+
+Float32s = NDArray[np.float32]
+
+
+def _fill(weight: _native.Weight, first: int, values: NDArray[np.generic], dtype: str) -> None:
+    pool = _native.Pool(2)
+    weight.fill(pool, first, len(values), values.view(np.uint8).ravel(), dtype)
+
+
+def _read(weight: _native.Weight) -> Float32s:
+    return np.array([weight.row(row) for row in range(weight.rows)], np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("form", ["matrix", "table"])
+@pytest.mark.parametrize("columns", [1, 64, 67])
+def test_fused_parts_meet_inside_a_panel(dtype: str, form: str, columns: int) -> None:
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((101, columns)).astype(np.float32)
+    weight = _native.Weight(form, dtype, 101, columns)
+    for first, last in ((0, 5), (5, 77), (77, 101)):
+        _fill(weight, first, values[first:last].copy(), "f32")
+    expected = round_to_bf16(values) if dtype == "bf16" else values
+    np.testing.assert_array_equal(_read(weight), expected)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_every_f16_value_is_widened_exactly(dtype: str) -> None:
+    halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(64, 1024)
+    weight = _native.Weight("matrix", dtype, 64, 1024)
+    _fill(weight, 0, halves, "f16")
+    with np.errstate(invalid="ignore"):
+        expected = halves.astype(np.float32)
+    finite = np.isfinite(expected)
+    expected = round_to_bf16(expected) if dtype == "bf16" else expected
+    found = _read(weight)
+    np.testing.assert_array_equal(found[finite], expected[finite])
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+
+
+def test_bf16_sources_keep_their_bits_and_widen_exactly() -> None:
+    bits = np.arange(0, 65536, 3, dtype=np.uint16)[: 21 * 1024].reshape(21, 1024)
+    values = from_bf16_bits(bits)
+    for dtype in ("f32", "bf16"):
+        weight = _native.Weight("table", dtype, 21, 1024)
+        _fill(weight, 0, bits, "bf16")
+        np.testing.assert_array_equal(_read(weight), values)
+
+
+def test_an_offset_is_added_in_f32_before_rounding() -> None:
+    values = np.array([[0.001, -1.0, 3.0]], np.float32)
+    weight = _native.Weight("table", "bf16", 1, 3)
+    weight.fill(_native.Pool(1), 0, 1, bf16_bits(values).view(np.uint8).ravel(), "bf16", 1.0)
+    expected = round_to_bf16(round_to_bf16(values) + np.float32(1))
+    np.testing.assert_array_equal(_read(weight), expected)
+
+
+def test_wrong_sizes_are_refused_with_the_numbers() -> None:
+    weight = _native.Weight("matrix", "f32", 4, 3)
+    source = np.zeros(24, np.uint8)
+    with pytest.raises(ValueError, match=r"24 source bytes; 4 rows take 48"):
+        weight.fill(_native.Pool(1), 0, 4, source, "f32")
+    with pytest.raises(IndexError, match=r"rows 3 to 5 of a weight of 4"):
+        weight.fill(_native.Pool(1), 3, 2, source, "f32")
+    with pytest.raises(ValueError, match="source dtype"):
+        weight.fill(_native.Pool(1), 0, 2, source, "f8")

@@ -1,0 +1,145 @@
+"""The native executor as a whole: the Row Rule through all layers, poison, chunks, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.base.errors import WorkerError
+from quire.execute.native import NativeExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.batch import ForwardBatch
+from quire.program.ops import DType
+from quire.weights.checkpoint import open_checkpoint
+from tests.tiny_models import write_tiny_llama
+
+BLOCK_SIZE, COLUMNS = 16, 5
+IDS = np.random.default_rng(2).integers(0, 307, 70).astype(np.int32)
+each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16], ids=str)
+
+
+def _open(
+    folder: Path, dtype: DType, *, num_threads: int = 1, isa: str = "", poison: bool = False
+) -> NativeExecutor:
+    spec = open_model(folder)
+    executor = NativeExecutor(
+        build_program(spec, dtype=dtype, max_positions=128),
+        open_checkpoint(folder),
+        max_tokens=96,
+        max_samples=96,
+        max_sequences=4,
+        num_threads=num_threads,
+        isa=isa,
+        poison=poison,
+    )
+    executor.allocate_cache(4 * COLUMNS, BLOCK_SIZE)
+    return executor
+
+
+def _batch(pieces: list[tuple[int, int, int]]) -> ForwardBatch:
+    """Pieces (sequence, first, last) of IDS; sequence s owns the blocks s, 4 + s, 8 + s, ..."""
+    positions = np.concatenate([np.arange(a, b, dtype=np.int32) for _, a, b in pieces])
+    tables = np.array([[4 * c + s for c in range(COLUMNS)] for s, _, _ in pieces], np.int32)
+    slots = np.concatenate(
+        [
+            table[np.arange(a, b) // BLOCK_SIZE] * BLOCK_SIZE + np.arange(a, b) % BLOCK_SIZE
+            for table, (_, a, b) in zip(tables, pieces, strict=True)
+        ]
+    ).astype(np.int32)
+    lengths = [b - a for _, a, b in pieces]
+    return ForwardBatch(
+        token_ids=IDS[positions],
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=slots,
+        seq_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        block_tables=tables,
+        sample_rows=np.arange(len(positions), dtype=np.int32),
+    )
+
+
+def _logits(executor: NativeExecutor, pieces: list[tuple[int, int, int]]) -> NDArray[np.uint32]:
+    batch = _batch(pieces)
+    executor.run_trunk(batch)
+    logits = executor.run_head(batch, 0, len(batch.token_ids))
+    assert np.isfinite(logits).all()
+    return logits.copy().view(np.uint32)
+
+
+def _one_by_one(executor: NativeExecutor) -> NDArray[np.uint32]:
+    return np.concatenate([_logits(executor, [(0, p, p + 1)]) for p in range(len(IDS))])
+
+
+@each_dtype
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_logits_do_not_depend_on_chunks_company_or_threads(
+    tmp_path: Path, dtype: DType, isa: str
+) -> None:
+    folder = write_tiny_llama(tmp_path, seed=1)
+    expected = _one_by_one(_open(folder, dtype, isa=isa))
+    for num_threads in (1, 3):
+        whole = _open(folder, dtype, num_threads=num_threads, isa=isa, poison=True)
+        assert np.array_equal(_logits(whole, [(1, 0, 70)]), expected)
+        mixed = _open(folder, dtype, num_threads=num_threads, isa=isa, poison=True)
+        first = _logits(mixed, [(3, 0, 17), (0, 0, 40), (1, 0, 33)])
+        assert np.array_equal(first[17:57], expected[:40])
+        second = _logits(mixed, [(1, 33, 34), (3, 17, 70), (0, 40, 70)])
+        assert np.array_equal(second[0], expected[33])
+        assert np.array_equal(second[1:54], expected[17:])
+        assert np.array_equal(second[54:], expected[40:])
+
+
+@each_dtype
+def test_the_head_runs_on_slices_of_the_sample_rows(tmp_path: Path, dtype: DType) -> None:
+    executor = _open(write_tiny_llama(tmp_path), dtype, poison=True)
+    batch = _batch([(0, 0, 30)])
+    executor.run_trunk(batch)
+    whole = executor.run_head(batch, 0, 30).copy()
+    for first, count in ((29, 1), (0, 7), (7, 23)):
+        np.testing.assert_array_equal(
+            executor.run_head(batch, first, count), whole[first : first + count]
+        )
+
+
+def test_a_copied_block_serves_like_the_original(tmp_path: Path) -> None:
+    executor = _open(write_tiny_llama(tmp_path), DType.BF16)
+    expected = _one_by_one(executor)
+    _logits(executor, [(2, 0, 40)])
+    own = _batch([(2, 0, 40)]).block_tables[0, :3]
+    spare = _batch([(3, 0, 40)]).block_tables[0, :3]
+    executor.copy_blocks(own, spare)
+    executor.copy_blocks(own[:0], spare[:0])
+    assert np.array_equal(_logits(executor, [(3, 40, 41)])[0], expected[40])
+
+
+def test_progress_is_reported_to_the_last_byte(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    program = build_program(open_model(folder), dtype=DType.BF16, max_positions=64)
+    seen: list[tuple[int, int]] = []
+    NativeExecutor(
+        program,
+        open_checkpoint(folder),
+        max_tokens=8,
+        max_samples=8,
+        max_sequences=2,
+        num_threads=1,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (program.weight_bytes, program.weight_bytes)
+
+
+def test_an_aborted_step_is_a_worker_error_and_progress_can_be_watched(tmp_path: Path) -> None:
+    executor = _open(write_tiny_llama(tmp_path), DType.F32)
+    batch = _batch([(0, 0, 3)])
+    executor.abort()
+    with pytest.raises(WorkerError, match="told to stop"):
+        executor.run_trunk(batch)
+    assert executor.ops_done == 0
+    executor.run_trunk(batch)
+    assert executor.ops_done > 10
+    executor.close()
