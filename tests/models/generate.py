@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.execute.executor import Executor
+from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import ForwardBatch
@@ -20,7 +21,8 @@ from quire.program.ops import DType
 from quire.weights.checkpoint import open_checkpoint
 
 BLOCK_SIZE = 16
-EXECUTORS = ("reference", "native")
+CLASSES = {"reference": ReferenceExecutor, "native": NativeExecutor}
+EXECUTORS = tuple(CLASSES)
 
 
 def open_executor(
@@ -30,17 +32,9 @@ def open_executor(
     spec = open_model(path)
     program = build_program(spec, dtype=dtype, max_positions=spec.max_positions)
     limits = {"max_tokens": max_tokens, "max_samples": max_tokens, "max_sequences": 4}
-    executor = _executor_class(kind)(program, open_checkpoint(path), num_threads=1, **limits)
+    executor = CLASSES[kind](program, open_checkpoint(path), num_threads=1, **limits)
     executor.allocate_cache(-(-spec.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor
-
-
-def _executor_class(kind: str) -> type:
-    if kind == "reference":
-        return ReferenceExecutor
-    from quire.execute.native import NativeExecutor
-
-    return NativeExecutor
 
 
 def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> ForwardBatch:

@@ -3,9 +3,10 @@
     python -m tests.models.record
 
 writes recorded/NAME.json for each case: a digest of the checkpoint, the logits of a few rows,
-the most likely token of every row, its margin over the second, and, for checkpoints stored in
-bfloat16, the worst error of transformers' own bfloat16 run. All relative numbers are shares of
-the row's largest absolute logit. Needs torch and transformers; run it when cases change.
+the most likely token of every row, its margin over the second; for checkpoints stored in bfloat16
+the worst error of transformers' own bfloat16 run; for some a greedy continuation. All relative
+numbers are shares of the row's largest absolute logit. Needs torch and transformers; run it when
+cases change.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tests.models.cases import CASES, Case
 
 RECORDED = Path(__file__).parent / "recorded"
 NUM_ROWS = 5
+NUM_GREEDY = 80
+CONTINUED = ("mqa_untied", "biases", "rope_llama3")
 
 
 def transformers_logits(
@@ -41,6 +44,14 @@ def transformers_logits(
     ).eval()
     with torch.no_grad():
         return model(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+
+
+def transformers_greedy(folder: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The most likely continuation in float32, each step computed from all tokens anew."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(int(transformers_logits(folder, ids)[-1].argmax()))
+    return ids[len(prompt_ids) :]
 
 
 def relative_error(found: NDArray[np.float32], right: NDArray[np.float32]) -> float:
@@ -76,6 +87,9 @@ def record(case: Case, folder: Path) -> dict[str, Any]:
         "argmax": logits.argmax(1).tolist(),
         "margins": [round(float(margin), 5) for margin in margins(logits)],
         "bf16_error": bf16_error,
+        "greedy": transformers_greedy(folder, case.token_ids[:5], NUM_GREEDY)
+        if case.name in CONTINUED
+        else [],
         "logits": {
             str(row): [float(f"{value:.7g}") for value in logits[row]]
             for row in recorded_rows(case.length)
