@@ -88,6 +88,7 @@ class EngineClient:
         self._clock = Clock()
         self._watchdog_ms = watchdog_s * 1000
         self._state: EngineState = "starting"
+        self._closed = False
         self._fault: Fault | None = None
         self._started: asyncio.Future[ModelCard] | None = None
         self._open: dict[str, asyncio.Queue[RequestOutput | Fault]] = {}
@@ -229,7 +230,10 @@ class EngineClient:
         await self._ended_within(_LAST_WORDS_S)
 
     async def close(self) -> None:
-        """End the engine; open streams get WorkerError. Does not set `dead`."""
+        """End the engine; open streams get WorkerError. Does not set `dead`. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
         self._end(Fault(kind=WorkerError.__name__, message="the engine was closed"))
         await self._link.close()
 

@@ -45,8 +45,6 @@ def main() -> int:
 
     def emit(message: FromEngine) -> None:
         if isinstance(message, Ready):
-            for note in message.notes:
-                log.event("memory", line=note)
             log.event("ready", model=message.card.name, fingerprint=message.card.fingerprint)
         elif isinstance(message, Failed):
             log.error(message.fault.message, kind=message.fault.kind)

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -56,26 +55,19 @@ class RecordingRunner:
             self._write(StepRecord(plan=plan, result=result))
         return result
 
-    def close(self) -> None:
-        """Close the file and the runner."""
+    def close_file(self) -> None:
+        """End the record; the runner stays open."""
         self._file.close()
+
+    def close(self) -> None:
+        """End the record and close the runner."""
+        self.close_file()
         self._runner.close()
-
-    def __enter__(self) -> RecordingRunner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _write(self, record: StepRecord) -> None:
         frame = self._wire.encode(record)
         self._file.write(_LENGTH.pack(len(frame)) + frame)
-        self._file.flush()
+        self._file.flush()  # what was recorded survives a crash
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:

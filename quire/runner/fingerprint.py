@@ -1,7 +1,7 @@
 """system_fingerprint: a digest of all an answer depends on beside the request itself.
 
 Weights (names, sizes, headers and a sample of the content: a changed file is noticed, a gigabyte
-is not read), the program that runs, the numerics version, the executor's recipe (instruction
+is not read), the program that runs with the numerics version, the executor's recipe (instruction
 set), the parallel degree and the KV dtype. Two engines with one fingerprint give one answer.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from quire.program.program import NUMERICS_VERSION, Program
+from quire.program.program import Program
+from quire.program.serialize import digest as program_digest
 
 _HEAD_BYTES = 256 * 1024
 _SAMPLE_BYTES = 4 * 1024
@@ -32,7 +32,6 @@ def system_fingerprint(
     for part in (
         weights_digest(weight_files),
         program_digest(program),
-        str(NUMERICS_VERSION),
         recipe,
         str(parallel_degree),
         ",".join(cache.dtype for cache in program.caches),
@@ -54,23 +53,3 @@ def weights_digest(files: Iterable[Path]) -> str:
                 offset = spread * (index + 1) // _NUM_SAMPLES
                 digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
     return digest.hexdigest()
-
-
-def program_digest(program: Program) -> str:
-    """Of everything the program says, its mappings in the order of their keys."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in program.__slots__:
-        digest.update(f"{name}={_canonical(getattr(program, name))}\n".encode())
-    return digest.hexdigest()
-
-
-def _canonical(value: Any) -> str:
-    if isinstance(value, Mapping):
-        inner = ",".join(f"{key}:{_canonical(value[key])}" for key in sorted(value))
-        return "{" + inner + "}"
-    if isinstance(value, tuple | list):
-        return "[" + ",".join(map(_canonical, value)) + "]"
-    if hasattr(value, "__slots__") and hasattr(value, "__dataclass_fields__"):
-        inner = ",".join(_canonical(getattr(value, name)) for name in value.__slots__)
-        return f"{type(value).__name__}({inner})"
-    return repr(str(value)) if isinstance(value, str) else repr(value)

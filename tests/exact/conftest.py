@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.program.ops import DType
-from tests.exact.rig import Model
+from tests.exact.rig import AloneRuns, Model
 from tests.tiny_models import write_tiny_llama
 
 VOCAB_SIZE = 307
@@ -40,3 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
     yield made
     for model in made:
         model.close()
+
+
+@pytest.fixture(scope="session")
+def alone() -> AloneRuns:
+    """What requests get alone; no request is run alone twice."""
+    return AloneRuns()

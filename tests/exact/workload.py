@@ -16,7 +16,7 @@ from quire.base.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 512
 BLOCK_SIZES = (16, 16, 16, 32)
-THREADS = (1, 2, 3)
+THREADS = (1, 1, 1, 1, 2, 3)  # several on a busy machine mostly wait for each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,25 +83,25 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         for _ in range(2)
     ]
     prefixes.append(prefixes[0][: len(prefixes[0]) // 2])
-    num_callers = rng.randint(3, 4) if is_long else rng.randint(4, 8)
+    num_callers = rng.randint(3, 4) if is_long else rng.randint(5, 8)
     arrivals = tuple(
         _arrival(rng, number, caller, prefixes, vocab_size) for caller in range(num_callers)
     )
     requests = [request for arrival in arrivals for request in arrival.requests]
     most_tokens = max(request.max_total_tokens for request in requests)
     settings = Settings(
-        num_blocks=-(-most_tokens // block_size) + rng.choice((0, 1, 1, 2, 3, 8)),
+        num_blocks=-(-most_tokens // block_size) + rng.choice((0, 0, 0, 1, 1, 2, 6)),
         block_size=block_size,
-        max_num_seqs=rng.randint(2, 8),
-        max_num_batched_tokens=rng.choice((64, 160)) if is_long else rng.choice((8, 8, 13, 24, 48)),
+        max_num_seqs=rng.randint(3, 8),
+        max_num_batched_tokens=rng.choice((64, 160))
+        if is_long
+        else rng.choice((8, 13, 24, 24, 48)),
         max_samples=rng.choice((1, 2, 3, 8)),
         plans_in_flight=rng.choice((1, 2)),
         prefix_caching=rng.random() < 0.8,
         num_threads=rng.choice(THREADS),
     )
-    return Case(
-        number=number, model=number % num_models, settings=settings, arrivals=arrivals
-    )
+    return Case(number=number, model=number % num_models, settings=settings, arrivals=arrivals)
 
 
 def _arrival(
@@ -113,7 +113,7 @@ def _arrival(
         # Now and then the prompt is the prefix and nothing else: fully cached the second time.
         prompt = list(shared) if rng.random() < 0.25 else shared + prompt
     sampling = _sampling(rng, vocab_size)
-    max_tokens = rng.randint(2, 40)
+    max_tokens = rng.randint(4, 40)
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
     at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
     requests = tuple(

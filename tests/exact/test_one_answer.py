@@ -1,0 +1,124 @@
+"""One answer: each request of a drawn case gets what it gets alone, token by token, bit for bit.
+
+QUIRE_EXACT_CASES=5000 draws more cases, QUIRE_EXACT_FIRST=1234 begins at another number (with
+QUIRE_EXACT_CASES=1: runs a failed case again). The coverage of the drawn cases is printed and
+must reach its goals: cases that are easy prove nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.records import Request
+from quire.execute.reference import ReferenceExecutor
+from quire.program.batch import ForwardBatch
+from quire.program.ops import DType
+from tests.exact.conftest import VOCAB_SIZE
+from tests.exact.rig import AloneRuns, Model, Outcome, Stream, differences, run_case
+from tests.exact.workload import draw_case
+
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "320"))
+FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
+ENOUGH_FOR_COVERAGE = 300
+GOALS = {"preempted": 0.6, "prefix_hit": 0.5, "chunked": 0.8, "forked_or_cancelled": 0.2}
+MAX_SHOWN = 10
+NUM_COMPARED_WITH_REFERENCE = 60
+# Log-probabilities of a two-layer model; bf16 rounds activations to 8 bits, in another order.
+TOLERANCES = {DType.F32: 1e-4, DType.BF16: 0.12}
+
+
+@pytest.fixture(scope="module")
+def outcomes(models: list[Model]) -> list[Outcome]:
+    """Every case once."""
+    outcomes = []
+    for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
+        case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
+        outcomes.append(run_case(models[case.model], case))
+    return outcomes
+
+
+def test_every_request_gets_the_tokens_and_logprobs_it_gets_alone(
+    outcomes: list[Outcome], models: list[Model], alone: AloneRuns
+) -> None:
+    lines: list[str] = []
+    for outcome in outcomes:
+        found = differences(models[outcome.case.model], outcome, alone)
+        lines += [f"{line}\n    {outcome.case.settings}" for line in found]
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+
+
+def test_the_drawn_cases_are_hard_ones(
+    outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {
+        name: sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes) for name in GOALS
+    }
+    num_streams = sum(len(outcome.streams) for outcome in outcomes)
+    with capsys.disabled():
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        print(f"\nexact: {len(outcomes)} cases, {num_streams} streams; {shown}")
+    if len(outcomes) < ENOUGH_FOR_COVERAGE:
+        pytest.skip(f"{len(outcomes)} cases are too few to speak of shares")
+    missed = {name: shares[name] for name, goal in GOALS.items() if shares[name] < goal}
+    assert not missed, f"shares below their goals: {missed}"
+
+
+def test_a_request_alone_agrees_with_the_reference_executor(
+    outcomes: list[Outcome], models: list[Model], alone: AloneRuns
+) -> None:
+    num_compared = 0
+    for index, model in enumerate(models):
+        reference = ReferenceExecutor(
+            model.program, model.checkpoint, max_tokens=512, max_samples=64, max_sequences=1
+        )
+        for request in _with_logprobs(outcomes, index, NUM_COMPARED_WITH_REFERENCE):
+            stream = alone.of(model, request)
+            if not stream.tokens:
+                continue
+            expected = _reference_logprobs(reference, request, stream)  # [tokens, vocab]
+            rows = np.arange(len(stream.tokens))
+            chosen = expected[rows, [token_id for token_id, _ in stream.tokens]]
+            got = np.array([logprob for _, (_, logprob, _) in stream.tokens])
+            assert np.abs(got - chosen).max() <= TOLERANCES[model.dtype], request.request_id
+            num_compared += 1
+    assert num_compared >= min(NUM_CASES, len(models) * NUM_COMPARED_WITH_REFERENCE // 2)
+
+
+def _with_logprobs(outcomes: list[Outcome], model: int, most: int) -> list[Request]:
+    requests = [
+        request
+        for outcome in outcomes
+        if outcome.case.model == model
+        for request in outcome.case.requests
+        if request.sampling.logprobs is not None
+    ]
+    return requests[:most]
+
+
+def _reference_logprobs(
+    reference: ReferenceExecutor, request: Request, stream: Stream
+) -> NDArray[np.float64]:
+    """Log-probabilities [tokens, vocab] of the whole sequence computed in one go."""
+    output_ids = np.array([token_id for token_id, _ in stream.tokens], np.int32)
+    known = np.concatenate([request.prompt_ids, output_ids[:-1]])
+    positions = np.arange(len(known), dtype=np.int32)
+    num_blocks = len(known) // 16 + 1
+    reference.allocate_cache(num_blocks, 16)
+    first = len(request.prompt_ids) - 1
+    batch = ForwardBatch(
+        token_ids=known,
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=positions,
+        seq_starts=np.array([0, len(known)], np.int32),
+        block_tables=np.arange(num_blocks, dtype=np.int32).reshape(1, -1),
+        sample_rows=positions[first:],
+    )
+    reference.run_trunk(batch)
+    logits = reference.run_head(batch, 0, len(output_ids)).astype(np.float64)
+    highest = logits.max(axis=1, keepdims=True)
+    return logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))

@@ -1,0 +1,178 @@
+"""The exact test must turn red for the faults it exists to find: each is planted here, and found.
+
+A fault is a small wrapper around the executor or the runner. The cases are those of
+test_one_answer.py, so what finds a fault here finds it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.records import StepPlan, StepResult
+from quire.execute.executor import Executor
+from quire.program.batch import ForwardBatch
+from quire.runner.model_runner import ModelRunner
+from quire.sampling.batch import SampleBatch, TokenChoice
+from tests.exact.conftest import VOCAB_SIZE
+from tests.exact.rig import AloneRuns, Model, differences, run_case
+from tests.exact.workload import draw_case
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+MAX_CASES = 48
+
+
+class _Executor:
+    """Everything as the executor does it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.name, self.recipe = inner.name, inner.recipe
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        self._inner.allocate_cache(num_blocks, block_size)
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        self._inner.copy_blocks(copy_from, copy_to)
+
+    def run_trunk(self, batch: ForwardBatch) -> None:
+        self._inner.run_trunk(batch)
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        return self._inner.run_head(batch, first, count)
+
+    def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
+        return self._inner.sample(logits, batch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class SplitsSumsByRowCount(_Executor):
+    """Several rows: sums over K come in two parts, each rounded before they are added."""
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        logits = super().run_head(batch, first, count)
+        if count > 1:
+            logits[:] = logits * np.float32(0.3) + logits * np.float32(0.7)
+        return logits
+
+
+class DrawsNoiseByRow(_Executor):
+    """The noise depends on the row of the batch."""
+
+    def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
+        rows = np.arange(len(batch.streams), dtype=np.int32)
+        return super().sample(logits, replace(batch, streams=batch.streams + rows))
+
+
+class LosesCopies(_Executor):
+    """A fork's own copy of a shared block never gets the block's content."""
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        pass
+
+
+class SharesInsteadOfCopying(ModelRunner):
+    """A fork writes into the block it shares: its table names the block it should have copied."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        blocks = plan.table_blocks.copy()
+        for block_from, block_to in zip(plan.copy_from, plan.copy_to, strict=True):
+            blocks[blocks == block_to] = block_from
+        return super()._run(replace(plan, table_blocks=blocks))
+
+
+class KeepsStaleEntries(ModelRunner):
+    """Now and then a table entry keeps the block it had before."""
+
+    _num_deltas = 0
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self._num_deltas += 1
+        if len(plan.table_slots) and self._num_deltas % 5 == 0:
+            plan = replace(
+                plan,
+                table_slots=plan.table_slots[:-1],
+                table_columns=plan.table_columns[:-1],
+                table_blocks=plan.table_blocks[:-1],
+            )
+        return super()._run(plan)
+
+
+class TakesOutputForPrompt(ModelRunner):
+    """A preempted request comes back with its output counted as prompt: penalties change."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        admissions = tuple(
+            replace(admission, num_prompt_tokens=len(admission.token_ids))
+            for admission in plan.admissions
+        )
+        return super()._run(replace(plan, admissions=admissions))
+
+
+class WritesWhereItShouldNot(_Executor):
+    """A fully cached prompt writes its last token into the shared block, and writes it wrong."""
+
+    def run_trunk(self, batch: ForwardBatch) -> None:
+        blocks = np.repeat(np.arange(len(batch.seq_starts) - 1), np.diff(batch.seq_starts))
+        size = self._block_size
+        slots = batch.block_tables[blocks, batch.positions // size] * size
+        slots += batch.positions % size
+        kept = batch.kv_slots < 0
+        token_ids = np.where(kept, (batch.token_ids + 1) % VOCAB_SIZE, batch.token_ids)
+        wrong = replace(
+            batch,
+            token_ids=token_ids.astype(np.int32),
+            kv_slots=np.where(kept, slots, batch.kv_slots).astype(np.int32),
+        )
+        super().run_trunk(wrong)
+        super().run_trunk(batch)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        super().allocate_cache(num_blocks, block_size)
+
+
+def test_a_wrapper_without_a_fault_changes_nothing(models: list[Model], alone: AloneRuns) -> None:
+    assert _cases_until_found(models, alone, wrap_executor=_Executor, num_cases=8) is None
+
+
+@pytest.mark.parametrize(
+    "fault", [SplitsSumsByRowCount, DrawsNoiseByRow, LosesCopies, WritesWhereItShouldNot]
+)
+def test_a_fault_planted_in_the_executor_is_found(
+    models: list[Model], alone: AloneRuns, fault: type[_Executor]
+) -> None:
+    assert _cases_until_found(models, alone, wrap_executor=fault) is not None
+
+
+@pytest.mark.parametrize("fault", [SharesInsteadOfCopying, KeepsStaleEntries, TakesOutputForPrompt])
+def test_a_fault_planted_in_the_runner_is_found(
+    models: list[Model], alone: AloneRuns, fault: type[ModelRunner]
+) -> None:
+    assert _cases_until_found(models, alone, runner_type=fault) is not None
+
+
+def _cases_until_found(
+    models: list[Model],
+    alone: AloneRuns,
+    *,
+    num_cases: int = MAX_CASES,
+    wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
+    runner_type: type[ModelRunner] = ModelRunner,
+) -> int | None:
+    """How many cases it takes to see a difference; None: none of them shows one."""
+    for number in range(num_cases):
+        case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
+        model = models[case.model]
+        outcome = run_case(model, case, wrap_executor=wrap_executor, runner_type=runner_type)
+        if differences(model, outcome, alone):
+            return number + 1
+    return None

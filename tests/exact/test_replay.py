@@ -1,0 +1,72 @@
+"""Recorded plans are self-contained: a fresh runner that is given them gives the same results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.base.errors import WorkerError
+from quire.engine.record import RecordingRunner, StepRecord, read_records, replay
+from tests.exact.conftest import VOCAB_SIZE
+from tests.exact.rig import Model, make_runner, run_case
+from tests.exact.workload import Case, draw_case
+
+
+def test_plans_read_back_from_a_file_give_the_recorded_results(
+    models: list[Model], tmp_path: Path
+) -> None:
+    for number in range(8):
+        case, model = _case(models, number)
+        records = _recorded(model, case, tmp_path / f"{number}.plans")
+        fresh = make_runner(model.executor(1), replace(case.settings, num_threads=1))
+        assert replay(records, fresh) == []
+        fresh.end_thread()
+        assert len(records) > 1
+
+
+def test_a_replay_tells_which_step_differs(models: list[Model], tmp_path: Path) -> None:
+    case, model = _case(models, 0)
+    records = _recorded(model, case, tmp_path / "plans")
+    index = next(
+        index
+        for index, record in enumerate(records)
+        if record.result is not None and len(record.result.token_ids)
+    )
+    record = records[index]
+    assert record.result is not None
+    changed_ids = (record.result.token_ids + np.int32(1)).astype(np.int32)
+    records[index] = replace(record, result=replace(record.result, token_ids=changed_ids))
+    fresh = make_runner(model.executor(1), case.settings)
+    lines = replay(records, fresh)
+    fresh.end_thread()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"step {record.plan.step}: token_ids")
+
+
+def test_a_record_that_was_cut_short_is_refused(models: list[Model], tmp_path: Path) -> None:
+    case, model = _case(models, 0)
+    path = tmp_path / "plans"
+    _recorded(model, case, path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(WorkerError, match="ends within a step"):
+        list(read_records(path))
+
+
+def _case(models: list[Model], number: int) -> tuple[Case, Model]:
+    case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
+    return case, models[case.model]
+
+
+def _recorded(model: Model, case: Case, path: Path) -> list[StepRecord]:
+    """The case run once more from its own plans, through a recorder."""
+    outcome = run_case(model, case)
+    runner = make_runner(model.executor(case.settings.num_threads), case.settings)
+    recorder = RecordingRunner(runner, path)
+    for plan, _ in outcome.plans:
+        recorder.collect(recorder.submit(plan))
+    recorder.close_file()
+    runner.end_thread()
+    return list(read_records(path))
