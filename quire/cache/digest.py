@@ -10,6 +10,7 @@ prompts; the fixed key is for tests.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
 Uint64s = NDArray[np.uint64]
+
+SipHash = Callable[[bytes, bytes], tuple[int, int]]
 
 DIGEST_BYTES = 16
 FIXED_KEY = bytes(range(16))
@@ -88,9 +91,9 @@ def hash_chains(
     return np.array(digests, np.uint64).reshape(-1, 2)
 
 
-def seed_of(salt: str, key: bytes) -> Uint64s:
+def seed_of(salt: str, key: bytes, siphash: SipHash = siphash128) -> Uint64s:
     """The digest before the first block, uint64 [2]: chains of different salts never meet."""
-    return np.array(siphash128(salt.encode("utf-8", "surrogatepass"), key), np.uint64)
+    return np.array(siphash(salt.encode("utf-8", "surrogatepass"), key), np.uint64)
 
 
 def keys_of(digests: Uint64s) -> list[bytes]:

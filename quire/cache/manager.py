@@ -14,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire._native import hash_chains
+from quire._native import hash_chains, siphash128
 from quire.base.errors import CapacityError
 from quire.cache import audit
 from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
 from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
-from quire.cache.table import BlockTable, Int32s
-
-_NONE = np.empty(0, np.int32)
+from quire.cache.table import BlockTable, Index, Int32s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,27 +115,46 @@ class CacheManager:
         """Whether `num_blocks` blocks are free."""
         return num_blocks <= self.pool.num_free
 
-    def blocks_short(self, slots: Int32s, num_tokens: Int32s) -> Int32s:
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
         """Blocks that slots[i] lacks to hold num_tokens[i] tokens; 0 where it lacks none."""
         size = np.int32(self.block_size)
         lacking = (num_tokens - self.tables.capacities[slots] + (size - np.int32(1))) // size
         short: Int32s = np.maximum(lacking, np.int32(0))
         return short
 
-    def allocate(self, slots: Int32s, added: Int32s) -> TableDeltas:
+    def allocate(self, slots: Index, added: Int32s) -> TableDeltas:
         """Give slots[i] (distinct) added[i] >= 1 further blocks.
 
         Raises CapacityError if too few are free; ask can_allocate first.
         """
         blocks = self._take_blocks(int(added.sum()))
         rows, columns = self.tables.append_many(slots, added, blocks)
-        return TableDeltas(slots=rows, columns=columns, blocks=blocks)
+        return TableDeltas(slots=rows.astype(np.int32), columns=columns, blocks=blocks)
+
+    def extend(self, slot: int, num_tokens: int) -> None:
+        """Give one slot what it lacks to hold `num_tokens` tokens; see `allocate`, `entries`."""
+        lacking = self.blocks_for(num_tokens) - int(self.tables.counts[slot])
+        if lacking > 0:
+            self.tables.append(slot, self._take_blocks(lacking))
+
+    def entries(self, slot: int) -> TableDeltas:
+        """All table entries of a slot, to tell of one that was just filled."""
+        blocks = self.tables.row(slot).copy()
+        return TableDeltas(
+            slots=np.full(len(blocks), slot, np.int32),
+            columns=np.arange(len(blocks), dtype=np.int32),
+            blocks=blocks,
+        )
 
     def chain(self, token_ids: Int32s, salt: str) -> Chain | None:
         """Digests of the full blocks of a request's known tokens; None without prefix caching."""
         if not self.prefix_caching:
             return None
-        seed = seed_of(salt, self._hash_key)
+        seed = seed_of(salt, self._hash_key, siphash128)
         zero, count = np.zeros(1, np.int32), len(token_ids) // self.block_size
         digests = self._hash_blocks(
             np.ascontiguousarray(token_ids, np.int32).reshape(1, -1),
@@ -160,36 +177,32 @@ class CacheManager:
             return self.pool.num_free
         return self.pool.num_free - self.pool.num_unreferenced(match.blocks)
 
-    def attach(self, slot: int, match: PrefixMatch) -> TableDeltas:
+    def attach(self, slot: int, match: PrefixMatch) -> None:
         """Make an empty slot begin with the blocks of `match`, shared."""
         self._registered[slot] = match.num_blocks
         self._seeds[slot] = match.chain.seed
         self._chain_ends[slot] = (
             match.chain.digests[match.num_blocks - 1] if match.num_blocks else match.chain.seed
         )
-        return self._share(slot, match.blocks)
+        if match.num_blocks:
+            self.pool.share(match.blocks)
+            self.tables.append(slot, match.blocks)
 
-    def fork(self, source: int, slot: int, num_tokens: int) -> tuple[TableDeltas, Int32s, Int32s]:
+    def fork(self, source: int, slot: int, num_tokens: int) -> tuple[Int32s, Int32s]:
         """Make an empty slot begin with the first `num_tokens` tokens of `source`.
 
         Full blocks are shared. A partial last block is copied at once, because the fork's next
-        token goes into it. Returns (table entries, copy_from, copy_to). The block copied from
-        must stay as it is until the step that copies has ended: hold() it.
+        token goes into it. Returns (copy_from, copy_to), each of one block or none. The block
+        copied from must stay as it is until the step that copies has ended: hold() it.
         """
         full = num_tokens // self.block_size
         row = self.tables.row(source)
-        self._inherit_chain(slot, source, row[:full])
-        deltas = self._share(slot, row[:full].copy())
-        if num_tokens % self.block_size == 0:
-            return deltas, _NONE, _NONE
-        own = self._take_blocks(1)
-        columns = np.concatenate((deltas.columns, self.tables.append(slot, own)))
-        blocks = np.concatenate((deltas.blocks, own))
-        return (
-            TableDeltas(slots=np.full(len(blocks), slot, np.int32), columns=columns, blocks=blocks),
-            row[full : full + 1].copy(),
-            own,
-        )
+        shared, partial = row[:full].copy(), row[full : self.blocks_for(num_tokens)].copy()
+        self._inherit_chain(slot, source, shared)
+        self.pool.share(shared)
+        own = self._take_blocks(len(partial))
+        self.tables.append(slot, np.concatenate((shared, own)))
+        return partial, own
 
     def hold(self, blocks: Int32s, step: int) -> None:
         """Keep `blocks` from being handed out until `step` has ended."""
@@ -197,7 +210,7 @@ class CacheManager:
             self.pool.share(blocks)
             self.holds.append((step, blocks))
 
-    def register(self, slots: Int32s, computed: Int32s, tokens: Int32s) -> None:
+    def register(self, slots: Index, computed: Int32s, tokens: Int32s) -> None:
         """Make the full blocks of `slots` findable, up to computed[i] tokens of slots[i].
 
         tokens: int32 [num_slots, positions], the known tokens by slot. `computed` must count
@@ -207,13 +220,13 @@ class CacheManager:
             return
         firsts = self._registered[slots]
         counts = computed // np.int32(self.block_size) - firsts
-        fresh = np.flatnonzero(counts > 0)
+        fresh = (counts > 0).nonzero()[0]
         if not len(fresh):
             return
         slots, firsts, counts = slots[fresh], firsts[fresh], counts[fresh]
         digests = self._hash_blocks(
             tokens,
-            slots,
+            slots.astype(np.int32),
             firsts,
             counts,
             self._chain_ends[slots],
@@ -227,7 +240,7 @@ class CacheManager:
         self._registered[slots] = firsts + counts
         self._chain_ends[slots] = digests[ends - 1]
 
-    def free(self, slots: Int32s, last_steps: NDArray[np.int64]) -> int:
+    def free(self, slots: Index, last_steps: NDArray[np.int64]) -> int:
         """Empty `slots` (distinct). last_steps[i] is the last step that names slots[i].
 
         Blocks of slots whose last step has not ended are held until it has. Within a request
@@ -266,13 +279,6 @@ class CacheManager:
         if len(evicted):
             self.index.forget(evicted)
         return blocks
-
-    def _share(self, slot: int, blocks: Int32s) -> TableDeltas:
-        self.pool.share(blocks)
-        columns = self.tables.append(slot, blocks)
-        return TableDeltas(
-            slots=np.full(len(blocks), slot, np.int32), columns=columns, blocks=blocks
-        )
 
     def _inherit_chain(self, slot: int, source: int, shared: Int32s) -> None:
         """Shared blocks need no second digest where the index knows the last of them."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
+Index = NDArray[np.intp]
 
 
 class BlockTable:
@@ -26,16 +27,15 @@ class BlockTable:
         """The blocks of `slot` (a view)."""
         return self.blocks[slot, : self.counts[slot]]
 
-    def append(self, slot: int, blocks: Int32s) -> Int32s:
-        """Put `blocks` behind those of `slot`; returns their columns."""
+    def append(self, slot: int, blocks: Int32s) -> None:
+        """Put `blocks` behind those of `slot`."""
         first = int(self.counts[slot])
         last = first + len(blocks)
         self.blocks[slot, first:last] = blocks
         self.counts[slot] = last
         self.capacities[slot] = last * self.block_size
-        return np.arange(first, last, dtype=np.int32)
 
-    def append_many(self, slots: Int32s, added: Int32s, blocks: Int32s) -> tuple[Int32s, Int32s]:
+    def append_many(self, slots: Index, added: Int32s, blocks: Int32s) -> tuple[Index, Int32s]:
         """Give slots[i] (distinct) its next added[i] >= 1 of `blocks`, in order.
 
         Returns (slots, columns), each as long as `blocks`.
@@ -53,7 +53,7 @@ class BlockTable:
         self.capacities[slots] = counts * np.int32(self.block_size)
         return rows, columns
 
-    def take(self, slots: Int32s) -> Int32s:
+    def take(self, slots: Index) -> Int32s:
         """Empty `slots` (distinct) and return their blocks, last column first within a slot."""
         counts = self.counts[slots]
         width = int(counts.max(initial=0))

@@ -19,8 +19,10 @@ from quire.scheduler.draft import PlanDraft
 from quire.scheduler.gate import Gate
 from quire.scheduler.placement import Placement, place
 from quire.scheduler.queue import WaitingQueue
-from quire.scheduler.state import Int32s, RunningState
+from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
+
+_Row = tuple[int, int, int]  # slot, start, count
 
 
 class Admissions:
@@ -44,85 +46,85 @@ class Admissions:
         active = state.active
         cache.register(active, state.computed[active], state.tokens.tokens)
         # What running requests need to compute all they know is spoken for.
-        spoken_for = int(cache.blocks_short(active, state.goal[active]).sum())
-        gated = False
+        spoken_for = int(np.add.reduce(cache.blocks_short(active, state.goal[active])))
+        rows: list[_Row] = []
+        try_again = False
         for ticket in queue:
             if budget.spent:
-                return True
+                try_again = True
+                break
             if not state.free_slots:
-                return gated
+                break
             if any(gate.holds(ticket, state, now_ms) for gate in self._gates):
-                gated = True
+                try_again = True
                 continue
             placement = place(ticket, cache, state)
-            wanted = len(ticket.token_ids) - placement.start
-            count = budget.most_tokens(placement.start, wanted)
-            if count < 1:
-                return True
-            room = cache.num_takeable(placement.match) - spoken_for - self._margin()
+            margin = self._margin(len(active) + len(rows))
+            room = cache.num_takeable(placement.match) - spoken_for - margin
             if placement.num_new_blocks > room:
-                return gated
+                break
+            known = len(ticket.token_ids)
+            count = budget.hand_out_one(placement.start, known - placement.start)
+            if count < 1:
+                try_again = True
+                break
             queue.remove(ticket)
-            spoken_for += self._start(draft, budget, ticket, placement, count, now_ms)
-        return gated
+            end = placement.start + count
+            rows.append(
+                (self._start(draft, ticket, placement, end, now_ms), placement.start, count)
+            )
+            spoken_for += cache.blocks_for(known) - cache.blocks_for(end)
+        if rows:
+            self._add_rows(draft, rows)
+        return try_again
 
-    def _margin(self) -> int:
+    def _margin(self, num_running: int) -> int:
         """Blocks to leave free, so that who is admitted is not preempted at once.
 
         A running request takes a block every block_size steps: half a block for each of them is
         their growth over half that time. Nothing runs: no margin, or nothing ever would.
         """
-        running = len(self._state.active)
-        return max(self._cache.num_blocks // 100, running // 2) if running else 0
+        return max(self._cache.num_blocks // 100, num_running // 2) if num_running else 0
 
     def _start(
-        self,
-        draft: PlanDraft,
-        budget: StepBudget,
-        ticket: Ticket,
-        placement: Placement,
-        count: int,
-        now_ms: float,
+        self, draft: PlanDraft, ticket: Ticket, placement: Placement, end: int, now_ms: float
     ) -> int:
-        """Carry out one admission; returns the blocks it will still need for what it knows."""
-        state, cache = self._state, self._cache
+        """A slot for `ticket`, with blocks for the tokens before `end`; returns the slot."""
+        cache, request = self._cache, ticket.request
         self._count_prefix(ticket, placement)
         if not ticket.was_admitted:
             ticket.first_scheduled_ms = now_ms
-        slot = state.occupy(ticket, placement.start, placement.stored)
-        slots, starts, counts = _one(slot), _one(placement.start), _one(count)
-        self._fill_table(draft, slot, placement)
-        ends, goals = starts + counts, state.goal[slots]
-        needs = cache.blocks_short(slots, ends)
-        if needs[0]:
-            draft.add_deltas(cache.allocate(slots, needs))
-        draft.add_admission(
-            Admission(
-                slot=slot,
-                request_id=ticket.request.request_id,
-                stream=ticket.request.stream,
-                token_ids=ticket.token_ids,
-                num_prompt_tokens=ticket.num_prompt_tokens,
-                stop_ids=ticket.request.stop_ids,
-                sampling=ticket.request.sampling,
-            )
-        )
-        samples = state.schedule(slots, ends, goals)
-        store_from = np.maximum(starts, state.stored[slots])
-        draft.add_rows(slots, starts, counts, store_from, samples)
-        budget.take(starts, counts)
-        return int(cache.blocks_short(slots, goals)[0])
-
-    def _fill_table(self, draft: PlanDraft, slot: int, placement: Placement) -> None:
-        """Shared blocks, by fork or by prefix."""
-        cache = self._cache
+        slot = self._state.occupy(ticket, placement.start, placement.stored)
         if placement.leader_slot is not None:
-            deltas, copy_from, copy_to = cache.fork(placement.leader_slot, slot, placement.stored)
-            draft.add_deltas(deltas)
+            copy_from, copy_to = cache.fork(placement.leader_slot, slot, placement.stored)
             cache.hold(copy_from, draft.step)
             draft.add_copies(copy_from, copy_to)
         elif placement.match is not None:
-            draft.add_deltas(cache.attach(slot, placement.match))
+            cache.attach(slot, placement.match)
+        cache.extend(slot, end)
+        draft.add_deltas(cache.entries(slot))
+        draft.add_admission(
+            Admission(
+                slot=slot,
+                request_id=request.request_id,
+                stream=request.stream,
+                token_ids=ticket.token_ids,
+                num_prompt_tokens=ticket.num_prompt_tokens,
+                stop_ids=request.stop_ids,
+                sampling=request.sampling,
+            )
+        )
+        return slot
+
+    def _add_rows(self, draft: PlanDraft, rows: list[_Row]) -> None:
+        """The newcomers run from this step on."""
+        state = self._state
+        state.activate([slot for slot, _, _ in rows])
+        slots, starts, counts = np.array(rows, np.int32).T.copy()
+        index, ends = slots.astype(np.intp), starts + counts
+        samples = state.schedule(index, ends, state.goal[index])
+        store_from = np.maximum(starts, state.stored[index])
+        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
     def _count_prefix(self, ticket: Ticket, placement: Placement) -> None:
         if placement.match is None:
@@ -131,7 +133,3 @@ class Admissions:
         self.hit_tokens_total += placement.stored
         if not ticket.was_admitted:
             ticket.cached_tokens = placement.stored
-
-
-def _one(number: int) -> Int32s:
-    return np.array([number], np.int32)

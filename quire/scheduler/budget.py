@@ -29,41 +29,51 @@ class StepBudget:
         return self.tokens < 1 or (self.ms <= 0 and not self._untouched)
 
     def hand_out(self, starts: Int32s, wanted: Int32s) -> Int32s:
-        """Tokens for each row, in order, until the budget is spent. Takes nothing from it yet."""
-        counts = wanted
-        if int(wanted.sum()) > self.tokens:
+        """Tokens for each row, in order, until the budget is spent."""
+        total, counts = int(np.add.reduce(wanted)), wanted
+        if not total:
+            return counts
+        if total > self.tokens:
             before = np.cumsum(wanted, dtype=np.int64) - wanted
             counts = np.clip(self.tokens - before, 0, wanted).astype(np.int32)
-        if self._cost is None:
-            return counts
-        return self._cut_to_time(self._cost, starts, counts)
-
-    def take(self, starts: Int32s, counts: Int32s) -> None:
-        """Subtract what rows really got."""
-        self.tokens -= int(counts.sum())
-        self._untouched = self._untouched and not counts.any()
+            total = self.tokens
         if self._cost is not None:
-            self.ms -= float(self._cost.rows_ms(starts, counts).sum())
+            counts, ms = self._cut_to_time(self._cost, starts, counts)
+            total, self.ms = int(np.add.reduce(counts)), self.ms - ms
+        self.tokens -= total
+        self._untouched = self._untouched and not total
+        return counts
 
-    def most_tokens(self, start: int, wanted: int) -> int:
-        """How many of `wanted` tokens from position `start` on one further row may have."""
-        most = min(wanted, self.tokens)
+    def give_back(self, starts: Int32s, counts: Int32s) -> None:
+        """Rows that were handed tokens and cannot use them now."""
+        self.tokens += int(np.add.reduce(counts))
         if self._cost is not None:
-            most = min(most, self._cost.most_tokens(start, self.ms))
-            most = max(most, int(self._untouched and wanted > 0))
-        return most
+            self.ms += float(np.add.reduce(self._cost.rows_ms(starts, counts)))
 
-    def _cut_to_time(self, cost: CostModel, starts: Int32s, counts: Int32s) -> Int32s:
+    def hand_out_one(self, start: int, wanted: int) -> int:
+        """Tokens for one further row that wants `wanted` >= 1 of them; 0 if none are left."""
+        count = min(wanted, self.tokens)
+        if self._cost is not None:
+            most = self._cost.most_tokens(start, self.ms)
+            count = min(count, max(most, int(self._untouched)))
+            row = np.array([start], np.int32), np.array([count], np.int32)
+            self.ms -= float(self._cost.rows_ms(*row)[0])
+        self.tokens -= count
+        self._untouched = self._untouched and not count
+        return count
+
+    def _cut_to_time(self, cost: CostModel, starts: Int32s, counts: Int32s) -> tuple[Int32s, float]:
+        """What fits into the time left, and its cost."""
+        first = counts.nonzero()[0][0]
         row_ms = cost.rows_ms(starts, counts)
         until = np.cumsum(row_ms)
         cut = int(np.searchsorted(until, self.ms, side="right"))
         if cut == len(counts):
-            return counts
+            return counts, float(until[-1])
         counts = counts.copy()
         left = self.ms - (float(until[cut - 1]) if cut else 0.0)
         counts[cut] = min(int(counts[cut]), cost.most_tokens(int(starts[cut]), left))
         counts[cut + 1 :] = 0
-        wanting = np.flatnonzero(row_ms > 0)
-        if not counts.any() and len(wanting):
-            counts[wanting[0]] = 1
-        return counts
+        if self._untouched and not np.count_nonzero(counts):
+            counts[first] = 1
+        return counts, float(np.add.reduce(cost.rows_ms(starts, counts)))

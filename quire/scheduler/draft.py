@@ -6,10 +6,14 @@ Collects rows, admissions, table entries and copies, and joins them once. Decide
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.records import NO_INTS, Admission, StepPlan
 from quire.cache.manager import TableDeltas
-from quire.scheduler.state import Bools, Int32s
+from quire.scheduler.flight import Flight
+from quire.scheduler.state import Bools, Index, Int32s
+
+_Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Bools]
 
 
 class PlanDraft:
@@ -20,7 +24,7 @@ class PlanDraft:
         self._admissions: list[Admission] = []
         self._deltas: list[TableDeltas] = []
         self._copies: list[tuple[Int32s, Int32s]] = []
-        self._rows: list[tuple[Int32s, Int32s, Int32s, Int32s, Bools]] = []
+        self._rows: list[_Rows] = []
 
     @property
     def has_rows(self) -> bool:
@@ -28,10 +32,17 @@ class PlanDraft:
         return bool(self._rows)
 
     def add_rows(
-        self, slots: Int32s, starts: Int32s, counts: Int32s, store_from: Int32s, samples: Bools
+        self,
+        index: Index,
+        slots: Int32s,
+        starts: Int32s,
+        counts: Int32s,
+        ends: Int32s,
+        store_from: Int32s,
+        samples: Bools,
     ) -> None:
-        """Rows behind those already there."""
-        self._rows.append((slots, starts, counts, store_from, samples))
+        """Rows behind those already there. index and slots are the same, ends are the sums."""
+        self._rows.append((index, slots, starts, counts, ends, store_from, samples))
 
     def add_admission(self, admission: Admission) -> None:
         """A request that takes a slot."""
@@ -45,11 +56,11 @@ class PlanDraft:
         """Blocks to copy before the rows are computed."""
         self._copies.append((copy_from, copy_to))
 
-    def finish(self, retired: list[int]) -> StepPlan:
-        """The plan. `retired`: slots given back since the last one."""
-        slots, starts, counts, store_from, samples = self._joined_rows()
+    def finish(self, retired: list[int]) -> Flight:
+        """The plan, ready to go out. `retired`: slots given back since the last one."""
+        index, slots, starts, counts, ends, store_from, samples = self._joined_rows()
         deltas, copies = self._deltas, self._copies
-        return StepPlan(
+        plan = StepPlan(
             step=self.step,
             retired=np.array(retired, np.int32) if retired else NO_INTS,
             admissions=tuple(self._admissions),
@@ -64,21 +75,24 @@ class PlanDraft:
             store_from=store_from,
             samples=samples,
         )
+        return Flight(plan=plan, index=index, ends=ends)
 
-    def _joined_rows(self) -> tuple[Int32s, Int32s, Int32s, Int32s, Bools]:
+    def _joined_rows(self) -> _Rows:
         if len(self._rows) == 1:
             return self._rows[0]
-        slots, starts, counts, store_from, samples = zip(*self._rows, strict=True)
+        index, slots, starts, counts, ends, store_from, samples = zip(*self._rows, strict=True)
         return (
+            np.concatenate(index),
             np.concatenate(slots),
             np.concatenate(starts),
             np.concatenate(counts),
+            np.concatenate(ends),
             np.concatenate(store_from),
             np.concatenate(samples),
         )
 
 
-def _join(parts: list[Int32s]) -> Int32s:
+def _join(parts: list[NDArray[np.int32]]) -> Int32s:
     if not parts:
         return NO_INTS
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

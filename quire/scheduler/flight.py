@@ -12,75 +12,92 @@ import numpy as np
 
 from quire.base.errors import WorkerError
 from quire.base.records import RowError, StepPlan, StepResult
-from quire.scheduler.state import Bools, Int32s
+from quire.scheduler.state import Bools, Index, Int32s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
     """The rows of a result that stand, and the errors of requests that are still there.
 
-    slots, ends: rows computed well, and how far. sampled: slots that got a token; entries: the
+    index, ends: slots computed well, and how far. sampled: slots that got a token; entries: the
     indices of these tokens in the result's arrays, None for all of them in order.
     """
 
-    slots: Int32s
+    index: Index
     ends: Int32s
-    sampled: Int32s
-    entries: Int32s | None
+    sampled: Index
+    entries: Index | None
     errors: tuple[RowError, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """`plan` is out. `left`: slots whose request has left them since the plan was made."""
+    """`plan` is out. index, ends: its slots as an index, and starts + counts.
+
+    left: slots whose request has left them since the plan was made.
+    """
 
     plan: StepPlan
-    left: list[Int32s] = field(default_factory=list)
+    index: Index
+    ends: Int32s
+    left: list[int] = field(default_factory=list)
+
+    def names(self, index: Index) -> Bools:
+        """Which of slots `index` the plan has a row for."""
+        marks = np.zeros(1 + int(max(self.index.max(), index.max())), np.bool_)
+        marks[self.index] = True
+        named: Bools = marks[index]
+        return named
 
     def land(self, result: StepResult) -> Landing:
         """Sort out `result`. Raises WorkerError if it is not an answer to the plan."""
         plan = self.plan
-        if result.step != plan.step or len(result.token_counts) != len(plan.slots):
+        num_rows = len(plan.slots)
+        if result.step != plan.step or len(result.token_counts) != num_rows:
             raise WorkerError(
                 f"the worker answered step {result.step} with {len(result.token_counts)} rows; "
-                f"step {plan.step} has {len(plan.slots)} rows: it must answer plans in order"
+                f"step {plan.step} has {num_rows} rows: it must answer plans in order"
             )
-        if not self.left and not result.errors:
-            self._check(result, result.token_counts == plan.samples)
-            sampled = plan.slots if len(result.token_ids) == len(plan.slots) else None
-            return Landing(
-                slots=plan.slots,
-                ends=plan.starts + plan.counts,
-                sampled=plan.slots[plan.samples] if sampled is None else sampled,
-                entries=None,
-                errors=(),
-            )
-        return self._land_part(result)
-
-    def _land_part(self, result: StepResult) -> Landing:
-        plan = self.plan
-        present = np.ones(len(plan.slots), np.bool_)
-        for slots in self.left:
-            present &= ~np.isin(plan.slots, slots)
-        errors = tuple(error for error in result.errors if present[error.row])
-        stands = present.copy()
-        stands[[error.row for error in result.errors]] = False
-        self._check(result, ~stands | (result.token_counts == plan.samples))
-        first_entry = np.cumsum(result.token_counts) - result.token_counts
-        sampling = np.flatnonzero(stands & plan.samples)
+        if self.left or result.errors:
+            return self._land_part(result)
+        num_sampled = np.count_nonzero(plan.samples)
+        if np.count_nonzero(result.token_counts == plan.samples) < num_rows:
+            raise self._mismatch(result)
+        if len(result.token_ids) != num_sampled:
+            raise self._mismatch(result)
         return Landing(
-            slots=plan.slots[stands],
-            ends=(plan.starts + plan.counts)[stands],
-            sampled=plan.slots[sampling],
-            entries=first_entry[sampling].astype(np.int32),
-            errors=errors,
+            index=self.index,
+            ends=self.ends,
+            sampled=self.index if num_sampled == num_rows else self.index[plan.samples],
+            entries=None,
+            errors=(),
         )
 
-    def _check(self, result: StepResult, right: Bools) -> None:
-        if right.all() and int(result.token_counts.sum()) == len(result.token_ids):
-            return
-        wrong = np.flatnonzero(~right)[:8].tolist()
-        raise WorkerError(
-            f"step {result.step}: rows {wrong} of the result have not one token for each row "
-            f"that samples, or its {len(result.token_ids)} tokens do not match its counts"
+    def _land_part(self, result: StepResult) -> Landing:
+        plan, counts = self.plan, result.token_counts
+        present = np.ones(len(plan.slots), np.bool_)
+        if self.left:
+            marks = np.zeros(1 + int(max(self.index.max(), *self.left)), np.bool_)
+            marks[self.left] = True
+            present = ~marks[self.index]
+        stands = present.copy()
+        stands[[error.row for error in result.errors]] = False
+        if (stands & (counts != plan.samples)).any() or counts.sum() != len(result.token_ids):
+            raise self._mismatch(result)
+        first_entry = np.cumsum(counts, dtype=np.intp) - counts
+        sampling = (stands & plan.samples).nonzero()[0]
+        return Landing(
+            index=self.index[stands],
+            ends=self.ends[stands],
+            sampled=self.index[sampling],
+            entries=first_entry[sampling],
+            errors=tuple(error for error in result.errors if present[error.row]),
+        )
+
+    def _mismatch(self, result: StepResult) -> WorkerError:
+        wrong = np.flatnonzero(result.token_counts != self.plan.samples)[:8].tolist()
+        return WorkerError(
+            f"step {result.step}: the result has {len(result.token_ids)} tokens, counts that sum "
+            f"to {result.token_counts.sum()}, and counts other than planned in rows {wrong}; each "
+            "row that samples and has no error must have one token"
         )

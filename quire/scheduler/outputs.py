@@ -7,7 +7,7 @@ event. Decides nothing: who has an event, and which, is an argument.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,10 @@ from quire.base.records import (
     StepResult,
     token_logprobs,
 )
-from quire.scheduler.state import Bools, Int32s
+from quire.scheduler.state import Index
 from quire.scheduler.ticket import Ticket
+
+_Number = TypeVar("_Number", np.int32, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +36,19 @@ class Event:
 
 def make_outputs(
     result: StepResult,
-    entries: Int32s | None,
-    request_ids: NDArray[Any],
-    has_event: Bools,
+    entries: Index | None,
+    plain: Index | None,
+    request_ids: list[str],
     events: list[Event],
     errors: list[RequestOutput],
 ) -> StepOutputs:
     """Outputs of one step.
 
-    entries: which tokens of `result` count (None: all); the other arrays have a row for each of
-    them. `events` are the rows where has_event is True, in order.
+    entries: which tokens of `result` count (None: all). plain: which of those go to requests
+    that just go on (None: all), named by request_ids. events: the others, rows of the same.
     """
-    ids, logprobs = result.token_ids, result.logprobs
-    top_ids, top_logprobs = result.top_ids, result.top_logprobs
-    if entries is not None:
-        ids = ids[entries]
-        logprobs = logprobs[entries] if len(logprobs) else logprobs
-        top_ids = top_ids[entries] if len(top_ids) else top_ids
-        top_logprobs = top_logprobs[entries] if len(top_logprobs) else top_logprobs
+    ids, logprobs = _pick(result.token_ids, entries), _pick(result.logprobs, entries)
+    top_ids, top_logprobs = _pick(result.top_ids, entries), _pick(result.top_logprobs, entries)
     told = [
         event.ticket.output(
             token_ids=(int(ids[event.row]),),
@@ -61,18 +58,17 @@ def make_outputs(
         )
         for event in events
     ]
-    if events:
-        plain = np.flatnonzero(~has_event)
-        ids, request_ids = ids[plain], request_ids[plain]
-        logprobs = logprobs[plain] if len(logprobs) else logprobs
-        top_ids = top_ids[plain] if len(top_ids) else top_ids
-        top_logprobs = top_logprobs[plain] if len(top_logprobs) else top_logprobs
     return StepOutputs(
         step=result.step,
-        request_ids=request_ids.tolist(),
-        token_ids=ids,
-        logprobs=logprobs,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
+        request_ids=request_ids,
+        token_ids=_pick(ids, plain),
+        logprobs=_pick(logprobs, plain),
+        top_ids=_pick(top_ids, plain),
+        top_logprobs=_pick(top_logprobs, plain),
         events=(*told, *errors),
     )
+
+
+def _pick(values: NDArray[_Number], rows: Index | None) -> NDArray[_Number]:
+    """values[rows]; an array the worker left empty stays empty."""
+    return values if rows is None or not len(values) else values[rows]

@@ -21,7 +21,7 @@ class Policy(Protocol):
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
         """Waiting requests are admitted by ascending key. Asked whenever one enters the queue."""
 
-    def victims(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    def victims(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """The same slots, the first to be preempted first. `slots` come in order of admission."""
 
 
@@ -32,6 +32,6 @@ class FirstCome:
         """Its number of arrival."""
         return (ticket.arrival,)
 
-    def victims(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    def victims(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Last admitted, first preempted."""
         return slots[::-1]

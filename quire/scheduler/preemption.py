@@ -15,11 +15,11 @@ import numpy as np
 
 from quire.cache.manager import CacheManager
 from quire.scheduler.policy import Policy
-from quire.scheduler.state import Bools, Int32s
+from quire.scheduler.state import Bools, Index, Int32s
 
 
 def make_room(
-    slots: Int32s,
+    index: Index,
     needs: Int32s,
     *,
     cache: CacheManager,
@@ -29,18 +29,18 @@ def make_room(
 ) -> Bools:
     """Which rows may go on with what they need; `preempt` is called for each victim.
 
-    slots: rows in order of admission; needs[i]: blocks row i lacks; in_flight[i]: whether a plan
-    in flight names it.
+    index: slots of the rows in order of admission; needs[i]: blocks row i lacks; in_flight[i]:
+    whether a plan in flight names it.
     """
-    goes_on = np.ones(len(slots), np.bool_)
-    row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+    goes_on = np.ones(len(index), np.bool_)
+    row_of = {slot: row for row, slot in enumerate(index.tolist())}
     reserved = 0  # blocks of earlier rows, given or waited for
-    for row in np.flatnonzero(needs).tolist():
+    for row in needs.nonzero()[0].tolist():
         if not goes_on[row]:
             continue
         reserved += int(needs[row])
         promised = 0
-        for victim in policy.victims(slots[row + 1 :][goes_on[row + 1 :]]).tolist():
+        for victim in policy.victims(index[row + 1 :][goes_on[row + 1 :]]).tolist():
             if reserved <= cache.num_free + promised:
                 break
             goes_on[row_of[victim]] = False

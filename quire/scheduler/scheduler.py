@@ -24,6 +24,7 @@ from quire.base.records import (
     FinishReason,
     Request,
     RequestOutput,
+    RowError,
     StepOutputs,
     StepPlan,
     StepResult,
@@ -40,7 +41,7 @@ from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption import make_room
 from quire.scheduler.queue import WaitingQueue
-from quire.scheduler.state import Bools, Int32s, RunningState
+from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
 
@@ -125,9 +126,9 @@ class Scheduler:
         if ticket.slot == NO_SLOT:
             self._queue.remove(ticket)
             self._may_admit = True
+            self._forget(ticket)
         else:
-            self._leave(np.array([ticket.slot], np.int32))
-        self._end(ticket)
+            self._end_all([ticket])
         return ticket.output(finish_reason=FinishReason.ABORT)
 
     def schedule(self, now_ms: float) -> StepPlan | None:
@@ -138,16 +139,16 @@ class Scheduler:
         budget = StepBudget(
             self._limits.max_num_batched_tokens, self._limits.step_budget_ms, self._cost
         )
-        had_room = self._go_on(draft, budget)
+        had_room = not len(self._state.active) or self._go_on(draft, budget)
         if had_room and self._may_admit and len(self._queue):
             self._may_admit = self._admissions.admit(self._queue, draft, budget, now_ms)
         if not draft.has_rows:
             return None
         self._step += 1
-        plan = draft.finish(self._retired)
+        flight = draft.finish(self._retired)
         self._retired = []
-        self._flights.append(Flight(plan=plan))
-        return plan
+        self._flights.append(flight)
+        return flight.plan
 
     def update(self, plan: StepPlan, result: StepResult, now_ms: float) -> StepOutputs:
         """Apply the result of the oldest plan that is out.
@@ -166,26 +167,20 @@ class Scheduler:
         self._last_plan, self._last_step_ms = plan, now_ms
         self._steps_ended += 1
 
-        state, slots = self._state, landing.sampled
-        state.computed[landing.slots] = landing.ends
-        ids = result.token_ids if landing.entries is None else result.token_ids[landing.entries]
-        lengths = state.append(slots, ids, now_ms)
-        stops = state.hits_stop(slots, ids)
-        has_event: Bools = stops | (lengths >= state.next_event[slots])
-        request_ids = state.request_ids[slots]
-        events = self._events(slots, lengths, stops, has_event, now_ms)
-        failed = [(state.ticket(int(plan.slots[e.row])), e.message) for e in landing.errors]
-        ended = [event.ticket for event in events if event.finish_reason is not None]
-        ended += [ticket for ticket, _ in failed]
-        if ended:
-            self._row_errors += len(failed)
-            self._leave(np.array([ticket.slot for ticket in ended], np.int32))
-            for ticket in ended:
-                self._end(ticket)
-        errors = [
-            ticket.output(finish_reason=FinishReason.ERROR, error=why) for ticket, why in failed
-        ]
-        return make_outputs(result, landing.entries, request_ids, has_event, events, errors)
+        state, index, entries = self._state, landing.sampled, landing.entries
+        state.computed[landing.index] = landing.ends
+        ids = result.token_ids if entries is None else result.token_ids[entries]
+        lengths = state.append(index, ids, now_ms)
+        stops = state.hits_stop(index, ids)
+        has_event = stops | (lengths >= state.next_event[index])
+        if not np.count_nonzero(has_event) and not landing.errors:
+            return make_outputs(result, entries, None, state.request_ids(index), [], [])
+        plain = (~has_event).nonzero()[0]
+        request_ids = state.request_ids(index[plain])
+        events = self._events(index, lengths, stops, has_event, now_ms)
+        errors = self._fail(landing.errors, plan)
+        self._end_all([event.ticket for event in events if event.finish_reason is not None])
+        return make_outputs(result, entries, plain, request_ids, events, errors)
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -245,49 +240,52 @@ class Scheduler:
     def _go_on(self, draft: PlanDraft, budget: StepBudget) -> bool:
         """Schedule the running requests; False if blocks ran out."""
         state, cache = self._state, self._cache
-        slots = state.active
-        starts, goals = state.scheduled[slots], state.goal[slots]
+        index, slots = state.active, state.active_slots
+        starts, goals = state.scheduled[index], state.goal[index]
         counts = budget.hand_out(starts, goals - starts)
         ends = starts + counts
-        had_room = True
-        if (ends > cache.capacities[slots]).any():
-            needs = cache.blocks_short(slots, ends)
-            had_room = cache.can_allocate(int(needs.sum()))
+        had_room, goes_on = True, counts > 0
+        over = (ends > cache.capacities[index]).nonzero()[0]
+        if len(over):
+            needs = cache.blocks_short(index[over], ends[over])
+            had_room = cache.can_allocate(int(np.add.reduce(needs)))
             if not had_room:
-                goes_on = self._make_room(slots, needs)
-                slots, starts, goals = slots[goes_on], starts[goes_on], goals[goes_on]
-                counts, ends, needs = counts[goes_on], ends[goes_on], needs[goes_on]
-            growing = np.flatnonzero(needs)
-            if len(growing):
-                draft.add_deltas(cache.allocate(slots[growing], needs[growing]))
-        if not counts.all():
-            busy = np.flatnonzero(counts)
-            slots, starts, goals = slots[busy], starts[busy], goals[busy]
-            counts, ends = counts[busy], ends[busy]
-        if len(slots):
-            budget.take(starts, counts)
-            samples = state.schedule(slots, ends, goals)
-            store_from = np.maximum(starts, state.stored[slots])
-            draft.add_rows(slots, starts, counts, store_from, samples)
+                may = self._make_room(index, over, needs)
+                budget.give_back(starts[~may], counts[~may])
+                goes_on &= may
+                over, needs = over[may[over]], needs[may[over]]
+            if len(over):
+                draft.add_deltas(cache.allocate(index[over], needs))
+        num_rows = np.count_nonzero(goes_on)
+        if num_rows < len(index):
+            index, slots, starts = index[goes_on], slots[goes_on], starts[goes_on]
+            goals, counts, ends = goals[goes_on], counts[goes_on], ends[goes_on]
+        if num_rows:
+            samples = state.schedule(index, ends, goals)
+            store_from = np.maximum(starts, state.stored[index])
+            draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
         return had_room
 
-    def _make_room(self, slots: Int32s, needs: Int32s) -> Bools:
+    def _make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
+        """Which of the rows may go on, after preempting others."""
+        all_needs = np.zeros(len(index), np.int32)
+        all_needs[over] = needs
         return make_room(
-            slots,
-            needs,
+            index,
+            all_needs,
             cache=self._cache,
             policy=self._policy,
-            in_flight=self._last_steps(slots) > 0,
+            in_flight=self._last_steps(index) > 0,
             preempt=self._preempt,
         )
 
     def _events(
-        self, slots: Int32s, lengths: Int32s, stops: Bools, has_event: Bools, now_ms: float
+        self, index: Index, lengths: Int32s, stops: Bools, has_event: Bools, now_ms: float
     ) -> list[Event]:
         """First tokens and ends among the rows of a step."""
         events = []
-        for row in np.flatnonzero(has_event).tolist():
-            slot = int(slots[row])
+        for row in has_event.nonzero()[0].tolist():
+            slot = int(index[row])
             ticket = self._state.ticket(slot)
             if math.isnan(ticket.first_token_ms):
                 ticket.first_token_ms = now_ms
@@ -301,6 +299,13 @@ class Scheduler:
             events.append(Event(row=row, ticket=ticket, finish_reason=reason))
         return events
 
+    def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:
+        """End the requests of failed rows; their last outputs."""
+        failed = [(self._state.ticket(int(plan.slots[e.row])), e.message) for e in errors]
+        self._row_errors += len(failed)
+        self._end_all([ticket for ticket, _ in failed])
+        return [t.output(finish_reason=FinishReason.ERROR, error=message) for t, message in failed]
+
     def _preempt(self, slot: int) -> None:
         """Back to the queue with all tokens known; what was computed may still be found there."""
         state = self._state
@@ -309,34 +314,41 @@ class Scheduler:
         ticket.chain = None
         ticket.num_preemptions += 1
         self._preemptions += 1
-        self._leave(np.array([slot], np.int32))
+        self._leave([slot])
         self._enqueue(ticket)
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._queue.add(ticket, self._policy.queue_key(ticket))
         self._may_admit = True
 
-    def _leave(self, slots: Int32s) -> None:
+    def _leave(self, slots: list[int]) -> None:
         """The requests in `slots` stop running, for whatever reason."""
-        state = self._state
-        self._cache.register(slots, state.computed[slots], state.tokens.tokens)
-        self._cache.free(slots, self._last_steps(slots))
+        state, index = self._state, np.array(slots, np.intp)
+        self._cache.register(index, state.computed[index], state.tokens.tokens)
+        self._cache.free(index, self._last_steps(index))
         state.release(slots)
-        self._retired.extend(slots.tolist())
+        self._retired.extend(slots)
         for flight in self._flights:
-            flight.left.append(slots)
+            flight.left.extend(slots)
         self._may_admit = True
 
-    def _end(self, ticket: Ticket) -> None:
+    def _end_all(self, tickets: list[Ticket]) -> None:
+        """Running requests are over."""
+        if tickets:
+            self._leave([ticket.slot for ticket in tickets])
+        for ticket in tickets:
+            self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
         """A request is over; it is in no slot and not in the queue."""
         ticket.alive = False
         del self._tickets[ticket.request.request_id]
         if self._leaders.get(ticket.request.group_id) is ticket:
             del self._leaders[ticket.request.group_id]
 
-    def _last_steps(self, slots: Int32s) -> NDArray[np.int64]:
-        """The last plan that is out and names slots[i]; 0 for none."""
-        steps = np.zeros(len(slots), np.int64)
+    def _last_steps(self, index: Index) -> NDArray[np.int64]:
+        """The last plan that is out and names slot index[i]; 0 for none."""
+        steps = np.zeros(len(index), np.int64)
         for flight in self._flights:
-            steps[np.isin(slots, flight.plan.slots)] = flight.plan.step
+            steps[flight.names(index)] = flight.plan.step
         return steps

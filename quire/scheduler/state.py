@@ -5,10 +5,14 @@ plans have ended well); `goal` is how far it should be scheduled now. There are 
 prompt, a chunk of it and a single new token are the same distance between scheduled and goal.
 Knows no blocks, budgets or order of service. Always holds, for running slots:
 computed <= scheduled <= goal <= limit - 1, and `active` lists them in order of admission.
+
+Slots stand in two kinds of array: int32 in plans, and `Index` (the platform's index type) where
+they index arrays, which is three times faster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from quire.base.token_table import TokenTable
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
 Int32s = NDArray[np.int32]
+Index = NDArray[np.intp]
 Bools = NDArray[np.bool_]
 
 
@@ -36,13 +41,22 @@ class RunningState:
         self.stored: Int32s = np.zeros(num_slots, np.int32)
         # Known length that is worth an event: the first token, then the limit.
         self.next_event: Int32s = np.zeros(num_slots, np.int32)
-        self.stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
+        self._stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
+        # How many running requests stop at a token id, and whether any does; the last entry
+        # stands for all ids beyond and stays 0. Most steps meet no such id at all.
+        self._stop_uses: Int32s = np.zeros(1, np.int32)
+        self._stops_any: Bools = np.zeros(1, np.bool_)
         self.last_token_ms: NDArray[np.float64] = np.full(num_slots, np.nan)
-        self.request_ids: NDArray[Any] = np.full(num_slots, None, object)
         self.tickets: list[Ticket | None] = [None] * num_slots
-        self.active: Int32s = np.empty(0, np.int32)
         self.free_slots: list[int] = list(range(num_slots - 1, -1, -1))
+        # Replaced on events and never changed in place: while nobody comes or goes it is the
+        # same object, and so is what was derived from it.
+        self.active: Index = np.empty(0, np.intp)
+        self.active_slots: Int32s = np.empty(0, np.int32)
+        self._request_ids: NDArray[Any] = np.full(num_slots, None, object)
+        self._named: tuple[Index, list[str]] | None = None
         self._runs: Bools = np.zeros(num_slots, np.bool_)
+        self._flat_tokens: Int32s = self.tokens.tokens.reshape(-1)
 
     def ticket(self, slot: int) -> Ticket:
         """The request that runs in `slot`."""
@@ -52,60 +66,76 @@ class RunningState:
         return ticket
 
     def occupy(self, ticket: Ticket, start: int, stored: int) -> int:
-        """Give `ticket` a slot. Positions before `start` count as computed; see `stored` above."""
+        """Give `ticket` a slot; it runs after the next `activate`.
+
+        Positions before `start` count as computed; for `stored` see above.
+        """
         slot = self.free_slots.pop()
-        known, stops = len(ticket.token_ids), ticket.request.stop_ids
-        self.tokens.admit(slot, ticket.token_ids, ticket.num_prompt_tokens)
+        known, num_prompt_tokens = len(ticket.token_ids), ticket.num_prompt_tokens
+        self.tokens.admit(slot, ticket.token_ids, num_prompt_tokens)
         self.scheduled[slot] = self.computed[slot] = start
         self.goal[slot] = known
         self.ceiling[slot] = ticket.limit - 1
         self.stored[slot] = stored
-        first = known == ticket.num_prompt_tokens
-        self.next_event[slot] = known + 1 if first else ticket.limit
-        self._widen_stop_ids(len(stops))
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stops)] = stops
+        self.next_event[slot] = known + 1 if known == num_prompt_tokens else ticket.limit
         self.last_token_ms[slot] = ticket.last_token_ms
-        self.request_ids[slot] = ticket.request.request_id
+        self._watch_stops(slot, ticket.request.stop_ids)
+        self._request_ids[slot] = ticket.request.request_id
         self.tickets[slot] = ticket
-        self.active = np.append(self.active, np.int32(slot))
-        self._runs[slot] = True
         ticket.slot = slot
         ticket.was_admitted = True
         return slot
 
-    def schedule(self, slots: Int32s, ends: Int32s, goals: Int32s) -> Bools:
-        """Rows of `slots` reach `ends` in the plan being made; returns which of them sample."""
+    def activate(self, slots: Sequence[int]) -> None:
+        """`slots`, all occupied since the last call, run from now on."""
+        self._runs[slots] = True
+        self._set_active(np.concatenate((self.active, np.array(slots, np.intp))))
+
+    def schedule(self, index: Index, ends: Int32s, goals: Int32s) -> Bools:
+        """Rows of slots `index` reach `ends` in the plan being made; returns which sample."""
         samples: Bools = ends == goals
-        self.scheduled[slots] = ends
-        self.goal[slots] = np.minimum(goals + samples, self.ceiling[slots])
+        self.scheduled[index] = ends
+        self.goal[index] = np.minimum(goals + samples, self.ceiling[index])
         return samples
 
-    def append(self, slots: Int32s, token_ids: Int32s, now_ms: float) -> Int32s:
-        """One more known token for each of `slots`; returns the new lengths."""
-        lengths = self.tokens.lengths[slots]
-        self.tokens.tokens[slots, lengths] = token_ids
+    def append(self, index: Index, token_ids: Int32s, now_ms: float) -> Int32s:
+        """One more known token for each of slots `index`; returns the new lengths."""
+        lengths = self.tokens.lengths[index]
+        self._flat_tokens[index * self.tokens.tokens.shape[1] + lengths] = token_ids
         lengths += 1
-        self.tokens.lengths[slots] = lengths
-        self.last_token_ms[slots] = now_ms
+        self.tokens.lengths[index] = lengths
+        self.last_token_ms[index] = now_ms
         return lengths
 
-    def hits_stop(self, slots: Int32s, token_ids: Int32s) -> Bools:
-        """Whether token_ids[i] ends the request in slots[i]."""
-        hits: Bools = (self.stop_ids[slots] == token_ids[:, None]).any(axis=1)
+    def hits_stop(self, index: Index, token_ids: Int32s) -> Bools:
+        """Whether token_ids[i] ends the request in slot index[i]."""
+        hits: Bools = self._stops_any.take(token_ids, mode="clip")
+        if np.count_nonzero(hits):
+            rows = hits.nonzero()[0]
+            own = self._stop_ids[index[rows]] == token_ids[rows, None]
+            hits[rows] = own.any(axis=1)
         return hits
 
-    def release(self, slots: Int32s) -> None:
+    def request_ids(self, index: Index) -> list[str]:
+        """Names of the requests in slots `index`; the same list as long as nothing changes."""
+        if self._named is None or self._named[0] is not index:
+            self._named = (index, self._request_ids[index].tolist())
+        return self._named[1]
+
+    def release(self, slots: Sequence[int]) -> None:
         """Give `slots` (distinct) back; their tickets know what they need when they return."""
-        for slot in slots.tolist():
+        for slot in slots:
             ticket = self.ticket(slot)
             ticket.last_token_ms = float(self.last_token_ms[slot])
             ticket.slot = NO_SLOT
             self.tickets[slot] = None
-            self.request_ids[slot] = None
+            self._request_ids[slot] = None
             self.free_slots.append(slot)
+            for token_id in ticket.request.stop_ids:
+                self._stop_uses[token_id] -= 1
+                self._stops_any[token_id] = self._stop_uses[token_id] > 0
         self._runs[slots] = False
-        self.active = self.active[self._runs[self.active]]
+        self._set_active(self.active[self._runs[self.active]])
 
     def problems(self) -> list[str]:
         """Contradictions in words; empty when the arrays agree with each other."""
@@ -122,9 +152,23 @@ class RunningState:
                 found.append(f"slot {slot}: computed, scheduled, goal, ceiling are {bounds}")
         return found
 
-    def _widen_stop_ids(self, width: int) -> None:
-        num_slots, old = self.stop_ids.shape
-        if width > old:
-            wider = np.full((num_slots, width), -1, np.int32)
-            wider[:, :old] = self.stop_ids
-            self.stop_ids = wider
+    def _set_active(self, active: Index) -> None:
+        self.active, self.active_slots = active, active.astype(np.int32)
+        self._named = None
+
+    def _watch_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        num_slots, width = self._stop_ids.shape
+        if len(stop_ids) > width:
+            wider = np.full((num_slots, len(stop_ids)), -1, np.int32)
+            wider[:, :width] = self._stop_ids
+            self._stop_ids = wider
+        highest = max(stop_ids, default=-1)
+        if highest + 2 > len(self._stop_uses):
+            more = 2 * highest + 2 - len(self._stop_uses)
+            self._stop_uses = np.pad(self._stop_uses, (0, more))
+            self._stops_any = np.pad(self._stops_any, (0, more))
+        self._stop_ids[slot] = -1
+        for column, token_id in enumerate(stop_ids):
+            self._stop_ids[slot, column] = token_id
+            self._stop_uses[token_id] += 1
+            self._stops_any[token_id] = True

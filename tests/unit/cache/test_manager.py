@@ -154,21 +154,22 @@ def test_many_slots_are_hashed_by_one_call() -> None:
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     books = Books()
     books.begin(0, list(range(10)))
-    deltas, copy_from, copy_to = books.cache.fork(0, 1, 10)
+    copy_from, copy_to = books.cache.fork(0, 1, 10)
+    entries = books.cache.entries(1)
     source, target = books.cache.tables.row(0).tolist(), books.cache.tables.row(1).tolist()
     assert target[:2] == source[:2]
     assert copy_from.tolist() == [source[2]]
     assert copy_to.tolist() == [target[2]]
-    assert deltas.blocks.tolist() == target
-    assert deltas.columns.tolist() == [0, 1, 2]
+    assert entries.blocks.tolist() == target
+    assert entries.columns.tolist() == [0, 1, 2]
     assert books.cache.check_integrity() == []
 
 
 def test_a_fork_at_a_block_border_copies_nothing() -> None:
     books = Books()
     books.begin(0, list(range(8)))
-    deltas, copy_from, _ = books.cache.fork(0, 1, 8)
-    assert len(deltas.blocks) == 2
+    copy_from, _ = books.cache.fork(0, 1, 8)
+    assert len(books.cache.tables.row(1)) == 2
     assert len(copy_from) == 0
     assert books.cache.num_free == 6
 
@@ -330,7 +331,7 @@ def test_the_books_agree_after_any_sequence_of_verbs(operations: list) -> None:
             target = (slot + 1) % 4
             shared = min(length, int(cache.capacities[slot]))
             books.tokens[target] = books.tokens[slot]
-            _, copy_from, copy_to = cache.fork(slot, target, shared)
+            copy_from, copy_to = cache.fork(slot, target, shared)
             cache.hold(copy_from, step)
             assert len(copy_from) == len(copy_to)
             busy.add(target)

@@ -11,11 +11,15 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, np.intp)
+
+
 def test_appending_to_many_slots_gives_each_its_own_number_of_blocks() -> None:
     table = BlockTable(num_slots=4, num_columns=5, block_size=16)
     table.append(2, ints(9))
-    slots, columns = table.append_many(ints(2, 0), ints(2, 1), ints(5, 6, 7))
-    assert slots.tolist() == [2, 2, 0]
+    rows, columns = table.append_many(slots(2, 0), ints(2, 1), ints(5, 6, 7))
+    assert rows.tolist() == [2, 2, 0]
     assert columns.tolist() == [1, 2, 0]
     assert table.row(2).tolist() == [9, 5, 6]
     assert table.row(0).tolist() == [7]
@@ -24,8 +28,8 @@ def test_appending_to_many_slots_gives_each_its_own_number_of_blocks() -> None:
 
 def test_one_block_each_is_the_common_case() -> None:
     table = BlockTable(num_slots=3, num_columns=2, block_size=4)
-    slots, columns = table.append_many(ints(0, 2), ints(1, 1), ints(8, 9))
-    assert (slots.tolist(), columns.tolist()) == ([0, 2], [0, 0])
+    rows, columns = table.append_many(slots(0, 2), ints(1, 1), ints(8, 9))
+    assert (rows.tolist(), columns.tolist()) == ([0, 2], [0, 0])
     assert table.capacities.tolist() == [4, 0, 4]
 
 
@@ -34,8 +38,8 @@ def test_taking_empties_slots_and_gives_the_last_blocks_of_each_first() -> None:
     table.append(0, ints(1, 2, 3))
     table.append(1, ints(4))
     table.append(2, ints(5, 6))
-    assert table.take(ints(0, 2)).tolist() == [3, 2, 1, 6, 5]
+    assert table.take(slots(0, 2)).tolist() == [3, 2, 1, 6, 5]
     assert table.counts.tolist() == [0, 1, 0]
     assert table.row(1).tolist() == [4]
     assert (table.blocks[[0, 2]] == -1).all()
-    assert table.take(ints()).tolist() == []
+    assert table.take(slots()).tolist() == []

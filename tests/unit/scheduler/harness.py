@@ -169,7 +169,7 @@ class Harness:
 
     def _owners(self, block: int) -> set[str]:
         slots = np.flatnonzero((self.cache.tables.blocks == block).any(axis=1))
-        return {str(self.scheduler._state.request_ids[slot]) for slot in slots}
+        return {self.scheduler._state.ticket(slot).request.request_id for slot in slots.tolist()}
 
     def check_end(self) -> None:
         """What must hold when everything has ended: right tokens, right reasons, no leaks."""
