@@ -29,6 +29,10 @@ float widen_half(uint16_t half) {
     return sign != 0 ? -value : value;
 }
 
+struct Pair {
+    bf16 first, second;
+};
+
 // Reads source elements as f32 and stores them as T.
 template <Source source, class T>
 struct Convert {
@@ -58,6 +62,15 @@ struct Convert {
             return round_bf16(value);
         }
     }
+
+    Pair pair(int64_t index) const {
+        if (source == Source::bf16 && offset == 0.0f) {
+            Pair both;
+            std::memcpy(&both, static_cast<const char*>(data) + index * 2, 4);
+            return both;
+        }
+        return {(*this)(index), (*this)(index + 1)};
+    }
 };
 
 // Where element (row, k) of a panel matrix lies, in elements from the panel's start.
@@ -86,9 +99,15 @@ void fill_panels(Pool& pool, char* data, Type type, int64_t first, int64_t count
                 const int64_t k1 = k0 + kColumnBlock < columns ? k0 + kColumnBlock : columns;
                 for (int64_t row = low; row < high; ++row) {
                     const int64_t source = (row - first) * columns;
-                    for (int64_t k = k0; k < k1; ++k) {
-                        panel[panel_index<T>(row - p * kPanel, k)] = read(source + k);
+                    const int64_t lane = row - p * kPanel;
+                    int64_t k = k0;
+                    if constexpr (sizeof(T) == 2) {  // whole pairs: one store, and often one load
+                        for (; k + 2 <= k1; k += 2) {
+                            const Pair pair = read.pair(source + k);
+                            std::memcpy(panel + panel_index<T>(lane, k), &pair, sizeof(pair));
+                        }
                     }
+                    for (; k < k1; ++k) panel[panel_index<T>(lane, k)] = read(source + k);
                 }
             }
         }
