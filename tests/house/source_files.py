@@ -1,0 +1,40 @@
+"""Which files the house tests look at: what is kept of this repository, and nothing built.
+
+Found by walking the folders that hold sources, so that a copy without git is checked as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_FOLDERS = ("quire", "native", "bench", "tests", "models", "docs", "examples", "scripts", ".ci")
+_CODE = (".py", ".cc", ".h")
+_TEXT = (*_CODE, ".md", ".toml", ".txt", ".sh", ".cfg", ".ini", ".yml", ".yaml", ".cmake", "")
+_NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box")
+
+
+def code_files(*folders: str) -> list[Path]:
+    """Python and C++ sources, in all folders or in those given."""
+    return [file for file in _walk(folders or _FOLDERS) if file.suffix in _CODE]
+
+
+def text_files() -> list[Path]:
+    """Everything kept that is read by people, the files of the top folder included."""
+    top = [file for file in sorted(ROOT.iterdir()) if file.is_file() and file.name != "LICENSE"]
+    found = [*top, *_walk(_FOLDERS)]
+    return [file for file in found if file.suffix in _TEXT and not file.name.startswith(".git")]
+
+
+def name_of(file: Path) -> str:
+    """The path from the root."""
+    return file.relative_to(ROOT).as_posix()
+
+
+def _walk(folders: tuple[str, ...]) -> Iterator[Path]:
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*")):
+            inner = file.relative_to(ROOT).parts[:-1]
+            if file.is_file() and not any(part in _NOT_OURS for part in inner):
+                yield file

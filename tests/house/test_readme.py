@@ -1,0 +1,75 @@
+"""README and its company: short, and every link and command in them exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quire.cli.completion import verb_words
+from quire.cli.main import VERBS
+from tests.house.source_files import ROOT, name_of
+
+MAX_README_LINES = 150
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_TARGET = re.compile(r"^([a-z][\w-]*):", re.M)
+
+
+def _documents() -> list[Path]:
+    top = [file for file in ROOT.glob("*.md") if file.is_file()]
+    return sorted([*top, *(ROOT / "docs").rglob("*.md")])
+
+
+def _readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _code(text: str) -> str:
+    """What stands in code blocks and between backticks."""
+    blocks = re.findall(r"```[^\n]*\n(.*?)```", text, re.S)
+    without = re.sub(r"```.*?```", "", text, flags=re.S)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", without)])
+
+
+def test_the_readme_is_short() -> None:
+    assert len(_readme().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("document", _documents(), ids=name_of)
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    lost = []
+    for link in _LINK.findall(document.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link) or link.startswith("#"):
+            continue
+        if not (document.parent / link.partition("#")[0]).exists():
+            lost.append(link)
+    assert not lost
+
+
+@pytest.mark.parametrize("document", _documents(), ids=name_of)
+def test_every_make_target_that_is_named_exists(document: Path) -> None:
+    targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+    code = _code(document.read_text(encoding="utf-8"))
+    named = set(re.findall(r"(?:^|[\s`])make ([a-z][\w-]*)", code))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", _documents(), ids=name_of)
+def test_every_verb_and_flag_that_is_named_exists(document: Path) -> None:
+    flags = {verb.name: {n for flag in verb.flags for n in flag.names} for verb in verb_words()}
+    code = _code(document.read_text(encoding="utf-8"))
+    for verb, rest in re.findall(r"(?:^|[\s/])quire ([a-z]+)\b([^\n#]*)", code):
+        if verb in ("import", "package"):
+            continue
+        assert verb in VERBS, f"quire {verb}"
+        for flag in re.findall(r"(?<!\w)--[a-z][\w-]*", rest):
+            assert flag in flags[verb], f"quire {verb} {flag}"
+
+
+def test_the_readme_names_the_first_commands() -> None:
+    code = _code(_readme())
+    assert "make demo" in code
+    assert "make test" in code
+    for verb in ("serve", "chat", "complete", "program"):
+        assert re.search(rf"quire {verb}\b", code)

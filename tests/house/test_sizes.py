@@ -1,0 +1,48 @@
+"""Sizes: the longest files and functions are printed, and a file may not grow without end."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.house.source_files import code_files, name_of
+
+MAX_FILE_LINES = 700
+NUM_SHOWN = 12
+
+
+def _num_lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def _functions(file: Path) -> list[tuple[int, str]]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [
+        ((node.end_lineno or node.lineno) - node.lineno + 1, f"{name_of(file)}:{node.name}")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def _show(title: str, sizes: list[tuple[int, str]]) -> None:
+    print(title)
+    for num_lines, name in sorted(sizes, reverse=True)[:NUM_SHOWN]:
+        print(f"{num_lines:6d}  {name}")
+
+
+def test_no_file_is_longer_than_a_reader_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [(_num_lines(file), name_of(file)) for file in code_files()]
+    functions = [
+        found
+        for file in code_files("quire", "bench", "models")
+        if file.suffix == ".py"
+        for found in _functions(file)
+    ]
+    with capsys.disabled():
+        print()
+        _show("longest files", files)
+        _show("longest functions", functions)
+    too_long = [entry for entry in files if entry[0] > MAX_FILE_LINES]
+    assert not too_long, "split these by knowledge"

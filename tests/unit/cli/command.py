@@ -1,0 +1,103 @@
+"""Runs the `quire` command as its users do: in a process, with pipes or at a terminal.
+
+The process imports the same package as the test that starts it, wherever that is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import quire
+
+LIMIT_S = 120.0
+_TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'quire', *sys.argv[1:]])"
+)
+
+
+def environment() -> dict[str, str]:
+    """The test's environment, with its `quire` first on the path."""
+    root = str(Path(quire.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": root, "TERM": "dumb", "PYTHONWARNINGS": "error"}
+
+
+def quire_command(
+    *words: str, given: str | bytes = "", folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end; `given` is its standard input."""
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", *words],
+        input=given if isinstance(given, bytes) else given.encode(),
+        capture_output=True,
+        timeout=LIMIT_S,
+        env=environment(),
+        cwd=folder,
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+class Terminal:
+    """The command at a pseudo-terminal of its own, so that Ctrl-C and Ctrl-D reach it."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._ours, theirs = os.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _TAKE_TERMINAL, *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment(),
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._ours, text.encode())
+
+    def read_until(self, text: str) -> str:
+        """What is shown before `text`, both taken off; fails if it does not come."""
+        self._wait(lambda: text in self.shown, f"{text!r} did not come")
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def read_more(self, num_chars: int) -> None:
+        """Wait until so much is shown that was not taken off; fails if it does not come."""
+        self._wait(lambda: len(self.shown) >= num_chars, f"no {num_chars} characters came")
+
+    def _wait(self, is_there: Callable[[], bool], complaint: str) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not is_there():
+            ready, _, _ = select.select([self._ours], [], [], 0.2)
+            if ready:
+                self.shown += self._read()
+            assert time.monotonic() < end_s, f"{complaint}; shown: {self.shown!r}"
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._ours, 65536).decode(errors="replace").replace("\r\n", "\n")
+        except OSError:  # the process ended and closed the terminal
+            raise AssertionError(f"it ended; shown: {self.shown!r}") from None
+
+    def end(self) -> int:
+        """Wait for the process; its exit code."""
+        return self.process.wait(LIMIT_S)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)

@@ -1,0 +1,153 @@
+"""quire chat: commands, turns, what is kept of a stopped answer, pipes, and a real terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import ContextTooLong, OverloadedError, StepRowError, WorkerError
+from quire.base.sampling_params import SamplingParams
+from quire.cli.chat import HELP, Conversation
+from quire.engine.llm import LLM
+from tests.tiny_models import write_tiny_llama
+from tests.unit.cli.command import Terminal, quire_command
+
+
+class FakeSpeaker:
+    """Says how many messages it was given, in two pieces, or raises what it was told to."""
+
+    name = "fake"
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.heard: list[list[dict[str, str]]] = []
+        self.error = error
+
+    def say(self, messages: Sequence[dict[str, str]], write: Callable[[str], None]) -> None:
+        self.heard.append([dict(message) for message in messages])
+        write("I heard ")
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        write(f"{len(messages)}")
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _talk(speaker: FakeSpeaker, *lines: str, system: str = "") -> tuple[str, str, Conversation]:
+    out, notes = io.StringIO(), io.StringIO()
+    conversation = Conversation(speaker, out, notes, system=system)
+    conversation.run(iter(lines))
+    return out.getvalue(), notes.getvalue(), conversation
+
+
+def test_each_turn_hears_all_before_it() -> None:
+    speaker = FakeSpeaker()
+    out, notes, conversation = _talk(speaker, "one", "", "  ", "two")
+    assert (out, notes) == ("I heard 1\nI heard 3\n", "")
+    assert [message["content"] for message in conversation.messages] == [
+        "one", "I heard 1", "two", "I heard 3",
+    ]  # fmt: skip
+
+
+def test_reset_forgets_and_keeps_the_system_text() -> None:
+    speaker = FakeSpeaker()
+    _talk(speaker, "one", "/reset", "two", system="Be brief.")
+    assert speaker.heard[1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_system_sets_and_removes_the_system_text() -> None:
+    speaker = FakeSpeaker()
+    _, notes, _ = _talk(speaker, "one", "/system Be kind.", "two", "/system", "three")
+    assert [[message["role"] for message in heard] for heard in speaker.heard] == [
+        ["user"],
+        ["system", "user"],
+        ["user"],
+    ]
+    assert notes == "system text set\nsystem text removed\n"
+
+
+def test_quit_ends_help_helps_and_unknown_commands_are_named() -> None:
+    speaker = FakeSpeaker()
+    out, notes, _ = _talk(speaker, "/help", "/sing", "//etc is a folder", "/quit", "not heard")
+    assert notes == f"{HELP}\nno command /sing; /help lists them\n"
+    assert out == "I heard 1\n"
+    assert speaker.heard[0][0]["content"] == "/etc is a folder"
+
+
+def test_a_stopped_answer_stays_as_far_as_it_was_said() -> None:
+    speaker = FakeSpeaker(KeyboardInterrupt())
+    out, notes, conversation = _talk(speaker, "one", "two")
+    assert out == "I heard \nI heard 3\n"
+    assert notes == " [stopped]\n"
+    assert conversation.messages[1] == {"role": "assistant", "content": "I heard "}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ContextTooLong("too long"), OverloadedError("busy"), StepRowError("its row failed")],
+)
+def test_what_cannot_be_answered_is_noted_and_forgotten(error: Exception) -> None:
+    speaker = FakeSpeaker(error)
+    out, notes, _ = _talk(speaker, "one", "two")
+    assert notes == f"{error} (/reset forgets the conversation)\n"
+    assert out == "I heard \nI heard 1\n"
+
+
+def test_a_broken_engine_ends_the_conversation() -> None:
+    with pytest.raises(WorkerError, match="gone"):
+        _talk(FakeSpeaker(WorkerError("gone")), "one", "two")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template."""
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model") / "tiny", vocab_size=270, max_position_embeddings=4096
+    )
+
+
+def test_piped_lines_are_answered_one_each(model: Path) -> None:
+    words = ("chat", str(model), "--temperature", "0", "--max-tokens", "4", "--system", "Be.")
+    done = quire_command(*words, given="Hi\n/reset\nHi\n")
+    assert done.returncode == 0
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    with LLM(model) as llm:
+        [answer] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=4))
+    expected = answer.text if answer.text.endswith("\n") else answer.text + "\n"
+    assert done.stdout == expected * 2
+    assert done.stderr == "conversation forgotten\n"
+
+
+def test_a_model_without_a_template_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "bare", vocab_size=270)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": null}')
+    done = quire_command("chat", str(folder), given="Hi\n")
+    assert done.returncode == 2
+    assert "has no chat template" in done.stderr
+    assert "`quire complete`" in done.stderr
+
+
+def test_at_a_terminal_it_prompts_streams_stops_and_leaves(model: Path) -> None:
+    long_answers = ("--min-tokens", "3000", "--max-tokens", "3500", "--temperature", "1")
+    with Terminal(["chat", str(model), "--seed", "5", *long_answers]) as terminal:
+        assert "/help lists the commands" in terminal.read_until("> ")
+        terminal.type("Hello\r")
+        terminal.read_until("Hello\n")
+        terminal.read_more(40)  # it streams
+        terminal.type("\x03")
+        terminal.read_until("[stopped]")
+        terminal.read_until("> ")
+        terminal.type("/reset\r")
+        terminal.read_until("conversation forgotten\n> ")
+        terminal.type("half a line\x03")
+        terminal.read_until("/quit leaves")
+        terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.end() == 0

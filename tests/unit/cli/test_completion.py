@@ -1,0 +1,75 @@
+"""Shell completion: made from the parsers, and bash agrees that it works."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from quire.cli.completion import script, verb_words
+from quire.cli.main import VERBS
+from tests.unit.cli.command import quire_command
+
+
+def _bash_completes(*words: str) -> list[str]:
+    quoted = " ".join(f"'{word}'" for word in words)
+    code = (
+        f"{script('bash')}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}\n_quire\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.fixture(autouse=True)
+def _bash() -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("no bash here")
+
+
+def test_bash_completes_verbs() -> None:
+    assert _bash_completes("quire", "") == [*VERBS, "--help", "--version"]
+    assert _bash_completes("quire", "comp") == ["complete", "completion"]
+
+
+def test_bash_completes_flags_of_the_verb() -> None:
+    assert _bash_completes("quire", "chat", "--max-num") == [
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+    ]
+    assert _bash_completes("quire", "completion", "--max") == []
+
+
+def test_bash_completes_values_and_folders() -> None:
+    assert _bash_completes("quire", "chat", "--executor", "") == ["native", "reference"]
+    assert _bash_completes("quire", "completion", "") == ["bash", "fish", "zsh"]
+    assert "tmp" in _bash_completes("quire", "chat", "tm")
+    assert "--dtype" not in _bash_completes("quire", "chat", "--seed", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_flag_of_every_verb_is_in_every_script(shell: str) -> None:
+    written = script(shell)
+    for verb in verb_words():
+        assert verb.name in written
+        for flag in verb.flags:
+            for name in flag.names:
+                bare = name.lstrip("-")
+                assert (f"-l {bare}" in written or f"-s {bare}" in written) or name in written
+
+
+def test_fish_and_zsh_scripts_balance_their_quotes() -> None:
+    for line in script("fish").splitlines():
+        plain = line.replace("\\\\", "").replace("\\'", "")
+        assert plain.count("'") % 2 == 0, line
+    assert script("zsh").count("{") == script("zsh").count("}")
+
+
+def test_the_script_is_printed() -> None:
+    done = quire_command("completion", "fish")
+    assert done.stdout == script("fish") + "\n"
+    assert done.returncode == 0

@@ -1,0 +1,135 @@
+"""The quire command: verbs, exit codes, one line for errors, and what start-up may import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import OverloadedError, QuireError, StepRowError, TokenizerError, WorkerError
+from quire.cli import main as main_module
+from quire.cli.main import VERBS, command_parser, main
+from tests.unit.cli.command import environment, quire_command
+
+
+def _imported(*words: str) -> set[str]:
+    """Modules that are loaded after the command ran."""
+    code = (
+        "import sys\nfrom quire.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('\\nloaded', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, env=environment(), check=True
+    )
+    return set(done.stdout.decode().rpartition("loaded")[2].split())
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("chat", "--help"), ()])
+def test_asking_for_the_version_or_help_imports_no_numpy(words: tuple[str, ...]) -> None:
+    loaded = _imported(*words)
+    assert "quire.cli.main" in loaded
+    assert not loaded & {"numpy", "msgspec", "zmq", "jinja2", "tokenizers", "starlette", "rich"}
+
+
+def test_the_version_imports_no_verb() -> None:
+    assert not {f"quire.cli.{verb}" for verb in VERBS} & _imported("--version")
+
+
+def test_the_version_is_printed() -> None:
+    done = quire_command("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("quire ")
+
+
+def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: quire {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["sing"], ["chat", "--no-such-flag"], ["complete", "--seed", "x"]]
+)
+def test_words_it_does_not_know_are_refused_with_code_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert "usage: quire" in capsys.readouterr().err
+
+
+class _Failing:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def add_arguments(self, parser: object) -> None:
+        """None."""
+
+    def run(self, arguments: object) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TokenizerError("first\n  second"), 2),
+        (OverloadedError("busy"), 2),
+        (QuireError("plain"), 2),
+        (WorkerError("gone"), 1),
+        (StepRowError("row"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_one_line_and_a_code(
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(main_module, "verb", lambda name: _Failing(error))
+    assert main(["chat"]) == code
+    shown = capsys.readouterr().err
+    if isinstance(error, QuireError):
+        assert shown == f"quire chat: {' '.join(str(error).split())}\n"
+    else:
+        assert shown == ""
+
+
+def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_module, "verb", lambda name: _Failing(ZeroDivisionError("bug")))
+    with pytest.raises(ZeroDivisionError):
+        main(["chat"])
+
+
+def test_only_the_verb_that_is_used_gets_its_arguments() -> None:
+    parser = command_parser(["chat"])
+    assert parser.parse_args(["chat", "--seed", "3"]).seed == 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["complete", "--seed", "3"])
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "completion", "bash"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141

@@ -1,0 +1,55 @@
+"""`quire program`: the table of the model in the box or of a folder, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import tiny_config
+from tests.unit.cli.command import quire_command
+
+
+def test_the_program_of_the_box_is_printed_without_a_model() -> None:
+    done = quire_command("program")
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("segment trunk", "segment head", "attention", "weights:", "cache:", "operations"):
+        assert said in done.stdout
+
+
+def test_only_the_configuration_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    words = ("--tokens", "3", "--depth", "9", "--sequences", "2", "--dtype", "bf16")
+    done = quire_command("program", str(tmp_path), *words)
+    assert done.returncode == 0
+    assert "T = 6 tokens of Q = 2 sequences at depth 9" in done.stdout
+    assert "layers.0.qkv [112 x 60] bf16" in done.stdout
+    assert "in turn" in done.stdout
+    whole = quire_command("program", str(tmp_path), "--all-layers")
+    assert "layers.1.down [60 x 97]" in whole.stdout
+    assert "in turn" not in whole.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tokens", "0"), "--tokens is 0; 1 to 512 is allowed"),
+        (("--tokens", "513"), "--tokens is 513; 1 to 512 is allowed"),
+        (("--depth", "512"), "--depth is 512; 0 to 511 is allowed"),
+        (("--sequences", "-1"), "--sequences is -1; 1 to"),
+    ],
+)
+def test_steps_that_no_model_takes_are_refused_with_the_limits(
+    words: tuple[str, ...], said: str
+) -> None:
+    done = quire_command("program", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    done = quire_command("program", str(tmp_path))
+    assert done.returncode == 2
+    assert "config.json" in done.stderr

@@ -1,0 +1,187 @@
+"""Chat with a server: the wire as OpenAI-compatible servers speak it, sound and broken."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from quire.base.errors import (
+    InvalidParameter,
+    OverloadedError,
+    RequestError,
+    StepRowError,
+    UnknownModel,
+    WorkerError,
+)
+from quire.cli.speakers import RemoteSpeaker
+from tests.unit.cli.command import quire_command
+
+HELLO = [
+    {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"delta": {"content": "Hel"}}]},
+    {"choices": [{"delta": {"content": "lo 🦙"}}]},
+    {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"total_tokens": 3}},
+]
+
+
+class FakeServer:
+    """Answers one way, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None, Any]] = []
+        self.status = 200
+        self.models: Any = {"data": [{"id": "first"}, {"id": "second"}]}
+        self.answer = _events(HELLO) + b"data: [DONE]\n\n"
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _responder(self))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _events(events: list[dict[str, Any]]) -> bytes:
+    lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
+    return (": a comment\n\n" + "".join(lines)).encode()
+
+
+def _responder(server: FakeServer) -> type[BaseHTTPRequestHandler]:
+    class Responder(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, json.dumps(server.models).encode(), None)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._send(server.status, server.answer, body)
+
+        def _send(self, status: int, content: bytes, body: Any) -> None:
+            server.asked.append((self.path, self.headers["Authorization"], body))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Silence."""
+
+    return Responder
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+def _speaker(server: FakeServer, **changes: Any) -> RemoteSpeaker:
+    settings = {"model": "m", "api_key": "k", "sampling": {"temperature": 0.5}, **changes}
+    return RemoteSpeaker(server.url, **settings)
+
+
+def _said(speaker: RemoteSpeaker) -> list[str]:
+    pieces: list[str] = []
+    speaker.say([{"role": "user", "content": "Hi"}], pieces.append)
+    return pieces
+
+
+def test_pieces_are_handed_out_as_they_come(server: FakeServer) -> None:
+    assert _said(_speaker(server)) == ["Hel", "lo 🦙"]
+    [(path, key, body)] = server.asked
+    assert (path, key) == ("/v1/chat/completions", "Bearer k")
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": True,
+        "temperature": 0.5,
+    }
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_the_address_may_or_may_not_end_in_v1(server: FakeServer, ending: str) -> None:
+    server.url += ending
+    _said(_speaker(server))
+    assert server.asked[0][0] == "/v1/chat/completions"
+
+
+def test_without_a_name_the_first_model_is_taken(server: FakeServer) -> None:
+    assert _speaker(server, model="").name == "first"
+    server.models = {"data": []}
+    with pytest.raises(WorkerError, match="lists no models; name one"):
+        _speaker(server, model="")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, RequestError),
+        (401, RequestError),
+        (404, UnknownModel),
+        (429, OverloadedError),
+        (503, OverloadedError),
+        (500, WorkerError),
+    ],
+)
+def test_refusals_keep_the_servers_words(
+    server: FakeServer, status: int, kind: type[Exception]
+) -> None:
+    server.status, server.answer = status, b'{"error": {"message": "because of this"}}'
+    with pytest.raises(kind, match="because of this"):
+        _said(_speaker(server))
+    server.answer = b"<html>"
+    with pytest.raises(kind, match=f"answers {status}"):
+        _said(_speaker(server))
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (_events(HELLO[:2]), WorkerError, "broke off before the end"),
+        (b"data: {oops\n\n", WorkerError, "not JSON"),
+        (b"data: 3\n\n", WorkerError, "not an object"),
+        (_events([{"error": {"message": "row failed"}}]), StepRowError, "row failed"),
+        (_events([{"error": "gone"}]), StepRowError, "gone"),
+    ],
+)
+def test_broken_streams_are_errors(
+    server: FakeServer, answer: bytes, kind: type[Exception], words: str
+) -> None:
+    server.answer = answer
+    with pytest.raises(kind, match=words):
+        _said(_speaker(server))
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    for url in ("ftp://x", "http://", "file:///x"):
+        with pytest.raises(InvalidParameter, match="not an http"):
+            RemoteSpeaker(url, model="m", api_key=None, sampling={})
+
+
+def test_no_server_there_is_code_1_with_the_way_out(server: FakeServer) -> None:
+    server.close()
+    done = quire_command("chat", "--url", server.url, given="Hi\n")
+    assert done.returncode == 1
+    assert "start one with `quire serve`" in done.stderr
+
+
+def test_the_command_talks_to_a_server(server: FakeServer) -> None:
+    done = quire_command("chat", "second", "--url", server.url, "--seed", "3", given="Hi\nAgain\n")
+    assert done.stdout == "Hello 🦙\nHello 🦙\n"
+    assert done.returncode == 0
+    assert [len(body["messages"]) for _, _, body in server.asked] == [1, 3]
+    assert {body["model"] for _, _, body in server.asked} == {"second"}
+    assert {body["seed"] for _, _, body in server.asked} == {3}
+
+
+def test_flags_of_an_engine_of_our_own_contradict_an_address(server: FakeServer) -> None:
+    done = quire_command("chat", "--url", server.url, "--max-num-seqs", "3", given="")
+    assert done.returncode == 2
+    assert "--max-num-seqs configures an engine in this process" in done.stderr
