@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-DATA = Path(os.environ.get("QUIRE_DATA", ROOT.parent / "shared" / "data"))
+DATA_FOLDER = Path(os.environ.get("QUIRE_DATA", ROOT.parent / "shared" / "data"))
 
 ROWS_PER_STEP = 8
 PEAK_RATE = 3e-3
@@ -394,7 +394,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=45.0, help="stop after this long")
     parser.add_argument("--tokens", type=float, default=16.0, help="stop after so many millions")
     parser.add_argument("--out", type=Path, default=ROOT / "quire" / "models" / "box")
-    parser.add_argument("--data", type=Path, default=DATA, help="the data folder")
+    parser.add_argument("--data", type=Path, default=DATA_FOLDER, help="the data folder")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--exact", action="store_true", help="products in float32 too")
