@@ -180,21 +180,24 @@ class LLM:
         *,
         special_tokens: bool,
     ) -> list[Answer]:
-        samplings = self._samplings(sampling_params, len(prompts))
+        all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
+        samplings = self._samplings(sampling_params, all_ids)
         self._num_calls += 1
         jobs = [
             _Job(
                 prompt if isinstance(prompt, str) else None,
                 make_requests(
                     self.card,
-                    self._ids(prompt, special_tokens=special_tokens),
+                    ids,
                     sampling,
                     request_id=f"{self._num_calls}.{index}",
                     arrival_ms=self._clock.now_ms(),
                 ),
                 self._text,
             )
-            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            for index, (prompt, ids, sampling) in enumerate(
+                zip(prompts, all_ids, samplings, strict=True)
+            )
         ]
         shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
         if not shown:
@@ -258,15 +261,18 @@ class LLM:
         return self._text.tokenizer.encode(prompt, add_special_tokens=special_tokens)
 
     def _samplings(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self,
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        all_ids: Sequence[Sequence[int]],
     ) -> Sequence[SamplingParams]:
         if given is None:
-            return [self.default_sampling] * count
+            return [default_sampling(self.card, num_prompt_tokens=len(ids)) for ids in all_ids]
         if isinstance(given, SamplingParams):
-            return [given] * count
-        if len(given) != count:
+            return [given] * len(all_ids)
+        if len(given) != len(all_ids):
             raise InvalidParameter(
-                f"{len(given)} sampling_params for {count} prompts; give one for all or one each",
+                f"{len(given)} sampling_params for {len(all_ids)} prompts; give one for all or one "
+                "each",
                 param="sampling_params",
             )
         return given
@@ -363,7 +369,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[TextDelta, None]:
         return self._client.generate(
             ids,
-            sampling_params or self._client.default_sampling(),
+            sampling_params or default_sampling(self._client.card, num_prompt_tokens=len(ids)),
             request_id=request_id or secrets.token_hex(8),
             priority=priority,
         )

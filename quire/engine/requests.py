@@ -71,15 +71,24 @@ def make_requests(
     )
 
 
-def default_sampling(card: ModelCard) -> SamplingParams:
-    """SamplingParams with the model's own generation defaults."""
+def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -> SamplingParams:
+    """SamplingParams with the model's own generation defaults.
+
+    Its default number of new tokens is taken only for a known prompt, cut to what the context
+    has room for: a default never makes a request that cannot be served.
+    """
     given = card.generation_defaults
+    max_tokens = None
+    if num_prompt_tokens is not None and "max_new_tokens" in given:
+        room_tokens = card.max_model_len - num_prompt_tokens
+        max_tokens = min(int(given["max_new_tokens"]), room_tokens) if room_tokens > 0 else None
     return SamplingParams(
         temperature=given.get("temperature", 1.0),
         top_k=int(given.get("top_k", 0)),
         top_p=given.get("top_p", 1.0),
         min_p=given.get("min_p", 0.0),
         repetition_penalty=given.get("repetition_penalty", 1.0),
+        max_tokens=max_tokens,
     )
 
 

@@ -1,0 +1,39 @@
+"""Log: one line an event, fields after it, whatever the values hold."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from quire.base.clock import Clock
+from quire.base.log import Log
+
+
+def test_an_event_is_one_line_with_its_fields() -> None:
+    stream = io.StringIO()
+    Log("engine", stream).event("ready", num_blocks=512, took_ms=3.25, model="box")
+    line = stream.getvalue()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z info engine: ready "
+        r"num_blocks=512 took_ms=3.25 model=box\n",
+        line,
+    )
+
+
+def test_values_with_spaces_quotes_and_line_ends_stay_on_the_line() -> None:
+    stream = io.StringIO()
+    Log("api", stream).error("failed", why='a "b"\nc', empty="")
+    assert stream.getvalue().endswith('error api: failed why="a \\"b\\"\\nc" empty=""\n')
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_warning_says_so() -> None:
+    stream = io.StringIO()
+    Log("api", stream).warning("slow")
+    assert " warning api: slow" in stream.getvalue()
+
+
+def test_the_clock_does_not_go_back() -> None:
+    clock = Clock()
+    times = [clock.now_ms() for _ in range(100)]
+    assert times == sorted(times)

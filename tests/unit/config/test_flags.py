@@ -1,0 +1,168 @@
+"""Flags: made from the groups' fields, and read back into them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.config.flags import add_flags, built, engine_config, flag_of, parse_bytes
+from quire.config.groups import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
+MOST_FIELDS = 80
+FIELD_FLAGS = """
+    --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
+    --served-model-name --api-key --host --port --max-output-tokens --dtype
+    --enable-prefix-caching --no-enable-prefix-caching --threads --executor --plans-in-flight
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, *GROUPS)
+    return parser
+
+
+def test_the_flags_have_the_fields_names_of_the_field() -> None:
+    known = set(_parser()._option_string_actions)
+    assert set(FIELD_FLAGS.split()) <= known
+
+
+def test_every_field_has_a_help_text_and_there_are_not_too_many() -> None:
+    every = [setting for group in GROUPS for setting in fields(group)]
+    assert len(every) <= MOST_FIELDS
+    assert [setting.name for setting in every if not setting.metadata.get("help")] == []
+    assert len({flag_of(setting) for setting in every}) == len(every)
+
+
+def test_nothing_given_gives_the_defaults() -> None:
+    arguments = _parser().parse_args([])
+    for group in GROUPS:
+        assert built(group, arguments) == group()
+
+
+def test_what_is_given_arrives_in_its_group() -> None:
+    line = (
+        "--kv-cache-memory 2GiB --no-enable-prefix-caching --api-key a --api-key b --threads 3 "
+        "--step-budget-ms 7.5 --dtype bf16 --insecure"
+    )
+    arguments = _parser().parse_args(line.split())
+    assert built(CacheConfig, arguments) == CacheConfig(
+        kv_cache_memory_bytes=2 * 2**30, enable_prefix_caching=False
+    )
+    assert built(ServerConfig, arguments).api_key == ("a", "b")
+    assert built(ServerConfig, arguments).insecure
+    assert built(ExecutorConfig, arguments).num_threads == 3
+    assert built(SchedulerConfig, arguments).step_budget_ms == 7.5
+    assert built(ModelConfig, arguments).dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    "line", ["--kv-cache-memory lots", "--dtype fp8", "--threads two", "--executor gpu"]
+)
+def test_values_that_cannot_be_read_are_refused(line: str) -> None:
+    with pytest.raises(argparse.ArgumentError):
+        _parser().parse_args(line.split())
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "named"),
+    [
+        (ModelConfig, {"max_model_len": 1}, "max_model_len is 1"),
+        (ModelConfig, {"dtype": "fp8"}, "auto, f32, bf16"),
+        (ModelConfig, {"served_model_name": ""}, "served_model_name is empty"),
+        (CacheConfig, {"block_size": 8}, "16 to 128"),
+        (CacheConfig, {"block_size": 40}, "16 to 128"),
+        (CacheConfig, {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes is 0"),
+        (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs is 0"),
+        (SchedulerConfig, {"plans_in_flight": 3}, "plans_in_flight is 3"),
+        (SchedulerConfig, {"step_budget_ms": float("nan")}, "step_budget_ms is nan"),
+        (SchedulerConfig, {"max_num_batched_tokens": 32}, "less than max_num_seqs 64"),
+        (ExecutorConfig, {"executor": "gpu"}, "native, reference"),
+        (ExecutorConfig, {"num_threads": 0}, "num_threads is 0"),
+        (ExecutorConfig, {"num_threads": 9999}, "at most 1024"),
+        (ServerConfig, {"port": 65536}, "port is 65536"),
+        (ServerConfig, {"port": -1}, "port is -1"),
+        (ServerConfig, {"api_key": ("",)}, "empty key"),
+        (ServerConfig, {"grace_s": -1.0}, "grace_s is -1"),
+        (ServerConfig, {"request_timeout_s": 0.0}, "request_timeout_s is 0"),
+        (ServerConfig, {"max_output_tokens": 0}, "max_output_tokens is 0"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_with_what_is(
+    group: type[Any], values: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(SettingError, match=named):
+        group(**values)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("4096", 4096),
+        ("2GiB", 2**31),
+        ("2g", 2**31),
+        ("1.5 GiB", 3 * 2**29),
+        ("3MB", 3_000_000),
+        ("1k", 1024),
+        ("7b", 7),
+        ("1tib", 2**40),
+    ],
+)
+def test_sizes_are_read_in_both_kinds_of_units(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "nan", "inf", "1 2", "1e30GiB", "0x10"])
+def test_texts_that_are_no_size_are_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_keywords_take_field_and_flag_names_and_texts_of_sizes() -> None:
+    config = engine_config(
+        {"model": Path("m"), "kv_cache_memory": "1MiB", "threads": 2, "step_budget_ms": 5}
+    )
+    assert config == EngineConfig(
+        model=ModelConfig(model="m"),
+        cache=CacheConfig(kv_cache_memory_bytes=2**20),
+        scheduler=SchedulerConfig(step_budget_ms=5.0),
+        executor=ExecutorConfig(num_threads=2),
+    )
+    assert engine_config({"max_model_len": None}) == EngineConfig()
+
+
+def test_a_keyword_that_is_not_known_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(SettingError, match="did you mean 'max_num_seqs'"):
+        engine_config({"max_num_seq": 3})
+    with pytest.raises(SettingError, match="known: block_size"):
+        engine_config({"zzz": 3})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": "8"},
+        {"max_num_seqs": True},
+        {"max_num_seqs": 8.5},
+        {"enable_prefix_caching": 1},
+        {"dtype": 3},
+        {"kv_cache_memory": "lots"},
+        {"block_size": None},
+    ],
+)
+def test_a_keyword_of_another_type_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError):
+        engine_config(settings)

@@ -1,0 +1,97 @@
+"""What the machine lets us use, shown as folders that look like /proc and /sys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config.machine import machine_memory, num_usable_cpus
+
+MIB = 2**20
+
+
+def _machine(root: Path, *, free_mib: int, files: dict[str, str], groups: str) -> Path:
+    for name, text in {
+        "proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {free_mib * 1024} kB\n",
+        "proc/self/cgroup": groups,
+        **files,
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_free_memory_is_the_limit_where_no_group_sets_one(tmp_path: Path) -> None:
+    root = _machine(tmp_path, free_mib=500, files={}, groups="0::/\n")
+    assert machine_memory(root).available_bytes == 500 * MIB
+    assert machine_memory(root).limit == "free memory"
+
+
+def test_version_2_counts_the_least_of_the_group_and_those_above_it(tmp_path: Path) -> None:
+    root = _machine(
+        tmp_path,
+        free_mib=500,
+        files={
+            "sys/fs/cgroup/memory.max": "max\n",
+            "sys/fs/cgroup/a/memory.max": f"{200 * MIB}\n",
+            "sys/fs/cgroup/a/memory.current": f"{90 * MIB}\n",
+            "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {40 * MIB}\n",
+            "sys/fs/cgroup/a/b/memory.max": f"{400 * MIB}\n",
+            "sys/fs/cgroup/a/b/memory.current": f"{50 * MIB}\n",
+        },
+        groups="0::/a/b\n",
+    )
+    memory = machine_memory(root)
+    assert memory.available_bytes == 150 * MIB  # page cache that can be dropped is not used
+    assert memory.limit == "control group"
+
+
+def test_version_1_in_a_container_is_read_at_the_top_of_its_mount(tmp_path: Path) -> None:
+    root = _machine(
+        tmp_path,
+        free_mib=500,
+        files={
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{300 * MIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{100 * MIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {20 * MIB}\n",
+        },
+        groups="4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n",
+    )
+    assert machine_memory(root).available_bytes == 220 * MIB
+
+
+def test_a_huge_version_1_limit_is_none(tmp_path: Path) -> None:
+    root = _machine(
+        tmp_path,
+        free_mib=500,
+        files={"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"},
+        groups="4:memory:/\n",
+    )
+    assert machine_memory(root).limit == "free memory"
+
+
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    root = _machine(
+        tmp_path,
+        free_mib=500,
+        files={
+            "sys/fs/cgroup/memory.max": f"{10 * MIB}\n",
+            "sys/fs/cgroup/memory.current": f"{20 * MIB}\n",
+        },
+        groups="0::/\n",
+    )
+    assert machine_memory(root).available_bytes == 0
+
+
+def test_a_quota_of_cpu_time_cuts_the_cpus_and_is_rounded_up(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/cpu.max": "50000 100000\n"}
+    root = _machine(tmp_path / "half", free_mib=1, files=files, groups="0::/\n")
+    assert num_usable_cpus(root) == 1
+    files = {"sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n"}
+    root = _machine(tmp_path / "none", free_mib=1, files=files, groups="1:cpu,cpuacct:/\n")
+    assert num_usable_cpus(root) == num_usable_cpus(tmp_path / "nothing here")
+
+
+def test_this_machine_has_memory_and_a_cpu() -> None:
+    assert machine_memory().available_bytes > 0
+    assert num_usable_cpus() >= 1

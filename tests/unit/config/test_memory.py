@@ -1,0 +1,84 @@
+"""The memory sum: what fits is used, what does not is refused with what to lower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.base.errors import CapacityError
+from quire.config.machine import MachineMemory
+from quire.config.memory import DEFAULT_SHARE, RESERVE_BYTES, MemoryNeeds, mib, plan_memory
+
+MIB = 2**20
+NEEDS = MemoryNeeds(
+    weights_bytes=100 * MIB,
+    step_bytes=10 * MIB,
+    token_bytes=64 * 1024,
+    block_size=16,
+    max_num_seqs=64,
+    model_max_len=4096,
+    max_model_len=None,
+    kv_cache_memory_bytes=None,
+)
+
+
+def _memory(num_bytes: int) -> MachineMemory:
+    return MachineMemory(available_bytes=num_bytes, limit="free memory")
+
+
+def _left_for_cache(num_bytes: int) -> MachineMemory:
+    return _memory(NEEDS.weights_bytes + NEEDS.step_bytes + RESERVE_BYTES + num_bytes)
+
+
+def test_by_default_the_cache_takes_a_share_of_what_is_left() -> None:
+    plan = plan_memory(NEEDS, _left_for_cache(1000 * MIB))
+    assert plan.kv_bytes == int(1000 * DEFAULT_SHARE) * MIB
+    assert plan.max_model_len == 4096
+    assert plan.notes == ()
+
+
+def test_the_lines_are_a_sum() -> None:
+    plan = plan_memory(NEEDS, _left_for_cache(1000 * MIB))
+    assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
+    assert len(plan.text().splitlines()) == len(plan.lines)
+    assert mib(100 * MIB) in plan.text()
+
+
+def test_the_cache_never_takes_more_than_all_requests_together_can_use() -> None:
+    plan = plan_memory(replace(NEEDS, max_num_seqs=2, max_model_len=40), _memory(2**40))
+    assert plan.num_blocks == 2 * 3
+
+
+def test_the_models_length_is_lowered_to_what_fits_and_that_is_told() -> None:
+    plan = plan_memory(NEEDS, _left_for_cache(100 * MIB))
+    assert plan.max_model_len == plan.num_blocks * 16 < 4096
+    assert plan.notes
+    assert "4096" in plan.notes[0]
+    assert str(plan.max_model_len) in plan.notes[0]
+
+
+def test_a_length_that_was_asked_for_is_kept_or_refused_with_numbers() -> None:
+    with pytest.raises(
+        CapacityError, match=r"--max-model-len 4096 tokens needs 256\.0 MiB"
+    ) as told:
+        plan_memory(replace(NEEDS, max_model_len=4096), _left_for_cache(100 * MIB))
+    assert "lower --max-model-len to 960" in str(told.value)
+    plan = plan_memory(replace(NEEDS, max_model_len=960), _left_for_cache(100 * MIB))
+    assert plan.max_model_len == 960
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_is_needed_and_what_there_is() -> None:
+    with pytest.raises(CapacityError) as told:
+        plan_memory(NEEDS, _memory(300 * MIB))
+    for part in ("367.0 MiB are needed", "100.0 MiB weights", "300.0 MiB are available", "lower"):
+        assert part in str(told.value)
+
+
+def test_cache_memory_that_was_asked_for_is_taken_or_refused() -> None:
+    asked = replace(NEEDS, kv_cache_memory_bytes=512 * MIB)
+    assert plan_memory(asked, _left_for_cache(600 * MIB)).kv_bytes == 512 * MIB
+    with pytest.raises(CapacityError, match=r"asks for 512\.0 MiB.*lower --kv-cache-memory"):
+        plan_memory(asked, _left_for_cache(500 * MIB))
+    with pytest.raises(CapacityError, match="less than one block"):
+        plan_memory(replace(NEEDS, kv_cache_memory_bytes=1000), _left_for_cache(500 * MIB))
