@@ -16,8 +16,6 @@ from quire.program.cost import StepShape
 from quire.program.ops import DType
 from quire.program.table import format_program
 
-HELP = "print a model's operations with shapes, bytes and operation counts"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""

@@ -14,8 +14,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import CapacityError
+from quire.base.errors import CapacityError, WorkerError
 from quire.execute import reference_ops as ops
+from quire.execute.batch_check import check_batch
 from quire.execute.executor import Progress
 from quire.execute.reference_attention import attention
 from quire.execute.rope_table import RopeTable
@@ -68,6 +69,7 @@ class ReferenceExecutor:
             for buffer in program.buffers
         ]
         self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+        self._is_closed = False
         self._counts: Mapping[Rows, int] = {}
         self._sample_rows: Int32s = np.empty(0, np.int32)
 
@@ -95,6 +97,12 @@ class ReferenceExecutor:
         num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_starts) - 1
         self._check_fits(Rows.TOKENS, num_tokens)
         self._check_fits(Rows.SEQUENCES, num_sequences)
+        check_batch(
+            batch,
+            vocab_size=self._program.vocab_size,
+            num_blocks=self._cache_k.shape[1],
+            block_size=self._cache_k.shape[2],
+        )
         for table in self._ropes:
             table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
         for buffer in self._buffers:
@@ -116,12 +124,15 @@ class ReferenceExecutor:
 
     def close(self) -> None:
         """Let go of weights, buffers and cache."""
+        self._is_closed = True
         self._weights, self._buffers = {}, []
         self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
 
     # ---- private
 
     def _check_fits(self, rows: Rows, count: int) -> None:
+        if self._is_closed:
+            raise WorkerError("this executor is closed; nothing can be run with it")
         if count > self._limits[rows]:
             raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
 

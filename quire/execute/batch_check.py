@@ -1,0 +1,44 @@
+"""Checks a ForwardBatch against a program and a cache: NumPy would wrap a wrong index silently.
+
+A batch that fails is our bug, never a caller's: the runner makes batches. The native executor
+makes the same checks where it runs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from quire.program.batch import ForwardBatch, Int32s
+
+
+def check_batch(batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_size: int) -> None:
+    """Raise ValueError where an index of the batch leads nowhere."""
+    if num_blocks == 0:
+        raise ValueError("the cache has not been allocated")
+    rows = len(batch.token_ids)
+    for name in ("positions", "rope_positions", "kv_slots"):
+        if len(getattr(batch, name)) != rows:
+            raise ValueError(f"{name} has {len(getattr(batch, name))} entries for {rows} rows")
+    columns = batch.block_tables.shape[1]
+    _check_range("token_ids", batch.token_ids, 0, vocab_size)
+    _check_range("positions", batch.positions, 0, columns * block_size)
+    _check_range("rope_positions", batch.rope_positions, 0, np.iinfo(np.int32).max)
+    _check_range("kv_slots", batch.kv_slots, -1, num_blocks * block_size)
+    _check_range("sample_rows", batch.sample_rows, 0, rows)
+    starts = batch.seq_starts
+    if starts[0] != 0 or starts[-1] != rows or (np.diff(starts) < 0).any():
+        raise ValueError(f"seq_starts {starts.tolist()} do not span {rows} token rows")
+    if len(batch.block_tables) != len(starts) - 1:
+        raise ValueError(f"{len(batch.block_tables)} block tables for {len(starts) - 1} sequences")
+    for table, (start, end) in zip(batch.block_tables, pairwise(starts), strict=True):
+        last = batch.positions[start:end].max(initial=-1)
+        _check_range("block_tables", table[: last // block_size + 1], 0, num_blocks)
+
+
+def _check_range(name: str, values: Int32s, low: int, end: int) -> None:
+    wrong = (values < low) | (values >= end)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(f"{name}[{index}] is {values[index]}; allowed are {low} to {end - 1}")
