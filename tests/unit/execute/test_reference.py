@@ -218,7 +218,7 @@ def test_operations_no_llama_uses_follow_their_contract(tmp_path: Path) -> None:
     executor = ReferenceExecutor(
         p.build(vocab_size=8, max_positions=64), open_checkpoint(tmp_path), **LIMITS
     )
-    executor.allocate_cache(4, 16)
+    executor.allocate_cache(8, 16)
     batch = sequence_batch([3, 7], 0, 64)
     executor.run_trunk(batch)
     found = executor.run_head(batch, 0, 2)
