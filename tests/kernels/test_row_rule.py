@@ -56,7 +56,7 @@ def _norm_case(form: str, group: int) -> Case:
     def op(isa: str, num_threads: int) -> OneOp:
         return OneOp(
             "norm",
-            [Operand(width), Operand(width, "bf16"), Operand(width, "bf16")],
+            [Operand(width), Operand(width), Operand(width, "bf16")],
             isa,
             num_threads,
             ints=[form == "layer", group],
