@@ -114,7 +114,10 @@ def steady(running: int, steps: int) -> dict[str, object]:
             raise SystemExit(f"a steady step had {len(plan.slots)} rows and {ended} ends")
         times.append(ns)
         crossings += len(plan.table_blocks)
-    return _summary(running, times) | {"blocks_per_step": round(crossings / steps, 1)}
+    return _summary(running, times) | {
+        "blocks_per_step": round(crossings / steps, 1),
+        "goal_us": GOALS_US.get(running),
+    }
 
 
 def churn(running: int, steps: int) -> dict[str, object]:
@@ -196,7 +199,6 @@ def _summary(running: int, times_ns: list[int]) -> dict[str, object]:
         "steps": len(times_ns),
         "p50_us": round(float(np.percentile(times_us, 50)), 1),
         "p99_us": round(float(np.percentile(times_us, 99)), 1),
-        "goal_us": GOALS_US.get(running),
     }
 
 

@@ -23,6 +23,9 @@ from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
 
 
+_ZERO = np.zeros(1, np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableDeltas:
     """New table entries: blocks[i] now stands in column columns[i] of slot slots[i]."""
@@ -78,6 +81,8 @@ class CacheManager:
         self.lay_out(num_slots=1, max_tokens=block_size)
         self._hash_key = hash_key
         self._hash_blocks = hash_blocks
+        self._last_salt = ""
+        self._last_seed = seed_of("", hash_key, siphash128)
         # Blocks still named by a step in flight: (that step, blocks), a reference on each.
         self.holds: list[tuple[int, Int32s]] = []
         self._settled_step = 0
@@ -154,13 +159,15 @@ class CacheManager:
         """Digests of the full blocks of a request's known tokens; None without prefix caching."""
         if not self.prefix_caching:
             return None
-        seed = seed_of(salt, self._hash_key, siphash128)
-        zero, count = np.zeros(1, np.int32), len(token_ids) // self.block_size
+        if salt != self._last_salt:
+            self._last_seed = seed_of(salt, self._hash_key, siphash128)
+            self._last_salt = salt
+        seed = self._last_seed
         digests = self._hash_blocks(
             np.ascontiguousarray(token_ids, np.int32).reshape(1, -1),
-            zero,
-            zero,
-            np.array([count], np.int32),
+            _ZERO,
+            _ZERO,
+            np.array([len(token_ids) // self.block_size], np.int32),
             seed.reshape(1, 2),
             self.block_size,
             self._hash_key,
@@ -173,7 +180,7 @@ class CacheManager:
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
         """Blocks that could be allocated once `match` is attached."""
-        if match is None:
+        if match is None or not match.num_blocks:
             return self.pool.num_free
         return self.pool.num_free - self.pool.num_unreferenced(match.blocks)
 

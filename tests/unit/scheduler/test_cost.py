@@ -1,0 +1,91 @@
+"""The step's budget: tokens, predicted milliseconds, and that somebody always gets on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.scheduler.budget import StepBudget
+from quire.scheduler.cost import LinearCost
+from tests.unit.scheduler.fake_worker import make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_a_row_costs_its_tokens_and_the_positions_they_attend_to() -> None:
+    cost = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.25)
+    assert cost.rows_ms(ints(0, 4), ints(1, 3)).tolist() == [0.75, 1.5 + 0.25 * (5 + 6 + 7)]
+
+
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.001, 100.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 0.01),
+)
+def test_the_most_tokens_within_a_budget_fit_and_one_more_does_not(
+    start: int, budget_ms: float, token_ms: float, position_ms: float
+) -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=token_ms, position_ms=position_ms)
+    most = cost.most_tokens(start, budget_ms)
+    if most >= 1_000_000:
+        return
+    assert cost.rows_ms(ints(start), ints(most))[0] <= budget_ms * 1.000001
+    assert cost.rows_ms(ints(start), ints(most + 1))[0] >= budget_ms * 0.999999
+
+
+def test_without_budget_nothing_fits_and_without_cost_everything() -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
+    assert cost.most_tokens(0, 0.0) == cost.most_tokens(0, -1.0) == 0
+    assert LinearCost(fixed_ms=0.0, token_ms=0.0, position_ms=0.0).most_tokens(0, 1.0) > 10**9
+
+
+def test_tokens_are_handed_out_in_order_until_they_are_spent() -> None:
+    budget = StepBudget(10, 0.0, None)
+    assert budget.hand_out(ints(0, 0, 0, 0), ints(1, 6, 6, 2)).tolist() == [1, 6, 3, 0]
+    assert budget.spent
+    assert budget.hand_out_one(0, 5) == 0
+
+
+def test_what_is_given_back_can_be_handed_out_again() -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
+    budget = StepBudget(10, 8.0, cost)
+    budget.hand_out(ints(0, 0), ints(3, 4))
+    budget.give_back(ints(0), ints(4))
+    assert (budget.tokens, budget.ms) == (7, 5.0)
+    assert budget.hand_out_one(0, 9) == 5
+
+
+def test_time_cuts_the_row_that_crosses_it_and_leaves_the_rest_for_later() -> None:
+    cost = LinearCost(fixed_ms=1.0, token_ms=1.0, position_ms=0.0)
+    budget = StepBudget(100, 6.0, cost)
+    assert budget.hand_out(ints(0, 0, 0), ints(2, 8, 1)).tolist() == [2, 3, 0]
+    assert budget.spent
+
+
+@pytest.mark.parametrize("ms", [0.5, 1.0, 1.5])
+def test_the_first_row_gets_a_token_however_little_time_there_is(ms: float) -> None:
+    cost = LinearCost(fixed_ms=1.0, token_ms=1.0, position_ms=0.0)
+    assert StepBudget(100, ms, cost).hand_out(ints(0, 0, 0), ints(0, 8, 1)).tolist() == [0, 1, 0]
+    budget = StepBudget(100, ms, cost)
+    assert not budget.spent
+    assert budget.hand_out_one(0, 8) == 1
+    assert budget.spent
+    assert StepBudget(100, ms, cost).hand_out(ints(0), ints(0)).tolist() == [0]
+
+
+def test_a_step_budget_shortens_chunks_at_depth() -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.1)
+    harness = Harness(Setup(max_num_batched_tokens=64, step_budget_ms=12.0), cost=cost)
+    harness.add(make_request("a", range(40), max_tokens=2))
+    harness.drain()
+    counts = [int(plan.counts[0]) for plan in harness.plans[:-1]]
+    assert sum(counts) == 40
+    assert counts[0] > counts[-2] >= 1
+    assert counts[:-1] == sorted(counts[:-1], reverse=True)
+    harness.check_end()

@@ -1,0 +1,142 @@
+"""Cost follows change: what a steady step touches does not grow with the number of requests."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from quire.base.records import StepPlan, StepResult
+from quire.cache.manager import CacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake_worker import make_request
+
+
+def steady(running: int, *, waiting: int = 0) -> Scheduler:
+    """`running` requests that decode, lengths staggered, and as many that wait for a slot."""
+    scheduler = Scheduler(
+        SchedulerLimits(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=256),
+        CacheManager(running * 16, 16, prefix_caching=True),
+        FirstCome(),
+    )
+    for number in range(running + waiting):
+        prompt = [number, *range(number % 16 + 1)]
+        scheduler.add(make_request(f"r{number}", prompt, max_tokens=200, stop_ids=(900, 901)))
+    for _ in range(3):
+        turn(scheduler)
+    return scheduler
+
+
+def turn(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.update(plan, result_of(plan), 0.0)
+    return plan
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    counts = plan.samples.astype(np.int32)
+    return StepResult(
+        step=plan.step, token_counts=counts, token_ids=np.full(counts.sum(), 7, np.int32)
+    )
+
+
+def calls_of_a_turn(scheduler: Scheduler) -> int:
+    """Calls, of Python and of C functions, in schedule and update."""
+    count = 0
+
+    def tracer(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(tracer)
+    try:
+        plan = scheduler.schedule(0.0)
+    finally:
+        sys.setprofile(before)
+    assert plan is not None
+    result = result_of(plan)
+    sys.setprofile(tracer)
+    try:
+        scheduler.update(plan, result, 0.0)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_steady_step_makes_equally_many_calls_for_16_and_for_512_requests() -> None:
+    few, many = steady(16), steady(512)
+    counts = {calls_of_a_turn(few), calls_of_a_turn(many)}
+    assert len(counts) == 1
+    assert counts.pop() <= 120
+
+
+def test_a_blocked_queue_costs_a_steady_step_nothing() -> None:
+    assert calls_of_a_turn(steady(16, waiting=200)) == calls_of_a_turn(steady(16))
+
+
+def test_a_steady_step_touches_no_ticket_and_makes_no_output_object() -> None:
+    scheduler = steady(64)
+    state = scheduler._state
+
+    class Untouchable(list):  # type: ignore[type-arg]
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError(f"ticket {index} was touched")
+
+        def __iter__(self) -> Any:
+            raise AssertionError("tickets were walked")
+
+    state.tickets = Untouchable(state.tickets)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    outputs = scheduler.update(plan, result_of(plan), 0.0)
+    assert outputs.events == ()
+    assert len(outputs.request_ids) == 64
+
+
+def test_names_are_gathered_again_only_after_somebody_came_or_went() -> None:
+    scheduler = steady(8)
+    names = []
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        names.append(scheduler.update(plan, result_of(plan), 0.0).request_ids)
+    assert names[0] is names[1] is names[2]
+    scheduler.abort("r3")
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    outputs = scheduler.update(plan, result_of(plan), 0.0)
+    assert outputs.request_ids == [name for name in names[0] if name != "r3"]
+
+
+def test_block_crossings_of_a_step_are_allocated_in_one_piece() -> None:
+    scheduler = steady(64)
+    allocations = []
+    allocate = scheduler._cache.pool.allocate
+
+    def counting(count: int) -> Any:
+        allocations.append(count)
+        return allocate(count)
+
+    scheduler._cache.pool.allocate = counting  # type: ignore[method-assign]
+    for _ in range(16):
+        turn(scheduler)
+    assert allocations == [4] * 16
+
+
+def test_while_nobody_comes_or_goes_nothing_is_hashed() -> None:
+    scheduler = steady(16)
+    scheduler._cache._hash_blocks = None  # type: ignore[assignment]
+    for _ in range(40):
+        turn(scheduler)
+
+
+def test_a_step_without_a_watched_stop_id_compares_no_stop_lists() -> None:
+    scheduler = steady(16)
+    scheduler._state._stop_ids = None  # type: ignore[assignment]
+    turn(scheduler)

@@ -1,0 +1,361 @@
+"""Scheduler: what a plan says, when requests end, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from quire.base.errors import ContextTooLong, InvalidParameter, OverloadedError, WorkerError
+from quire.base.records import FinishReason, RowError, StepPlan, StepResult
+from quire.cache.manager import CacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake_worker import alone, make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+
+def answer(plan: StepPlan, *token_ids: int, errors: tuple[RowError, ...] = ()) -> StepResult:
+    """A result with these tokens, one for each row that samples and has no error."""
+    failed = [error.row for error in errors]
+    counts = plan.samples.astype(np.int32)
+    counts[failed] = 0
+    return StepResult(
+        step=plan.step,
+        token_counts=counts,
+        token_ids=np.array(token_ids, np.int32),
+        errors=errors,
+    )
+
+
+def scheduler(**sizes: int) -> Scheduler:
+    """A small one."""
+    numbers = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 32} | sizes
+    return Scheduler(
+        SchedulerLimits(**numbers), CacheManager(32, 4, prefix_caching=True), FirstCome()
+    )
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+def test_a_prompt_is_computed_in_chunks_and_only_its_last_one_samples() -> None:
+    engine = scheduler(max_num_batched_tokens=4)
+    engine.add(make_request("a", range(10), max_tokens=3))
+    seen = []
+    for tokens in ((), (), (5,)):
+        plan = plan_of(engine)
+        seen.append((plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist()))
+        engine.update(plan, answer(plan, *tokens), 0.0)
+    assert seen == [([0], [4], [False]), ([4], [4], [False]), ([8], [2], [True])]
+
+
+def test_after_the_prompt_a_step_computes_the_token_just_sampled() -> None:
+    engine = scheduler()
+    engine.add(make_request("a", range(5), max_tokens=4))
+    plan = plan_of(engine)
+    engine.update(plan, answer(plan, 7), 0.0)
+    plan = plan_of(engine)
+    assert (plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist()) == ([5], [1], [True])
+    assert plan.admissions == ()
+
+
+def test_running_requests_are_served_before_waiting_ones_and_in_order() -> None:
+    engine = scheduler(max_num_batched_tokens=6)
+    engine.add(make_request("a", range(4), max_tokens=4))
+    engine.add(make_request("b", range(50, 60), max_tokens=4))
+    plan = plan_of(engine)
+    assert [admission.request_id for admission in plan.admissions] == ["a", "b"]
+    assert plan.counts.tolist() == [4, 2]
+    engine.add(make_request("c", range(3), max_tokens=4))
+    engine.update(plan, answer(plan, 9), 0.0)
+    plan = plan_of(engine)
+    assert plan.starts.tolist() == [4, 2]
+    assert plan.counts.tolist() == [1, 5]
+    assert plan.admissions == ()
+
+
+def test_with_two_plans_in_flight_the_next_token_is_scheduled_before_it_is_known() -> None:
+    engine = scheduler(plans_in_flight=2)
+    engine.add(make_request("a", range(5), max_tokens=4))
+    first, second = plan_of(engine), plan_of(engine)
+    assert first.samples.tolist() == second.samples.tolist() == [True]
+    assert second.starts.tolist() == [5]
+    assert engine.schedule(0.0) is None
+    assert [o.token_ids for o in engine.update(first, answer(first, 8), 0.0)] == [(8,)]
+    assert [o.token_ids for o in engine.update(second, answer(second, 9), 0.0)] == [(9,)]
+
+
+def test_no_plan_goes_beyond_the_last_token_a_request_may_have() -> None:
+    engine = scheduler(plans_in_flight=3)
+    engine.add(make_request("a", range(5), max_tokens=2))
+    plans = [plan_of(engine), plan_of(engine)]
+    assert engine.schedule(0.0) is None
+    engine.update(plans[0], answer(plans[0], 8), 0.0)
+    (output,) = engine.update(plans[1], answer(plans[1], 9), 0.0)
+    assert output.finish_reason is FinishReason.LENGTH
+    assert not engine.has_work
+
+
+def test_a_stop_id_ends_a_request_and_drops_what_was_computed_beyond_it() -> None:
+    engine = scheduler(plans_in_flight=2)
+    engine.add(make_request("a", range(5), max_tokens=9, stop_ids=(3, 6)))
+    engine.add(make_request("b", range(20, 25), max_tokens=9, stop_ids=(8,)))
+    first, second = plan_of(engine), plan_of(engine)
+    outputs = {o.request_id: o for o in engine.update(first, answer(first, 6, 6), 0.0)}
+    assert outputs["a"].finish_reason is FinishReason.STOP
+    assert outputs["a"].stop_id == 6
+    assert outputs["a"].token_ids == (6,)
+    assert outputs["b"].finish_reason is None
+    (output,) = engine.update(second, answer(second, 7, 9), 0.0)
+    assert (output.request_id, output.token_ids) == ("b", (9,))
+
+
+def test_a_stop_id_at_the_last_allowed_token_counts_as_stop() -> None:
+    engine = scheduler()
+    engine.add(make_request("a", range(5), max_tokens=1, stop_ids=(6,)))
+    plan = plan_of(engine)
+    (output,) = engine.update(plan, answer(plan, 6), 0.0)
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_a_retired_slot_is_told_once_and_used_again_by_the_next_plan() -> None:
+    engine = scheduler(max_num_seqs=1)
+    engine.add(make_request("a", range(5), max_tokens=1))
+    engine.add(make_request("b", range(6), max_tokens=2))
+    plan = plan_of(engine)
+    engine.update(plan, answer(plan, 6), 0.0)
+    plan = plan_of(engine)
+    assert plan.retired.tolist() == [0]
+    assert [(a.slot, a.request_id) for a in plan.admissions] == [(0, "b")]
+    engine.update(plan, answer(plan, 6), 0.0)
+    assert plan_of(engine).retired.tolist() == []
+
+
+def test_results_of_a_former_tenant_of_a_slot_are_dropped() -> None:
+    engine = scheduler(max_num_seqs=1, plans_in_flight=2)
+    engine.add(make_request("a", range(5), max_tokens=5))
+    first = plan_of(engine)
+    assert engine.abort("a") is not None
+    engine.add(make_request("b", range(7), max_tokens=5))
+    second = plan_of(engine)
+    assert [a.request_id for a in second.admissions] == ["b"]
+    assert list(engine.update(first, answer(first, 9), 0.0)) == []
+    (output,) = engine.update(second, answer(second, 4), 0.0)
+    assert (output.request_id, output.token_ids) == ("b", (4,))
+
+
+def test_abort_works_at_any_moment_and_frees_everything() -> None:
+    for moment in ("waiting", "in flight", "mid-prompt", "between tokens"):
+        harness = Harness(Setup(max_num_batched_tokens=4, num_blocks=8))
+        harness.add(make_request("a", range(9), max_tokens=9))
+        if moment != "waiting":
+            harness.schedule()
+        if moment in ("mid-prompt", "between tokens"):
+            harness.update()
+        if moment == "between tokens":
+            for _ in range(4):
+                harness.step()
+        harness.abort("a")
+        harness.abort("a")
+        harness.drain()
+        harness.check_end()
+
+
+def test_an_unknown_request_cannot_be_aborted() -> None:
+    assert scheduler().abort("nobody") is None
+
+
+def test_a_failed_row_ends_its_request_alone() -> None:
+    engine = scheduler()
+    for name in "abc":
+        engine.add(make_request(name, range(4), max_tokens=3))
+    plan = plan_of(engine)
+    result = answer(plan, 5, 7, errors=(RowError(row=1, message="logits are NaN"),))
+    outputs = {output.request_id: output for output in engine.update(plan, result, 0.0)}
+    assert outputs["b"].finish_reason is FinishReason.ERROR
+    assert outputs["b"].error == "logits are NaN"
+    assert outputs["b"].token_ids == ()
+    assert outputs["a"].token_ids == (5,)
+    assert outputs["c"].token_ids == (7,)
+    assert engine.stats().row_errors_total == 1
+    assert len(plan_of(engine).slots) == 2
+
+
+def test_an_error_for_a_request_that_has_left_is_nobodys() -> None:
+    engine = scheduler()
+    engine.add(make_request("a", range(4), max_tokens=3))
+    plan = plan_of(engine)
+    engine.abort("a")
+    result = answer(plan, errors=(RowError(row=0, message="late"),))
+    assert list(engine.update(plan, result, 0.0)) == []
+    assert engine.stats().row_errors_total == 0
+
+
+def test_a_result_that_does_not_answer_the_plan_is_a_worker_error() -> None:
+    engine = scheduler(plans_in_flight=2)
+    engine.add(make_request("a", range(4), max_tokens=3))
+    plan, later = plan_of(engine), plan_of(engine)
+    good = answer(plan, 5)
+    with pytest.raises(WorkerError, match="out of order"):
+        engine.update(later, answer(later, 5), 0.0)
+    with pytest.raises(WorkerError, match="in order"):
+        engine.update(plan, answer(later, 5), 0.0)
+    with pytest.raises(WorkerError, match="0 tokens"):
+        engine.update(plan, answer(plan), 0.0)
+    none = StepResult(step=1, token_counts=good.token_counts * 0, token_ids=good.token_ids)
+    with pytest.raises(WorkerError, match="planned in rows"):
+        engine.update(plan, none, 0.0)
+    assert len(engine.update(plan, good, 0.0)) == 1
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+    engine = scheduler()
+    with pytest.raises(ContextTooLong, match=r"32 tokens.*context length is 32"):
+        engine.add(make_request("a", range(32), max_tokens=1))
+    tiny = Scheduler(
+        SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32),
+        CacheManager(4, 4, prefix_caching=True),
+        FirstCome(),
+    )
+    with pytest.raises(ContextTooLong, match=r"16 tokens.*KV cache holds 16"):
+        tiny.add(make_request("a", range(16), max_tokens=1))
+    tiny.add(make_request("b", range(15), max_tokens=1))
+
+
+def test_faulty_requests_are_refused_by_name() -> None:
+    engine = scheduler()
+    with pytest.raises(InvalidParameter, match="no tokens"):
+        engine.add(make_request("a", [], max_tokens=1))
+    with pytest.raises(InvalidParameter, match="room for at least one"):
+        engine.add(make_request("a", range(4), max_tokens=0))
+    engine.add(make_request("a", range(4), max_tokens=1))
+    with pytest.raises(InvalidParameter, match="'a' is in use"):
+        engine.add(make_request("a", range(4), max_tokens=1))
+
+
+def test_a_full_queue_refuses_and_says_how_full_it_is() -> None:
+    engine = scheduler(max_queued_requests=2)
+    engine.add(make_request("a", range(4), max_tokens=1))
+    engine.add(make_request("b", range(4), max_tokens=1))
+    with pytest.raises(OverloadedError, match="2 requests are waiting, at most 2"):
+        engine.add(make_request("c", range(4), max_tokens=1))
+    plan_of(engine)
+    engine.add(make_request("c", range(4), max_tokens=1))
+
+
+def test_limits_below_one_are_refused_by_name() -> None:
+    with pytest.raises(InvalidParameter, match="max_num_seqs is 0"):
+        scheduler(max_num_seqs=0)
+    with pytest.raises(InvalidParameter, match="no cost model"):
+        scheduler(step_budget_ms=5)
+
+
+def test_the_first_token_and_the_end_are_events_with_times_and_the_rest_are_rows() -> None:
+    engine = scheduler()
+    engine.add(make_request("a", range(5), max_tokens=3, arrival_ms=1.0))
+    records = []
+    for now_ms, token_id in ((10.0, 7), (20.0, 8), (30.0, 9)):
+        plan = engine.schedule(now_ms)
+        assert plan is not None
+        records.append(engine.update(plan, answer(plan, token_id), now_ms + 5.0))
+    first, plain, last = records
+    assert (len(first.events), len(plain.events), len(last.events)) == (1, 0, 1)
+    assert plain.request_ids == ["a"]
+    assert plain.token_ids.tolist() == [8]
+    times = first.events[0].times
+    assert times is not None
+    assert (times.arrival_ms, times.first_scheduled_ms, times.first_token_ms) == (1.0, 10.0, 15.0)
+    times = last.events[0].times
+    assert times is not None
+    assert (times.first_token_ms, times.last_token_ms) == (15.0, 35.0)
+
+
+def test_an_abort_tells_when_the_last_token_came() -> None:
+    engine = scheduler()
+    engine.add(make_request("a", range(5), max_tokens=9))
+    for now_ms in (10.0, 20.0):
+        plan = plan_of(engine)
+        engine.update(plan, answer(plan, 7), now_ms)
+    output = engine.abort("a")
+    assert output is not None
+    assert output.times is not None
+    assert (output.times.first_token_ms, output.times.last_token_ms) == (10.0, 20.0)
+    engine.add(make_request("b", range(5), max_tokens=9))
+    output = engine.abort("b")
+    assert output is not None
+    assert output.times is not None
+    assert math.isnan(output.times.first_token_ms)
+
+
+def test_logprobs_stay_with_their_rows_when_others_are_dropped() -> None:
+    engine = scheduler()
+    for name in "abc":
+        engine.add(make_request(name, range(4), max_tokens=3))
+    for turn in range(2):
+        plan = plan_of(engine)
+        result = StepResult(
+            step=plan.step,
+            token_counts=np.ones(3, np.int32),
+            token_ids=np.array([1, 2, 3], np.int32),
+            logprobs=np.array([-1.0, np.nan, -3.0], np.float32),
+            top_ids=np.array([[10, -1], [-1, -1], [30, 31]], np.int32),
+            top_logprobs=np.array([[-0.5, np.nan], [np.nan, np.nan], [-1, -2]], np.float32),
+        )
+        if turn == 1:
+            engine.abort("a")
+        outputs = {o.request_id: o for o in engine.update(plan, result, 0.0)}
+        assert outputs.keys() == ({"a", "b", "c"} if turn == 0 else {"b", "c"})
+        assert outputs["b"].logprobs == ()
+        (told,) = outputs["c"].logprobs
+        assert (told.token_id, told.logprob) == (3, -3.0)
+        assert told.top == ((30, -1.0), (31, -2.0))
+        if turn == 0:
+            assert outputs["a"].logprobs[0].top == ((10, -0.5),)
+
+
+def test_stats_count_what_happened() -> None:
+    engine = scheduler(max_num_seqs=1)
+    engine.add(make_request("a", range(5), max_tokens=2))
+    engine.add(make_request("b", range(5), max_tokens=2))
+    plan = plan_of(engine)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_total, stats.blocks_used) == (1, 1, 32, 2)
+    engine.update(plan, answer(plan, 7), 12.0)
+    stats = engine.stats()
+    assert (stats.steps_total, stats.step_rows, stats.step_tokens) == (1, 1, 5)
+    assert stats.last_step_ms == 12.0
+    plan = plan_of(engine)
+    engine.update(plan, answer(plan, 7), 13.0)
+    assert engine.stats().blocks_cached == 1
+    plan_of(engine)
+    stats = engine.stats()
+    assert (stats.prefix_queried_tokens_total, stats.prefix_hit_tokens_total) == (10, 4)
+
+
+def test_equal_histories_give_equal_plans() -> None:
+    def plans() -> list[StepPlan]:
+        harness = Harness(Setup(num_blocks=8, plans_in_flight=2))
+        for number in range(5):
+            harness.add(make_request(f"r{number}", range(number + 4), max_tokens=9, seed=number))
+        harness.drain()
+        return harness.plans
+
+    for one, other in zip(plans(), plans(), strict=True):
+        for name in ("slots", "starts", "counts", "store_from", "samples", "table_blocks"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_requests_beyond_a_small_token_budget_all_finish_with_their_own_tokens() -> None:
+    harness = Harness(Setup(max_num_seqs=8, max_num_batched_tokens=3, num_blocks=64))
+    for number in range(8):
+        harness.add(make_request(f"r{number}", range(number, number + 6), max_tokens=6))
+    harness.drain()
+    harness.check_end()
+    request = harness.requests["r3"]
+    assert harness.tokens["r3"] == alone(request, harness.limit(request))
