@@ -100,7 +100,7 @@ def _rope_case() -> Case:
 CASES = {
     "linear f32": _linear_case("f32", "f32", 67, 100),
     "linear f32 to bf16": _linear_case("f32", "bf16", 32, 33),
-    "linear bf16": _linear_case("bf16", "bf16", 66, 65),
+    "linear bf16": _linear_case("bf16", "f32", 66, 65),
     "linear bf16 of odd K": _linear_case("bf16", "f32", 67, 300),
     "rms norm with delta": _norm_case("rms", 0),
     "layer norm with delta": _norm_case("layer", 0),
