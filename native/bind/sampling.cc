@@ -1,4 +1,6 @@
-// Binds token choice. quire/sampling/native.py has checked shapes and made arrays contiguous.
+// Binds token choice: NumPy arrays become the pointers of ChooseArgs, and the GIL is released.
+// Nothing is checked here beyond dtypes and dimensions: quire/sampling/native.py has checked
+// shapes and ids and made arrays contiguous.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -1,5 +1,6 @@
 // Token choice of a whole batch: the semantics of quire/sampling/batch.py, the bits of
-// quire/sampling/reference.py.
+// quire/sampling/reference.py. Knows no requests and no Python. A row's result depends on its own
+// logits and parameters only.
 #pragma once
 
 #include <stdint.h>

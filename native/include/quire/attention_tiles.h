@@ -1,0 +1,325 @@
+// The tiles of attention: scores of rows by positions, their probabilities, and the weighted sum
+// of values. attention.cc has the recipe and walks the cache; here is only the arithmetic of one
+// piece. For files compiled once per instruction set. Always holds: a row's chain of operations
+// is the same in every tile, and what a row does not see is never multiplied.
+#pragma once
+
+#include "quire/kernels.h"
+#include "quire/vec.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+constexpr int kPiece = 256;
+constexpr int kGroup = 16;   // positions behind one pointer to V
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504f;
+#if defined(QUIRE_ZMM)
+constexpr int kTileRows = 6, kTileVecs = 4;
+#else
+constexpr int kTileRows = 4, kTileVecs = 2;
+#endif
+
+// Elements that one step of a chain takes from a row of the cache.
+template <class T>
+constexpr int kStep = sizeof(T) == 2 ? 2 : 1;
+
+// ---- scores
+
+// out[i][j] = q[i] . k[j] for `rows` rows and kVecs vectors of positions; K is [dim][positions],
+// or [dim pairs][positions][2], `stride` elements from step to step.
+template <class T, int rows, int kVecs>
+__attribute__((noinline)) void score_tile(const T* const* q, const T* const* k, int64_t stride,
+                                          int64_t dim, float* out) {
+    Vec sums[rows][kVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) sums[i][j] = zero();
+    }
+    const T *query[rows], *key[kVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) query[i] = q[i];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) key[j] = k[j];
+    const int64_t steps = dim / kStep<T>;
+    for (int64_t s = 0; s < steps; ++s) {
+        if constexpr (kStep<T> == 1) {
+            Vec b[kVecs];
+#pragma GCC unroll 8
+            for (int j = 0; j < kVecs; ++j) b[j] = load(key[j] + s * stride);
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; ++i) {
+                const Vec a = set1(query[i][s]);
+#pragma GCC unroll 8
+                for (int j = 0; j < kVecs; ++j) sums[i][j] = fma(a, b[j], sums[i][j]);
+            }
+        } else {
+            Pairs b[kVecs];
+#pragma GCC unroll 8
+            for (int j = 0; j < kVecs; ++j) b[j] = load_pairs(key[j] + s * stride);
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; ++i) {
+                const Pairs a = set1_pair(query[i] + 2 * s);
+#pragma GCC unroll 8
+                for (int j = 0; j < kVecs; ++j) sums[i][j] = dot_pairs(sums[i][j], a, b[j]);
+            }
+        }
+    }
+    if constexpr (kStep<T> == 2) {
+        if (dim % 2 != 0) {  // the partner in K is zero; beside q lies another head
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; ++i) {
+                const Pairs a = set1_single(query[i] + dim - 1);
+#pragma GCC unroll 8
+                for (int j = 0; j < kVecs; ++j) {
+                    sums[i][j] = dot_pairs(sums[i][j], a, load_pairs(key[j] + steps * stride));
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) store(out + i * kPiece + j * kLanes, sums[i][j]);
+    }
+}
+
+template <class T, int rows = kTileRows, int vecs = kTileVecs>
+QUIRE_VEC void score(int num_rows, int num_vecs, const T* const* q, const T* const* k,
+                     int64_t stride, int64_t dim, float* out) {
+    if constexpr (rows > 1) {
+        if (num_rows < rows) {
+            return score<T, rows - 1, vecs>(num_rows, num_vecs, q, k, stride, dim, out);
+        }
+    }
+    if constexpr (vecs > 1) {
+        if (num_vecs < vecs) {
+            return score<T, rows, vecs - 1>(num_rows, num_vecs, q, k, stride, dim, out);
+        }
+    }
+    score_tile<T, rows, vecs>(q, k, stride, dim, out);
+}
+
+// ---- probabilities
+
+// 2^x of x <= 0; exactly 0 below -126, and so for -inf. For a bf16 cache, where the result is
+// rounded to 8 bits, a shorter polynomial.
+template <class T>
+QUIRE_VEC Vec exp2_below(Vec x) {
+    const Vec magic = set1(12582912.0f);
+    const Vec t = add(x, magic);
+    const Vec f = sub(x, sub(t, magic));
+    Vec p;
+    if constexpr (sizeof(T) == 2) {
+        p = set1(9.6700313e-3f);
+        p = fma(p, f, set1(5.5876694e-2f));
+        p = fma(p, f, set1(2.4022106e-1f));
+        p = fma(p, f, set1(6.9313675e-1f));
+        p = fma(p, f, set1(1.0f));
+    } else {
+        p = set1(1.5469732e-4f);
+        p = fma(p, f, set1(1.3400433e-3f));
+        p = fma(p, f, set1(9.618025e-3f));
+        p = fma(p, f, set1(5.550327e-2f));
+        p = fma(p, f, set1(2.402265e-1f));
+        p = fma(p, f, set1(6.931472e-1f));
+        p = fma(p, f, set1(1.0f));
+    }
+    return select_less(x, set1(-126.0f), zero(), mul(p, power_of_two(t)));
+}
+
+QUIRE_VEC Vec tanh(Vec x) {
+    const Vec e = exp(mul(abs(x), set1(-2.0f)));
+    return copy_sign(div(sub(set1(1.0f), e), add(set1(1.0f), e)), x);
+}
+
+QUIRE_VEC float first_lane(Vec a) {
+    float lanes[kLanes];
+    store(lanes, a);
+    return lanes[0];
+}
+
+QUIRE_VEC void store_rounded(float* p, Vec a) { store(p, a); }
+QUIRE_VEC void store_rounded(bf16* p, Vec a) {
+#if defined(QUIRE_HAS_BF16_DOT)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v));
+#else
+    store(p, a);
+#endif
+}
+
+struct Scale {
+    float factor;  // of a score: scale * log2(e), or scale / cap
+    float capped;  // cap * log2(e), or 0 for no cap
+};
+
+// Scores of positions first .. end of a piece become probabilities; returns their largest t and
+// sum. Lanes beside them in the first and last vector become zero.
+template <class T>
+QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scale, float* largest,
+                             float* sum) {
+    const int from = first / kLanes * kLanes, to = (end + kLanes - 1) / kLanes * kLanes;
+    const Vec factor = set1(scale.factor);
+    for (int i = from; i < to; i += kLanes) {
+        Vec t = mul(load(scores + i), factor);
+        if (scale.capped != 0.0f) t = mul(tanh(t), set1(scale.capped));
+        store(scores + i, t);
+    }
+    for (int i = from; i < first; ++i) scores[i] = -kInfinity;
+    for (int i = end; i < to; ++i) scores[i] = -kInfinity;
+    Vec most = set1(-kInfinity);
+    for (int i = from; i < to; i += kLanes) most = max(load(scores + i), most);
+    *largest = max_lanes(most);
+    const Vec m = set1(*largest);
+    Vec total = zero();
+    for (int i = from; i < to; i += kLanes) {
+        const Vec e = exp2_below<T>(sub(load(scores + i), m));
+        total = add(total, e);
+        store_rounded(p + i, e);
+    }
+    *sum = sum_lanes(total);
+}
+
+// ---- values
+
+// Where a piece's values lie: groups[g] is the V row (f32) or row of pairs (bf16) of positions
+// 16 g on.
+template <class T>
+struct Values {
+    const T* groups[kPiece / kGroup];
+    int64_t dim;
+
+    // Elements of column c at step s (a position, or a pair of positions).
+    __attribute__((always_inline)) const T* at(int s, int64_t c) const {
+        const int position = s * kStep<T>;
+        return groups[position / kGroup] + (position % kGroup) * dim + c * kStep<T>;
+    }
+};
+
+// How much of a pair of positions counts.
+enum class Part { both, first, second };
+
+// out[i][0 .. kVecs * kLanes) += sum of p[i][s] v[s] for steps from..to; columns from c on.
+// tail: n columns only (kVecs is 1).
+template <class T, int rows, int kVecs, Part part, bool tail>
+__attribute__((noinline)) void weigh_tile(const T* p, const Values<T>& values, int from, int to,
+                                          int64_t c, int n, float* out, int64_t stride) {
+    Vec sums[rows][kVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) sums[i][j] = load(out + i * stride + j * kLanes);
+    }
+    constexpr int kSteps = kGroup / kStep<T>;
+    for (int s = from; s < to;) {
+        const int stop = (s / kSteps + 1) * kSteps < to ? (s / kSteps + 1) * kSteps : to;
+        const T* v = values.at(s, c);
+        for (; s < stop; ++s, v += values.dim * kStep<T>) {
+            if constexpr (kStep<T> == 1) {
+                Vec b[kVecs];
+#pragma GCC unroll 8
+                for (int j = 0; j < kVecs; ++j) {
+                    b[j] = tail ? load_n(v, n) : load(v + j * kLanes);
+                }
+#pragma GCC unroll 8
+                for (int i = 0; i < rows; ++i) {
+                    const Vec a = set1(p[i * kPiece + s]);
+#pragma GCC unroll 8
+                    for (int j = 0; j < kVecs; ++j) sums[i][j] = fma(a, b[j], sums[i][j]);
+                }
+            } else {
+                Pairs b[kVecs];
+#pragma GCC unroll 8
+                for (int j = 0; j < kVecs; ++j) {
+                    b[j] = tail ? load_pairs_n(v, n) : load_pairs(v + 2 * j * kLanes);
+                    if constexpr (part == Part::first) b[j] = mask_pairs(b[j], 0x0000ffffu);
+                    if constexpr (part == Part::second) b[j] = mask_pairs(b[j], 0xffff0000u);
+                }
+#pragma GCC unroll 8
+                for (int i = 0; i < rows; ++i) {
+                    const Pairs a = set1_pair(p + i * kPiece + 2 * s);
+#pragma GCC unroll 8
+                    for (int j = 0; j < kVecs; ++j) sums[i][j] = dot_pairs(sums[i][j], a, b[j]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; ++j) store(out + i * stride + j * kLanes, sums[i][j]);
+    }
+}
+
+// All columns of steps from..to for exactly `rows` rows.
+template <class T, int rows, Part part>
+void weigh_columns(const T* p, const Values<T>& values, int from, int to, float* out,
+                   int64_t stride) {
+    const int64_t dim = values.dim;
+    int64_t c = 0;
+    for (; c + kTileVecs * kLanes <= dim; c += kTileVecs * kLanes) {
+        weigh_tile<T, rows, kTileVecs, part, false>(p, values, from, to, c, 0, out + c, stride);
+    }
+    for (; c + kLanes <= dim; c += kLanes) {
+        weigh_tile<T, rows, 1, part, false>(p, values, from, to, c, 0, out + c, stride);
+    }
+    if (c < dim) {
+        const int n = static_cast<int>(dim - c);
+        weigh_tile<T, rows, 1, part, true>(p, values, from, to, c, n, out + c, stride);
+    }
+}
+
+template <class T, int rows = kTileRows>
+QUIRE_VEC void weigh_rows(int num_rows, const T* p, const Values<T>& values, int from, int to,
+                          float* out, int64_t stride) {
+    if (from >= to) return;
+    if constexpr (rows > 1) {
+        if (num_rows < rows) {
+            return weigh_rows<T, rows - 1>(num_rows, p, values, from, to, out, stride);
+        }
+    }
+    weigh_columns<T, rows, Part::both>(p, values, from, to, out, stride);
+}
+
+struct Span {
+    int first, end;  // positions of the piece that a row sees
+};
+
+// out[i] = sum over the positions of spans[i] of p[i] v, in order.
+template <class T>
+void weigh(int num_rows, const Span* spans, const T* p, const Values<T>& values, float* out,
+           int64_t stride) {
+    constexpr int step = kStep<T>;
+    int from = 0, to = kPiece / step;  // whole steps that every row sees
+    for (int i = 0; i < num_rows; ++i) {
+        const int whole = (spans[i].first + step - 1) / step;
+        if (whole > from) from = whole;
+        if (spans[i].end / step < to) to = spans[i].end / step;
+    }
+    if (to < from) to = from;
+    for (int i = 0; i < num_rows; ++i) {
+        const T* row = p + i * kPiece;
+        float* sums = out + i * stride;
+        const int whole = (spans[i].first + step - 1) / step, last = spans[i].end / step;
+        if (step == 2 && spans[i].first % 2 != 0) {
+            weigh_columns<T, 1, Part::second>(row, values, whole - 1, whole, sums, stride);
+        }
+        weigh_rows<T, 1>(1, row, values, whole, from < last ? from : last, sums, stride);
+    }
+    weigh_rows<T>(num_rows, p, values, from, to, out, stride);
+    for (int i = 0; i < num_rows; ++i) {
+        const T* row = p + i * kPiece;
+        float* sums = out + i * stride;
+        const int last = spans[i].end / step;
+        weigh_rows<T, 1>(1, row, values, to, last, sums, stride);
+        if (step == 2 && spans[i].end % 2 != 0) {
+            weigh_columns<T, 1, Part::first>(row, values, last, last + 1, sums, stride);
+        }
+    }
+}
+
+}  // namespace
+
+}  // namespace quire::QUIRE_ISA_NS
