@@ -94,7 +94,7 @@ quire::ViewSpec view_of(const View& view) {
 void add_segment(quire::Program& self, const std::vector<OpTuple>& ops) {
     std::vector<quire::OpSpec> specs;
     for (const auto& [kind, views, ints, floats, weights] : ops) {
-        quire::OpSpec spec{kind, {}, ints, floats, {}};
+        quire::OpSpec spec{quire::op_kind_named(kind), {}, ints, floats, {}};
         for (const View& view : views) spec.views.push_back(view_of(view));
         for (const auto& weight : weights) spec.weights.push_back(weight);
         specs.push_back(std::move(spec));

@@ -5,14 +5,16 @@
 #include "quire/program.h"
 
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace quire {
 
 namespace {
 
+// What each kind carries, in the order of OpKind.
 struct Arity {
-    const char* kind;
+    const char* name;
     size_t min_views, max_views, ints, floats, min_weights, max_weights;
 };
 
@@ -24,12 +26,7 @@ constexpr Arity kArities[] = {
     {"scale", 1, 1, 0, 1, 0, 0},      {"gather_rows", 2, 2, 0, 0, 0, 0},
 };
 
-const Arity* find_arity(const std::string& kind) {
-    for (const Arity& arity : kArities) {
-        if (kind == arity.kind) return &arity;
-    }
-    return nullptr;
-}
+const Arity& arity_of(OpKind kind) { return kArities[static_cast<size_t>(kind)]; }
 
 bool within(size_t value, size_t low, size_t high) { return low <= value && value <= high; }
 
@@ -45,6 +42,15 @@ void check_range(const char* name, const int32_t* values, int64_t count, int64_t
 }
 
 }  // namespace
+
+const char* name_of(OpKind kind) { return arity_of(kind).name; }
+
+OpKind op_kind_named(const std::string& name) {
+    for (size_t i = 0; i < std::size(kArities); ++i) {
+        if (name == kArities[i].name) return static_cast<OpKind>(i);
+    }
+    throw std::invalid_argument("no operation is called \"" + name + "\"");
+}
 
 Program::Program(std::shared_ptr<Pool> pool, int64_t arena_bytes)
     : pool_(std::move(pool)), arena_(static_cast<size_t>(arena_bytes)) {}
@@ -67,15 +73,15 @@ void Program::add_buffer(const BufferSpec& buffer) {
 }
 
 void Program::check_op(const OpSpec& op) const {
-    const Arity* arity = find_arity(op.kind);
-    if (arity == nullptr || !within(op.views.size(), arity->min_views, arity->max_views) ||
-        op.ints.size() != arity->ints || op.floats.size() != arity->floats ||
-        !within(op.weights.size(), arity->min_weights, arity->max_weights)) {
-        throw std::invalid_argument("malformed operation \"" + op.kind + "\"");
-    }
+    const Arity& arity = arity_of(op.kind);
     const auto refuse = [&](const char* why) {
-        throw std::invalid_argument(op.kind + ": " + why);
+        throw std::invalid_argument(std::string(arity.name) + ": " + why);
     };
+    if (!within(op.views.size(), arity.min_views, arity.max_views) ||
+        op.ints.size() != arity.ints || op.floats.size() != arity.floats ||
+        !within(op.weights.size(), arity.min_weights, arity.max_weights)) {
+        refuse("too many or too few views, numbers or weights");
+    }
     for (const ViewSpec& view : op.views) {
         const BufferSpec& buffer = buffer_at(view.buffer);
         if (view.offset < 0 || view.width < 1 || view.offset + view.width > buffer.stride) {
@@ -85,7 +91,7 @@ void Program::check_op(const OpSpec& op) const {
     for (const auto& weight : op.weights) {
         if (weight == nullptr) refuse("a weight is missing");
     }
-    if (op.kind == "linear") {
+    if (op.kind == OpKind::linear) {
         const Weight& weight = *op.weights[0];
         if (weight.form() != Form::matrix) refuse("the weight is not a matrix");
         if (weight.columns() != op.views[0].width || weight.rows() != op.views[1].width) {
@@ -94,14 +100,14 @@ void Program::check_op(const OpSpec& op) const {
         if (buffer_at(op.views[0].buffer).type != weight.type()) {
             refuse("the input's dtype is not the weight's");
         }
-        if (op.weights.size() > 1 && op.weights[1]->rows() != weight.rows()) {
-            refuse("the bias has another length than the weight has rows");
-        }
     }
-    if (op.kind == "embed" && op.weights[0]->columns() != op.views[0].width) {
+    if (op.weights.size() > 1 && op.weights[1]->rows() != op.weights[0]->rows()) {
+        refuse("the bias has another length than the weight has rows");
+    }
+    if (op.kind == OpKind::embed && op.weights[0]->columns() != op.views[0].width) {
         refuse("the output is not as wide as the table");
     }
-    if (op.kind == "norm") {
+    if (op.kind == OpKind::norm) {
         const int64_t width = op.views[0].width;
         const int64_t run = op.ints[1] > 0 ? op.ints[1] : width;
         if (width % run != 0 || op.weights[0]->rows() != run) refuse("weight and group disagree");
@@ -109,23 +115,24 @@ void Program::check_op(const OpSpec& op) const {
             if (view.width != width) refuse("views differ in width");
         }
     }
-    if (op.kind == "add" || op.kind == "activation" || op.kind == "gather_rows") {
+    if (op.kind == OpKind::add || op.kind == OpKind::activation ||
+        op.kind == OpKind::gather_rows) {
         for (const ViewSpec& view : op.views) {
             if (view.width != op.views[0].width) refuse("views differ in width");
         }
     }
-    if (op.kind == "gather_rows" &&
+    if (op.kind == OpKind::gather_rows &&
         buffer_at(op.views[0].buffer).type != buffer_at(op.views[1].buffer).type) {
         refuse("views differ in dtype");
     }
-    if (op.kind == "activation") {
+    if (op.kind == OpKind::activation) {
         if (op.ints[0] < 0 || op.ints[0] > 3) refuse("unknown form");
         if (op.views.size() > 2 &&
             buffer_at(op.views[0].buffer).type != buffer_at(op.views[2].buffer).type) {
             refuse("gate and up differ in dtype");
         }
     }
-    if (op.kind == "rope" && op.ints[1] * op.ints[2] != op.views[0].width) {
+    if (op.kind == OpKind::rope && op.ints[1] * op.ints[2] != op.views[0].width) {
         refuse("the view does not hold heads * head_dim columns");
     }
 }
@@ -138,9 +145,8 @@ void Program::add_segment(std::vector<OpSpec> ops) {
     }
     for (const OpSpec& op : ops) {
         check_op(op);
-        segment.uses_tokens |= op.kind == "embed";
-        segment.uses_samples |= op.kind == "gather_rows";
-        segment.uses_cache |= op.kind == "attention" || op.kind == "store_kv";
+        segment.uses_samples |= op.kind == OpKind::gather_rows;
+        segment.uses_cache |= op.kind == OpKind::attention || op.kind == OpKind::store_kv;
         for (const ViewSpec& view : op.views) {
             const auto buffer = static_cast<size_t>(view.buffer);
             if (!seen[buffer]) segment.own_buffers.push_back(view.buffer);
@@ -205,6 +211,25 @@ int64_t Program::count_of(const ViewSpec& view, const StepInputs& inputs) const 
     return inputs.num_sequences;
 }
 
+void Program::check_cache_op(const OpSpec& op) const {
+    const auto refuse = [&](const char* why) {
+        throw std::invalid_argument(std::string(name_of(op.kind)) + ": " + why);
+    };
+    if (num_blocks_ == 0) refuse("the cache has not been allocated");
+    if (op.ints[0] < 0 || op.ints[0] >= layers_) refuse("the cache has no such layer");
+    const bool stores = op.kind == OpKind::store_kv;
+    const int64_t heads = stores ? shape_.kv_heads : op.ints[1];
+    if (heads % shape_.kv_heads != 0) refuse("heads is no multiple of kv_heads");
+    for (const ViewSpec& view : op.views) {
+        if (view.width != heads * shape_.head_dim) refuse("a view has not the heads' width");
+    }
+    for (size_t i = 0; i < (stores ? 2 : 1); ++i) {
+        if (buffer_at(op.views[i].buffer).type != shape_.type) {
+            refuse("an input's dtype is not the cache's");
+        }
+    }
+}
+
 void Program::check(const Segment& segment, const StepInputs& inputs) const {
     for (const OpSpec& op : segment.ops) {
         for (const ViewSpec& view : op.views) {
@@ -214,21 +239,24 @@ void Program::check(const Segment& segment, const StepInputs& inputs) const {
                                             std::to_string(buffer_at(view.buffer).max_rows));
             }
         }
-        if (op.kind == "embed") {
+        if (op.kind == OpKind::embed) {
             check_range("token_ids", inputs.token_ids, inputs.num_tokens, 0,
                         op.weights[0]->rows());
         }
-        if (op.kind == "rope") {
+        if (op.kind == OpKind::rope) {
             const auto index = static_cast<size_t>(op.ints[0]);
             const int64_t known = index < ropes_.size() ? ropes_[index].positions : 0;
             check_range("rope_positions", inputs.rope_positions, inputs.num_tokens, 0, known);
+            if (known > 0 && 2 * ropes_[index].half > op.ints[2]) {
+                throw std::invalid_argument("rope: more angles than half a head has columns");
+            }
         }
+        if (op.kind == OpKind::store_kv || op.kind == OpKind::attention) check_cache_op(op);
     }
     if (segment.uses_samples) {
         check_range("sample_rows", inputs.sample_rows, inputs.num_samples, 0, inputs.num_tokens);
     }
     if (!segment.uses_cache) return;
-    if (num_blocks_ == 0) throw std::invalid_argument("the cache has not been allocated");
     const int64_t block_size = shape_.block_size;
     check_range("kv_slots", inputs.kv_slots, inputs.num_tokens, -1, num_blocks_ * block_size);
     check_range("positions", inputs.positions, inputs.num_tokens, 0,
@@ -266,7 +294,9 @@ void Program::run(int64_t segment_index, const StepInputs& inputs) {
     check(segment, inputs);
     if (poison_) poison(segment);
     for (const OpSpec& op : segment.ops) {
-        if (abort_.exchange(false)) throw Aborted("the step was told to stop before " + op.kind);
+        if (abort_.exchange(false)) {
+            throw Aborted(std::string("the step was told to stop before ") + name_of(op.kind));
+        }
         run_op(op, inputs);
         ops_done_.fetch_add(1, std::memory_order_relaxed);
     }
@@ -285,37 +315,40 @@ void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
     };
     const auto real = [&](size_t i) { return static_cast<float>(op.floats[i]); };
 
-    if (op.kind == "linear") {
-        kernels.linear({first, second, count, op.weights[0]->matrix(), vector(1), pool});
-    } else if (op.kind == "norm") {
-        kernels.norm({first, third, second, count, op.ints[0] != 0, real(0), vector(0), vector(1),
-                      op.ints[1], pool});
-    } else if (op.kind == "rope") {
-        const Rope& rope = ropes_[static_cast<size_t>(op.ints[0])];
-        kernels.rope({first, count, op.ints[1], op.ints[2], rope.half, inputs.rope_positions,
-                      rope.cos, rope.sin, pool});
-    } else if (op.kind == "store_kv") {
-        kernels.store_kv({first, second, count, inputs.kv_slots, layer_cache(op.ints[0]), shape_,
-                          pool});
-    } else if (op.kind == "attention") {
-        kernels.attention({first, second, count, inputs.num_sequences, inputs.seq_starts,
-                           inputs.positions, inputs.block_tables, inputs.table_columns,
-                           layer_cache(op.ints[0]), shape_, op.ints[1], real(0), op.ints[2],
-                           real(1), pool});
-    } else if (op.kind == "activation") {
-        kernels.activation({first, third, second, count, static_cast<Activation>(op.ints[0]),
-                            pool});
-    } else if (op.kind == "add") {
-        kernels.add({first, second, count, pool});
-    } else if (op.kind == "scale") {
-        kernels.scale({first, count, real(0), pool});
-    } else if (op.kind == "gather_rows") {
-        kernels.gather_rows({first, second, count_of(op.views[1], inputs), inputs.sample_rows,
-                             pool});
-    } else {  // embed: check_op knows no other kind
-        const Weight& weight = *op.weights[0];
-        kernels.embed({inputs.token_ids, count, weight.form() == Form::matrix, weight.matrix(),
-                       first, pool});
+    switch (op.kind) {
+        case OpKind::embed: {
+            const Weight& weight = *op.weights[0];
+            return kernels.embed({inputs.token_ids, count, weight.form() == Form::matrix,
+                                  weight.matrix(), first, pool});
+        }
+        case OpKind::norm:
+            return kernels.norm({first, third, second, count, op.ints[0] != 0, real(0), vector(0),
+                                 vector(1), op.ints[1], pool});
+        case OpKind::linear:
+            return kernels.linear({first, second, count, op.weights[0]->matrix(), vector(1), pool});
+        case OpKind::rope: {
+            const Rope& rope = ropes_[static_cast<size_t>(op.ints[0])];
+            return kernels.rope({first, count, op.ints[1], op.ints[2], rope.half,
+                                 inputs.rope_positions, rope.cos, rope.sin, pool});
+        }
+        case OpKind::store_kv:
+            return kernels.store_kv({first, second, count, inputs.kv_slots,
+                                     layer_cache(op.ints[0]), shape_, pool});
+        case OpKind::attention:
+            return kernels.attention({first, second, count, inputs.num_sequences,
+                                      inputs.seq_starts, inputs.positions, inputs.block_tables,
+                                      inputs.table_columns, layer_cache(op.ints[0]), shape_,
+                                      op.ints[1], real(0), op.ints[2], real(1), pool});
+        case OpKind::activation:
+            return kernels.activation({first, third, second, count,
+                                       static_cast<Activation>(op.ints[0]), pool});
+        case OpKind::add:
+            return kernels.add({first, second, count, pool});
+        case OpKind::scale:
+            return kernels.scale({first, count, real(0), pool});
+        case OpKind::gather_rows:
+            return kernels.gather_rows({first, second, count_of(op.views[1], inputs),
+                                        inputs.sample_rows, pool});
     }
 }
 

@@ -154,8 +154,8 @@ def test_malformed_operations_are_refused_when_the_program_is_built(
     view = (0, 0, WIDTH)
     matrix = _native.Weight("matrix", "f32", 5, WIDTH)
     for op, message in (
-        (("dance", [view], [], [], []), "malformed operation"),
-        (("scale", [view], [], [], []), "malformed operation"),
+        (("dance", [view], [], [], []), 'no operation is called "dance"'),
+        (("scale", [view], [], [], []), "too many or too few"),
         (("add", [view, (9, 0, WIDTH)], [], [], []), "no buffer 9"),
         (("add", [view, (1, 1, WIDTH)], [], [], []), "wider than its buffer"),
         (("add", [view, (1, 0, 8)], [], [], []), "views differ in width"),
@@ -178,3 +178,23 @@ def test_a_block_size_that_kernels_cannot_take_is_refused(
             layers=1,
             num_blocks=2,
         )
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (("store_kv", [(0, 0, WIDTH), (1, 0, WIDTH)], [1], [], []), "no such layer"),
+        (("store_kv", [(0, 0, 16), (1, 0, 16)], [0], [], []), "has not the heads' width"),
+        (
+            ("attention", [(0, 0, WIDTH), (1, 0, WIDTH)], [0, 2, 0], [1.0, 0.0], []),
+            "has not the heads' width",
+        ),
+        (("rope", [(0, 0, WIDTH)], [0, 8, 4], [], []), "more angles than half a head"),
+    ],
+)
+def test_operations_that_do_not_suit_cache_or_angles_are_refused(
+    program: _native.Program, op: Any, message: str
+) -> None:
+    program.add_segment([op])
+    with pytest.raises(ValueError, match=message):
+        program.run(2, **_step())

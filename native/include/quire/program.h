@@ -1,17 +1,17 @@
 // A program as the interpreter holds it: buffers at fixed places of one arena, operations with
 // resolved numbers. Built once from quire/program by quire/execute/native.py.
 //
-//   kind         views                ints                               floats         weights
-//   embed        y                    -                                  -              weight
-//   norm         x, y[, delta]        layer, group                       eps            weight[, bias]
-//   linear       x, y                 -                                  -              weight[, bias]
-//   rope         x                    rope, heads, head_dim              -              -
-//   store_kv     k, v                 layer                              -              -
-//   attention    q, y                 layer, heads, window               scale, softcap -
-//   activation   gate, y[, up]        form                               -              -
-//   add          x, y                 -                                  -              -
-//   scale        x                    -                                  factor         -
-//   gather_rows  x, y                 -                                  -              -
+//   kind         views            ints                  floats           weights
+//   embed        y                -                     -                weight
+//   norm         x, y[, delta]    layer, group          eps              weight[, bias]
+//   linear       x, y             -                     -                weight[, bias]
+//   rope         x                rope, heads, head_dim -                -
+//   store_kv     k, v             layer                 -                -
+//   attention    q, y             layer, heads, window  scale, soft_cap  -
+//   activation   gate, y[, up]    form                  -                -
+//   add          x, y             -                     -                -
+//   scale        x                -                     factor           -
+//   gather_rows  x, y             -                     -                -
 #pragma once
 
 #include <atomic>
@@ -41,8 +41,16 @@ struct ViewSpec {
     int64_t buffer, offset, width;
 };
 
+// In the order of the table above.
+enum class OpKind {
+    embed, norm, linear, rope, store_kv, attention, activation, add, scale, gather_rows
+};
+const char* name_of(OpKind kind);
+// Throws std::invalid_argument.
+OpKind op_kind_named(const std::string& name);
+
 struct OpSpec {
-    std::string kind;
+    OpKind kind;
     std::vector<ViewSpec> views;
     std::vector<int64_t> ints;
     std::vector<double> floats;
@@ -105,13 +113,14 @@ class Program {
     struct Segment {
         std::vector<OpSpec> ops;
         std::vector<int64_t> own_buffers;  // written first here
-        bool uses_tokens = false, uses_cache = false, uses_samples = false;
+        bool uses_cache = false, uses_samples = false;
     };
 
     const BufferSpec& buffer_at(int64_t index) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
     void check(const Segment& segment, const StepInputs& inputs) const;
-    void check_op(const OpSpec& op) const;
+    void check_op(const OpSpec& op) const;        // when the program is built
+    void check_cache_op(const OpSpec& op) const;  // once there is a cache
     void run_op(const OpSpec& op, const StepInputs& inputs);
     void poison(const Segment& segment);
     char* layer_cache(int64_t layer) const;

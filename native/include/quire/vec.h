@@ -112,8 +112,12 @@ QUIRE_VEC Vec second_of(Pairs a) {
     return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(-65536)))};
 }
 #endif
-QUIRE_VEC void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-QUIRE_VEC void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+QUIRE_VEC void prefetch_l1(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+QUIRE_VEC void prefetch_l2(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 
 #elif defined(QUIRE_YMM)
 
@@ -196,8 +200,12 @@ QUIRE_VEC Vec first_of(Pairs a) { return {_mm256_castsi256_ps(_mm256_slli_epi32(
 QUIRE_VEC Vec second_of(Pairs a) {
     return {_mm256_castsi256_ps(_mm256_and_si256(a.v, _mm256_set1_epi32(-65536)))};
 }
-QUIRE_VEC void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-QUIRE_VEC void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+QUIRE_VEC void prefetch_l1(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+QUIRE_VEC void prefetch_l2(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 
 #else  // portable: the compiler's own vectors of four
 
