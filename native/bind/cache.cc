@@ -1,5 +1,6 @@
-// Binds the digests of token blocks. Shapes are checked here; see quire/cache/digest.py for the
-// plain twin of hash_chains.
+// Binds the digests of token blocks; quire/cache/digest.py has the plain twin of hash_chains.
+// Shapes and bounds are checked here, so that native/src can trust its pointers. Nothing is kept
+// between calls.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

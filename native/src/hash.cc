@@ -1,5 +1,6 @@
 // SipHash-2-4 with 128 bits of output; chained digests of token blocks.
-// Knows no index and no block numbers. Words are read as little-endian on every machine.
+// Knows no index and no block numbers. Words are read as little-endian on every machine, so the
+// plain twin in quire/cache/digest.py gives the same digests everywhere.
 
 #include "quire/hash.h"
 

@@ -80,8 +80,8 @@ def _free_problems(pool: BlockPool) -> list[str]:
 
 
 def _named(wrong: np.ndarray[tuple[int], np.dtype[np.bool_]], what: str) -> list[str]:
-    blocks = np.flatnonzero(wrong)
-    if not len(blocks):
+    if not np.count_nonzero(wrong):
         return []
+    blocks = np.flatnonzero(wrong)
     shown = ", ".join(map(str, blocks[:8].tolist()))
     return [f"{len(blocks)} {what}: {shown}{', ...' if len(blocks) > 8 else ''}"]

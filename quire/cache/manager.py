@@ -22,7 +22,6 @@ from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
 
-
 _ZERO = np.zeros(1, np.int32)
 
 

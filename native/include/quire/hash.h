@@ -1,4 +1,6 @@
 // SipHash-2-4 with 128 bits of output, and digests of chains of token blocks.
+// Knows nothing of an index or of block numbers. A digest is the same on every machine, whatever
+// its byte order, and depends on all tokens from the start of the chain on.
 #pragma once
 
 #include <cstddef>

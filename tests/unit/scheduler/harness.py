@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, S
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost import CostModel
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake_worker import FakeWorker, alone
 
@@ -30,6 +30,7 @@ class Setup:
     prefix_caching: bool = True
     step_budget_ms: float = 0.0
     run_late: bool = False  # the worker computes only when its result is asked for
+    policy: Callable[[], Policy] = FirstCome
 
 
 class Harness:
@@ -47,7 +48,7 @@ class Harness:
             plans_in_flight=setup.plans_in_flight,
             step_budget_ms=setup.step_budget_ms,
         )
-        self.scheduler = Scheduler(limits, self.cache, FirstCome(), cost=cost)
+        self.scheduler = Scheduler(limits, self.cache, setup.policy(), cost=cost)
         self.worker = FakeWorker(
             setup.max_num_seqs, setup.max_model_len, setup.num_blocks, setup.block_size
         )

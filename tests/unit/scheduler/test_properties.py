@@ -10,15 +10,34 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quire.base.errors import ContextTooLong
+from quire.cache.manager import CacheManager
 from quire.scheduler.cost import LinearCost
-from tests.unit.scheduler.fake_worker import VOCAB, make_request
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.state import RunningState
+from quire.scheduler.ticket import Ticket
+from tests.unit.scheduler.fake_worker import VOCAB, FakeWorker, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
+
+class LastCome:
+    """Everything the other way round: even so everybody finishes, with the same tokens."""
+
+    def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
+        return (-ticket.arrival,)
+
+    def victims(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
+        return slots
+
+
+POLICIES = (FirstCome, FirstCome, LastCome)  # put a new policy here
 COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
 
 
@@ -34,6 +53,7 @@ def draw_setup(random: Random) -> Setup:
         prefix_caching=random.random() < 0.75,
         step_budget_ms=random.choice([0.0, 0.0, 0.5, 4.0]),
         run_late=random.random() < 0.5,
+        policy=random.choice(POLICIES),
     )
 
 
@@ -80,7 +100,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
         harness.add(request)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
 def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operations: int) -> None:
     run_case(random, draw_setup(random), num_operations)
@@ -88,7 +108,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operati
 
 def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     """The same cases from fixed seeds, with the shares that make the property worth something."""
-    cases = 120
+    cases = 80
     met = dict.fromkeys(("preemption", "prefix", "chunk", "fork", "error", "two_out"), 0)
     for seed in range(cases):
         random = Random(seed)
@@ -116,25 +136,17 @@ def test_each_planted_fault_turns_the_property_red(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(fault, monkeypatch)
-    caught = 0
-    for seed in range(40):
+    for seed in range(60):
         random = Random(seed)
         try:
             run_case(random, replace(draw_setup(random), prefix_caching=True), 80)
         except AssertionError:
-            caught += 1
-    assert caught > 0
+            return
+    pytest.fail("60 cases did not notice")
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Break one rule."""
-    import numpy as np
-
-    from quire.cache.manager import CacheManager
-    from quire.scheduler.scheduler import Scheduler
-    from quire.scheduler.state import RunningState
-    from tests.unit.scheduler.fake_worker import FakeWorker
-
     if fault == "forget_copies":
         monkeypatch.setattr(FakeWorker, "copies_blocks", False)
     elif fault == "store_cached":
