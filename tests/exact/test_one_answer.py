@@ -21,7 +21,7 @@ from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, Stream, differences, run_case
 from tests.exact.workload import draw_case
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "320"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "300"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
 ENOUGH_FOR_COVERAGE = 300
 GOALS = {"preempted": 0.6, "prefix_hit": 0.5, "chunked": 0.8, "forked_or_cancelled": 0.2}

@@ -79,18 +79,18 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
     is_long = rng.random() < 0.06  # past the first piece of attention, 256 positions
     block_size = rng.choice(BLOCK_SIZES)
     prefixes = [
-        _ids(rng, vocab_size, rng.randrange(block_size, 4 * block_size) + 200 * is_long)
+        _ids(rng, vocab_size, rng.randrange(block_size, 5 * block_size // 2) + 200 * is_long)
         for _ in range(2)
     ]
     prefixes.append(prefixes[0][: len(prefixes[0]) // 2])
-    num_callers = rng.randint(3, 4) if is_long else rng.randint(5, 8)
+    num_callers = rng.randint(3, 4) if is_long else rng.randint(4, 6)
     arrivals = tuple(
         _arrival(rng, number, caller, prefixes, vocab_size) for caller in range(num_callers)
     )
     requests = [request for arrival in arrivals for request in arrival.requests]
     most_tokens = max(request.max_total_tokens for request in requests)
     settings = Settings(
-        num_blocks=-(-most_tokens // block_size) + rng.choice((0, 0, 0, 1, 1, 2, 6)),
+        num_blocks=-(-most_tokens // block_size) + rng.choice((0, 0, 0, 0, 1, 1, 4)),
         block_size=block_size,
         max_num_seqs=rng.randint(3, 8),
         max_num_batched_tokens=rng.choice((64, 160))
@@ -113,7 +113,7 @@ def _arrival(
         # Now and then the prompt is the prefix and nothing else: fully cached the second time.
         prompt = list(shared) if rng.random() < 0.25 else shared + prompt
     sampling = _sampling(rng, vocab_size)
-    max_tokens = rng.randint(4, 40)
+    max_tokens = rng.randint(10, 32)
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
     at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
     requests = tuple(
