@@ -21,7 +21,6 @@ namespace quire::QUIRE_ISA_NS {
 namespace {
 
 constexpr int kRows = 96;  // rows that share a walk through the cache
-constexpr int kMaxDim = 256;
 
 // Up to kRows rows of one KV head of one sequence, and what they have summed so far.
 template <class T>
@@ -160,8 +159,8 @@ class Walk {
 
     alignas(64) float scores_[kTileRows * kPiece];
     alignas(64) T weights_[kTileRows * kPiece];
-    alignas(64) float piece_[kTileRows * kMaxDim];
-    alignas(64) float out_[kRows * kMaxDim];
+    alignas(64) float piece_[kTileRows * kMaxHeadDim];
+    alignas(64) float out_[kRows * kMaxHeadDim];
 };
 
 // Tokens begin..end of a sequence, one KV head.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire import _native
 from quire.program.ops import DType
 from tests.kernels.attention_cases import ISAS, Geometry, PagedCache, Rows, Tokens
 
@@ -109,3 +110,12 @@ def test_every_set_bit_of_the_cache_was_stored_by_one_slot(
         assert not (now & changed).any()
         assert now.sum() <= item_bytes + padding_bytes
         changed |= now
+
+
+@pytest.mark.parametrize("head_dim", [0, 257])
+def test_a_head_width_that_the_kernels_do_not_hold_is_refused(head_dim: int) -> None:
+    program = _native.Program(_native.Pool(1), 64)
+    with pytest.raises(ValueError, match=f"heads of {head_dim}; .* of 1 to 256"):
+        program.allocate_cache(
+            dtype="f32", kv_heads=1, head_dim=head_dim, block_size=16, layers=1, num_blocks=1
+        )

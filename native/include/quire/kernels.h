@@ -118,6 +118,8 @@ struct GatherRowsArgs {  // y[r] = x[index[r]]; same type
 // aligned; the inside of a part belongs to store_kv.cc and attention.cc:
 //   bf16  K [ceil(head_dim/2)][block_size][2]   V [block_size/2][head_dim][2]
 //   f32   K [head_dim][block_size]              V [block_size][head_dim]
+constexpr int32_t kMaxHeadDim = 256;
+
 struct CacheShape {
     Type type;
     int32_t kv_heads, head_dim;
