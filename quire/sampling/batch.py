@@ -14,7 +14,8 @@ Rows need not share parameters. The semantics, in this order, for a row with raw
    probability reaches top_p of the remaining mass; then the largest of l + gumbel(seed, stream,
    position, id) over what is kept, ties to the lowest id.
 
-A row of logits with NaN, or with nothing left to choose, is a row error, never a wrong token.
+A row with NaN or +inf, in its logits or after step 4 or the temperature, or with nothing left to
+choose, is a row error, never a wrong token. Temperatures below 2^-40 count as 0.
 """
 
 from __future__ import annotations
