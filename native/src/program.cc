@@ -169,6 +169,12 @@ void Program::allocate_cache(const CacheShape& shape, int64_t layers, int64_t nu
         throw std::invalid_argument("block_size is " + std::to_string(shape.block_size) +
                                     "; allowed are multiples of 16 from 16 to 128");
     }
+    if (shape.head_dim < 1 || shape.head_dim > kMaxHeadDim || shape.kv_heads < 1) {
+        throw std::invalid_argument(std::to_string(shape.kv_heads) + " kv heads of " +
+                                    std::to_string(shape.head_dim) +
+                                    "; allowed are at least 1, of 1 to " +
+                                    std::to_string(kMaxHeadDim) + " columns");
+    }
     cache_ = Memory();
     cache_ = Memory(static_cast<size_t>(kv_block_bytes(shape) * layers * num_blocks));
     shape_ = shape;
@@ -271,6 +277,9 @@ void Program::check(const Segment& segment, const StepInputs& inputs) const {
         for (int64_t row = starts[s]; row < starts[s + 1]; ++row) {
             const int64_t needed = inputs.positions[row] / block_size + 1;
             columns = needed > columns ? needed : columns;
+            if (row > starts[s] && inputs.positions[row] != inputs.positions[row - 1] + 1) {
+                throw std::invalid_argument("positions of a sequence are not consecutive");
+            }
         }
         check_range("block_tables", inputs.block_tables + s * inputs.table_columns, columns, 0,
                     num_blocks_);
