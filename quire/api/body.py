@@ -56,7 +56,7 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     told = request.headers.get("content-length", "")
     told_bytes = int(told) if told.isascii() and told.isdigit() else 0
     if told_bytes > _DISCARD_BYTES + limit_bytes:
-        raise _too_large(told_bytes, limit_bytes)
+        raise _too_large(told, limit_bytes)
     parts: list[bytes] = []
     num_bytes = 0
     async for part in request.stream():
@@ -66,16 +66,16 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
             continue
         parts.clear()
         if num_bytes > _DISCARD_BYTES:
-            break
+            raise _too_large(f"more than {num_bytes}", limit_bytes)
     if num_bytes > limit_bytes:
-        raise _too_large(max(num_bytes, told_bytes), limit_bytes)
+        raise _too_large(str(num_bytes), limit_bytes)
     return b"".join(parts)
 
 
-def _too_large(num_bytes: int, limit_bytes: int) -> BodyTooLarge:
+def _too_large(num_bytes: str, limit_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the request body has {num_bytes} bytes or more; at most {limit_bytes} are allowed "
-        "(--max-body); send less"
+        f"the request body has {num_bytes} bytes; at most {limit_bytes} are allowed (--max-body); "
+        "send less"
     )
 
 

@@ -1,0 +1,225 @@
+"""A real `quire serve` in a process of its own, and callers that speak plain HTTP to it.
+
+    with RunningServer(model_folder, "--max-num-seqs", "4") as server:
+        answer = server.post("/v1/completions", {"prompt": "abc"})
+
+Nothing here imports the package under test.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+GIVE_UP_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+class RunningServer:
+    """A server at a free loopback port; ready once constructed, unless wait is False."""
+
+    def __init__(self, model: Path | str, *flags: str, wait: bool = True) -> None:
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by kill)
+        self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stdout=self._out, stderr=self._err, cwd=ROOT)
+        self.port = 0
+        try:
+            self.port = int(self._eventually(r"address=http://[^:]+:(\d+)", self.stderr))
+            if wait:
+                self._eventually(r"ready in ([0-9.]+) s", self.stdout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GIVE_UP_S)
+        self.kill()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process: the server's only child."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def stdout(self) -> str:
+        return _text_of(self._out)
+
+    def stderr(self) -> str:
+        return _text_of(self._err)
+
+    def exit_code(self) -> int:
+        """The exit code; fails rather than waiting for ever."""
+        return self.process.wait(GIVE_UP_S)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._out.close()
+        self._err.close()
+
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, body) of one exchange on a connection of its own."""
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVE_UP_S)
+        try:
+            connection.request(method, path, raw, headers)
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, found, response.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """(status, JSON) of a POST."""
+        status, _, raw = self.request("POST", path, body)
+        return status, json.loads(raw)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """(status, JSON) of a GET."""
+        status, _, raw = self.request("GET", path)
+        return status, json.loads(raw)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples over its labels; 0 where it has none."""
+        text = self.request("GET", "/metrics")[2].decode()
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition; fails with `what` after a long time."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while not condition():
+            assert time.monotonic() < deadline, f"never happened: {what}"
+            time.sleep(0.005)
+
+    @contextmanager
+    def stream(
+        self, path: str, body: dict[str, Any], *, receive_buffer_bytes: int | None = None
+    ) -> Iterator[EventReader]:
+        """An open stream on a raw socket; leaving closes it, complete or not."""
+        raw = json.dumps({**body, "stream": True}).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(raw)}\r\n\r\n"
+        )
+        with socket.socket() as connection:
+            if receive_buffer_bytes is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+            connection.settimeout(GIVE_UP_S)
+            connection.connect(("127.0.0.1", self.port))
+            connection.sendall(head.encode() + raw)
+            reader = EventReader(connection)
+            try:
+                yield reader
+            finally:
+                reader.close()
+
+    def _eventually(self, pattern: str, read: Callable[[], str]) -> str:
+        deadline = time.monotonic() + GIVE_UP_S
+        while (found := re.search(pattern, read())) is None:
+            code = self.process.poll()
+            assert code is None, f"ended with {code} before {pattern!r}: {self.stderr()}"
+            assert time.monotonic() < deadline, f"never printed {pattern!r}: {self.stderr()}"
+            time.sleep(0.01)
+        return found[1]
+
+
+class EventReader:
+    """Server-sent events of one response, as they come."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._response = http.client.HTTPResponse(connection)
+        self._begun = False
+
+    @property
+    def status(self) -> int:
+        self._begin()
+        return self._response.status
+
+    def __iter__(self) -> Iterator[Any]:
+        """The data of each event; "[DONE]" as text. Ends with the response."""
+        self._begin()
+        for line in self._response:
+            if line.startswith(b"data: "):
+                data = line.removeprefix(b"data: ").strip()
+                yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+    def next(self) -> Any:
+        return next(iter(self))
+
+    def read(self) -> bytes:
+        """The rest of the body, as it is."""
+        self._begin()
+        return self._response.read()
+
+    def close(self) -> None:
+        """Close the connection, whatever has been read: the response holds it open otherwise."""
+        self._response.close()
+        self.connection.close()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._response.begin()
+            self._begun = True
+
+
+def text_of(events: list[Any]) -> str:
+    """The text of choice 0 of streamed completions or chats."""
+    choices = [event["choices"][0] for event in events if event != "[DONE]" and event["choices"]]
+    return "".join(
+        choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+        for choice in choices
+    )
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _text_of(file: Any) -> str:
+    # The process writes at the shared offset, so it is left where it was.
+    return os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")

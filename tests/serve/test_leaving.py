@@ -1,0 +1,143 @@
+"""Callers who leave or do not read: their blocks come back, and nobody else pays."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import RunningServer, text_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Long enough not to be over before it is interrupted.
+LONG: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True, "seed": 1}
+# The engine frees the blocks in the step after the abort reached it. Seen from here, steps also pass
+# while the closed connection is noticed and while tokens wait to be sent: few, of 30,000.
+FEW_STEPS = 256
+
+
+def long_request(path: str) -> dict[str, Any]:
+    if path == CHAT:
+        return {**LONG, "messages": [{"role": "user", "content": "tell me all"}]}
+    return {**LONG, "prompt": "tell me all"}
+
+
+def counts(server: RunningServer) -> dict[str, float]:
+    names = (
+        "quire_steps_total",
+        "quire_generated_tokens_total",
+        "quire_disconnects_total",
+        "quire_requests_total",
+    )
+    return {name: server.metric(name) for name in names}
+
+
+def wait_until_free(server: RunningServer) -> None:
+    server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "blocks given back")
+    server.until(lambda: server.metric("quire_open_requests") <= 1, "the request closed")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_blocks_of_a_stream_left_open_come_back_within_a_few_steps(
+    server: RunningServer, path: str
+) -> None:
+    before = counts(server)
+    with server.stream(path, long_request(path)) as reader:
+        for _ in range(3):
+            reader.next()
+        server.until(lambda: server.metric("quire_kv_blocks_used") > 0, "blocks taken")
+    wait_until_free(server)
+    after = counts(server)
+    steps = after["quire_steps_total"] - before["quire_steps_total"]
+    sent = after["quire_generated_tokens_total"] - before["quire_generated_tokens_total"]
+    assert after["quire_disconnects_total"] - before["quire_disconnects_total"] == 1
+    assert steps <= sent + FEW_STEPS
+
+
+def test_a_caller_who_leaves_while_waiting_for_a_whole_answer_frees_its_blocks(
+    server: RunningServer,
+) -> None:
+    before = counts(server)
+    raw = json.dumps(long_request(COMPLETIONS)).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        server.until(lambda: server.metric("quire_kv_blocks_used") > 0, "blocks taken")
+    wait_until_free(server)
+    after = counts(server)
+    assert after["quire_disconnects_total"] - before["quire_disconnects_total"] == 1
+    assert after["quire_requests_total"] - before["quire_requests_total"] == 1
+
+
+def test_all_choices_of_all_prompts_are_given_up_together(server: RunningServer) -> None:
+    body = {**LONG, "prompt": ["one", "two", "three"], "n": 2}
+    with server.stream(COMPLETIONS, body) as reader:
+        reader.next()
+        server.until(lambda: server.metric("quire_running_requests") == 6, "all six run")
+    wait_until_free(server)
+    assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
+
+
+def test_callers_who_wait_in_the_queue_and_leave_are_forgotten(server: RunningServer) -> None:
+    body = {**LONG, "prompt": "fill", "n": 8}
+    with server.stream(COMPLETIONS, body) as filling:
+        filling.next()
+        server.until(lambda: server.metric("quire_running_requests") == 8, "all slots taken")
+        with server.stream(COMPLETIONS, {**LONG, "prompt": "wait"}) as waiting:
+            server.until(lambda: server.metric("quire_waiting_requests") == 1, "one waits")
+            assert waiting.connection.fileno() > 0
+        server.until(lambda: server.metric("quire_waiting_requests") == 0, "it is forgotten")
+        assert server.metric("quire_running_requests") == 8
+    wait_until_free(server)
+
+
+def test_a_reader_who_stops_reading_costs_nobody_else(server: RunningServer) -> None:
+    asked = {"prompt": "the stone", "seed": 2, "max_tokens": 40, "ignore_eos": True}
+    alone = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
+    slow = {**LONG, "prompt": "slow", "logprobs": 20}
+    with server.stream(COMPLETIONS, slow, receive_buffer_bytes=4096) as reader:
+        reader.next()
+        together = [server.post(COMPLETIONS, asked)[1]["choices"][0]["text"] for _ in range(5)]
+        assert together == [alone] * 5
+        assert server.get("/health")[0] == 200
+    wait_until_free(server)
+
+
+def test_a_reader_who_was_slow_gets_every_token_in_the_end(server: RunningServer) -> None:
+    asked = {"prompt": "patience", "seed": 3, "max_tokens": 1500, "ignore_eos": True}
+    asked["logprobs"] = 20  # a chunk is some kilobytes: more than sockets hold
+    whole = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
+    with server.stream(COMPLETIONS, asked, receive_buffer_bytes=4096) as reader:
+        first = reader.next()
+        server.until(lambda: server.metric("quire_running_requests") == 0, "the engine is done")
+        rest = list(reader)
+    assert rest[-1] == "[DONE]"
+    assert text_of([first, *rest]) == whole
+
+
+def test_many_callers_who_come_and_leave_leave_nothing_behind(server: RunningServer) -> None:
+    asked = {"prompt": "steady", "seed": 6, "max_tokens": 60, "ignore_eos": True}
+    alone = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
+    texts = []
+
+    def steady() -> None:
+        texts.extend(server.post(COMPLETIONS, asked)[1]["choices"][0]["text"] for _ in range(5))
+
+    def fickle(number: int) -> None:
+        for _ in range(5):
+            with server.stream(COMPLETIONS, {**LONG, "prompt": f"fickle {number}"}) as reader:
+                if number % 2:
+                    reader.next()
+
+    callers = [threading.Thread(target=steady)]
+    callers += [threading.Thread(target=fickle, args=(number,)) for number in range(6)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert texts == [alone] * 5
+    wait_until_free(server)
+    assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0

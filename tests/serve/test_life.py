@@ -1,0 +1,245 @@
+"""A server's life: start, drain, death; exit codes, error events, and never a hang."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer, alive, kill, text_of
+
+COMPLETIONS = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "on and on", "max_tokens": 30_000, "ignore_eos": True}
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`quire serve` with arguments it must refuse."""
+    command = [sys.executable, "-m", "quire", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=GIVE_UP_S)
+
+
+def test_the_block_at_the_start_tells_model_memory_and_address(tiny: Path) -> None:
+    with RunningServer(tiny, "--served-model-name", "my-model") as server:
+        told = server.stdout()
+        assert "my-model (f32), context 32768 tokens" in told
+        assert "KV cache" in told
+        assert server.url in told
+        assert server.get("/v1/models")[1]["data"][0]["id"] == "my-model"
+
+
+def test_sigterm_lets_open_requests_finish_refuses_new_ones_and_exits_0(tiny: Path) -> None:
+    with RunningServer(tiny, "--threads", "1") as server:
+        engine = server.engine_pid
+        asked = {**LONG, "seed": 1, "max_tokens": 3000}
+        with server.stream(COMPLETIONS, asked) as reader:
+            events = [reader.next()]
+            server.process.send_signal(signal.SIGTERM)
+            server.until(lambda: server.get("/health")[1]["state"] == "draining", "draining")
+            status, answer = server.post(COMPLETIONS, {"prompt": "a"})
+            assert (status, answer["error"]["code"]) == (503, "shutting_down")
+            assert server.get("/health")[0] == 503
+            events += list(reader)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.exit_code() == 0
+        assert not alive(engine)
+
+
+def test_when_the_grace_time_is_over_open_requests_get_an_error_and_the_exit_is_0(
+    tiny: Path,
+) -> None:
+    with RunningServer(tiny, "--threads", "1", "--grace-seconds", "0.2") as server:
+        engine = server.engine_pid
+        with server.stream(COMPLETIONS, LONG) as reader:
+            reader.next()
+            server.process.send_signal(signal.SIGTERM)
+            *_, last = reader
+        assert last["error"]["code"] == "shutting_down"
+        assert server.exit_code() == 0
+        assert not alive(engine)
+
+
+def test_an_idle_server_ends_at_once_also_on_an_interrupt(tiny: Path) -> None:
+    with (
+        RunningServer(tiny) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as idle,
+    ):
+        server.process.send_signal(signal.SIGINT)
+        assert server.exit_code() == 0
+        assert idle.recv(1) == b""
+
+
+def test_a_second_signal_ends_it_at_once_and_the_engine_with_it(tiny: Path) -> None:
+    with RunningServer(tiny, "--threads", "1") as server:
+        engine = server.engine_pid
+        with server.stream(COMPLETIONS, LONG) as reader:
+            reader.next()
+            server.process.send_signal(signal.SIGTERM)
+            server.until(lambda: server.get("/health")[1]["state"] == "draining", "draining")
+            server.process.send_signal(signal.SIGTERM)
+            assert server.exit_code() == 128 + signal.SIGTERM
+        server.until(lambda: not alive(engine), "the engine process ends")
+
+
+def test_the_engines_death_is_an_error_event_in_every_stream_and_a_failed_exit(
+    tiny: Path,
+) -> None:
+    with RunningServer(tiny, "--threads", "1") as server:
+        with (
+            server.stream(COMPLETIONS, LONG) as first,
+            server.stream(COMPLETIONS, {**LONG, "prompt": ["a", "b"], "n": 2}) as second,
+        ):
+            first.next()
+            second.next()
+            kill(server.engine_pid)
+            for reader in (first, second):
+                *_, last = reader
+                assert last["error"]["code"] == "worker_error"
+                assert last["error"]["type"] == "server_error"
+            status, health = server.get("/health")
+            assert (status, health["state"]) == (503, "dead")
+            assert health["reason"]
+            assert server.get("/v1/models")[0] == 500
+        assert server.exit_code() == 1
+        assert "engine" in server.stderr()
+
+
+def test_the_engines_death_while_idle_ends_the_server_too(tiny: Path) -> None:
+    with RunningServer(tiny) as server:
+        kill(server.engine_pid)
+        assert server.exit_code() == 1
+
+
+def test_the_engines_death_while_a_whole_answer_is_awaited_is_a_status(tiny: Path) -> None:
+    with RunningServer(tiny, "--threads", "1") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=GIVE_UP_S) as caller:
+            raw = json.dumps(LONG).encode()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+            caller.sendall(head.encode() + raw)
+            server.until(lambda: server.metric("quire_running_requests") == 1, "it runs")
+            kill(server.engine_pid)
+            assert caller.recv(65536).startswith(b"HTTP/1.1 500")
+        assert server.exit_code() == 1
+
+
+def test_a_server_that_is_killed_takes_its_engine_with_it(tiny: Path) -> None:
+    with RunningServer(tiny) as server:
+        engine = server.engine_pid
+        server.process.kill()
+        server.until(lambda: not alive(engine), "the engine process ends")
+
+
+def test_while_the_model_loads_requests_are_told_to_wait(tiny: Path) -> None:
+    with RunningServer(tiny, wait=False) as server:
+        states = set()
+
+        def ready() -> bool:
+            status, health = server.get("/health")
+            states.add(health["state"])
+            assert (status == 200) == (health["state"] == "ready")
+            return status == 200
+
+        server.until(ready, "ready")
+        assert states <= {"starting", "ready"}
+        assert server.post(COMPLETIONS, {"prompt": "a"})[0] == 200
+
+
+def test_a_stop_while_loading_is_a_clean_end(tiny: Path) -> None:
+    with RunningServer(tiny, wait=False) as server:
+        server.until(lambda: server.get("/health")[0] in (200, 503), "HTTP answers")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
+def test_a_port_in_use_is_one_line_that_says_what_to_do(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = serve(str(tiny), "--port", str(port))
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert f"port {port} on 127.0.0.1 is in use" in ended.stderr
+    assert "--port" in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_beyond_loopback_it_wants_a_key_or_to_be_told(tiny: Path) -> None:
+    ended = serve(str(tiny), "--host", "0.0.0.0", "--port", "0")
+    assert ended.returncode == 2
+    assert "--api-key" in ended.stderr
+    assert "--insecure" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("/no/such/folder",), "/no/such/folder"),
+        (("--max-model-len", "99999999"), "max-model-len"),
+        (("--kv-cache-memory", "1"), "kv-cache-memory"),
+        (("--kv-cache-memory", "9000TiB"), "kv-cache-memory"),
+    ],
+)
+def test_what_cannot_be_served_is_told_and_the_exit_is_1(
+    tiny: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    model = [] if arguments[0].startswith("/") else [str(tiny)]
+    ended = serve(*model, *arguments, "--port", "0")
+    assert ended.returncode == 1
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_with_a_key_only_its_bearer_is_served(tiny: Path) -> None:
+    with RunningServer(tiny, "--api-key", "one", "--api-key", "two") as server:
+        assert server.get("/health")[0] == 200
+        assert server.get("/metrics")[0] == 401
+        assert server.post(COMPLETIONS, {"prompt": "a"})[0] == 401
+        for key in ("one", "two"):
+            body = {"prompt": "a", "max_tokens": 1}
+            keyed = {"Authorization": f"Bearer {key}"}
+            assert server.request("POST", COMPLETIONS, body, **keyed)[0] == 200
+        assert "two" not in server.stderr()
+
+
+def test_settings_of_the_edge_are_honoured(tiny: Path) -> None:
+    flags = ("--max-output-tokens", "5", "--unknown-fields", "warn", "--max-body", "4KiB")
+    with RunningServer(tiny, *flags, "--request-timeout", "0.3", "--threads", "1") as server:
+        status, answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 6})
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        body = {"prompt": "a", "temprature": 1, "ignore_eos": True}
+        status, headers, raw = server.request("POST", COMPLETIONS, body)
+        assert (status, headers["x-quire-ignored-fields"]) == (200, "temprature")
+        assert json.loads(raw)["usage"]["completion_tokens"] == 5
+        assert server.post(COMPLETIONS, {"prompt": "x" * 5000})[0] == 413
+
+
+def test_a_request_past_its_time_limit_ends_and_frees_its_blocks(tiny: Path) -> None:
+    with RunningServer(tiny, "--request-timeout", "0.3", "--threads", "1") as server:
+        status, answer = server.post(COMPLETIONS, LONG)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        with server.stream(COMPLETIONS, LONG) as reader:
+            events = list(reader)
+        assert events[-1]["error"]["code"] == "timeout"
+        assert text_of(events[:-1])
+        assert server.metric("quire_timeouts_total") == 2
+        server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "blocks given back")
+
+
+def test_a_full_queue_is_refused_and_what_is_queued_is_served(tiny: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--threads", "1")
+    with RunningServer(tiny, *flags) as server, server.stream(COMPLETIONS, LONG) as running:
+        running.next()
+        short = {"prompt": "short", "max_tokens": 2}
+        with server.stream(COMPLETIONS, short) as one, server.stream(COMPLETIONS, short) as two:
+            server.until(lambda: server.metric("quire_waiting_requests") == 2, "two wait")
+            status, answer = server.post(COMPLETIONS, short)
+            assert (status, answer["error"]["code"]) == (503, "overloaded")
+            running.close()
+            assert list(one)[-1] == list(two)[-1] == "[DONE]"
