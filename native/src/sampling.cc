@@ -241,6 +241,9 @@ class Row {
         std::fill(weights, weights + kMassBlock, 1.0);
         for (int32_t first = begin; first < end; first += kMassBlock) {
             const int32_t count = std::min(kMassBlock, end - first);
+            int kept = 0;
+            for (int32_t i = 0; i < count; i++) kept |= values[first + i] >= cut.value ? 1 : 0;
+            if (kept == 0) continue;
             if (by_mass) passes_.masses(values + first, count, top, weights);
             for (int32_t i = 0; i < count; i++) {
                 if (keeps(cut, values[first + i], first + i)) body(first + i, weights[i]);
