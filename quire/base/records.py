@@ -85,6 +85,9 @@ class StepPlan:
     values are stored only from position store_from[i] on: a fully cached prompt recomputes its
     last token without writing the shared block. samples[i]: the row's last token yields a token,
     which the worker appends to its TokenTable at position starts[i]+counts[i].
+
+    While several plans are out, a plan may have rows of a request that has ended or failed since:
+    the worker computes them, whatever comes of it, and their results are dropped.
     """
 
     step: int

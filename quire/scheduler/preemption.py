@@ -33,7 +33,8 @@ def make_room(
     whether a plan in flight names it.
     """
     goes_on = np.ones(len(index), np.bool_)
-    row_of = {slot: row for row, slot in enumerate(index.tolist())}
+    row_of = np.empty(1 + int(index.max()), np.intp)
+    row_of[index] = np.arange(len(index))
     reserved = 0  # blocks of earlier rows, given or waited for
     for row in needs.nonzero()[0].tolist():
         if not goes_on[row]:
