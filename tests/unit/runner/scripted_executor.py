@@ -1,0 +1,63 @@
+"""An Executor that computes nothing: it keeps what it was given and answers as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.program.batch import ForwardBatch
+from quire.sampling.batch import SampleBatch, TokenChoice
+
+VOCAB_SIZE = 50
+
+
+def next_ids(positions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The scripted choice: depends on the position only."""
+    return (positions % VOCAB_SIZE).astype(np.int32)
+
+
+class ScriptedExecutor:
+    """`choose` gives token ids for the positions of a SampleBatch; -1 fails the row."""
+
+    name = "scripted"
+    recipe = "none"
+
+    def __init__(self, choose: Callable[[NDArray[np.int32]], NDArray[np.int32]] = next_ids) -> None:
+        self.batches: list[ForwardBatch] = []
+        self.heads: list[tuple[int, int]] = []
+        self.samples: list[SampleBatch] = []
+        self.copies: list[tuple[list[int], list[int]]] = []
+        self.fail_next_trunk: Exception | None = None
+        self.is_closed = False
+        self._choose = choose
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        pass
+
+    def copy_blocks(self, copy_from: NDArray[np.int32], copy_to: NDArray[np.int32]) -> None:
+        self.copies.append((copy_from.tolist(), copy_to.tolist()))
+
+    def run_trunk(self, batch: ForwardBatch) -> None:
+        error, self.fail_next_trunk = self.fail_next_trunk, None
+        if error is not None:
+            raise error
+        self.batches.append(batch)
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
+        self.heads.append((first, count))
+        return np.zeros((count, VOCAB_SIZE), np.float32)
+
+    def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
+        self.samples.append(batch)
+        num_rows, width = len(batch.positions), max(int(batch.num_logprobs.max()), 0)
+        return TokenChoice(
+            token_ids=self._choose(batch.positions),
+            logprobs=np.where(batch.num_logprobs >= 0, -1.0, np.nan).astype(np.float32),
+            top_ids=np.full((num_rows, width), 9, np.int32),
+            top_logprobs=np.full((num_rows, width), -2.0, np.float32),
+        )
+
+    def close(self) -> None:
+        self.is_closed = True

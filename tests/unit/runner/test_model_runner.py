@@ -1,0 +1,336 @@
+"""ModelRunner: plans become batches, choices become results, in order and row by row."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.records import Admission, StepPlan
+from quire.base.sampling_params import SamplingParams
+from quire.runner.model_runner import ROW_FAILED, ModelRunner
+from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
+
+BLOCK_SIZE = 4
+
+
+def _runner(executor: ScriptedExecutor, **settings: Any) -> ModelRunner:
+    return ModelRunner(executor, num_slots=8, max_model_len=64, block_size=BLOCK_SIZE, **settings)
+
+
+def _ints(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def _admission(slot: int, token_ids: list[int], **settings: Any) -> Admission:
+    stop_ids = settings.pop("stop_ids", ())
+    num_prompt_tokens = settings.pop("num_prompt_tokens", len(token_ids))
+    return Admission(
+        slot=slot,
+        request_id=f"r{slot}",
+        stream=settings.pop("stream", 0),
+        token_ids=np.array(token_ids, np.int32),
+        num_prompt_tokens=num_prompt_tokens,
+        stop_ids=stop_ids,
+        sampling=SamplingParams(**{"seed": 7, **settings}),
+    )
+
+
+def _plan(
+    step: int,
+    rows: list[tuple[int, int, int, bool]],
+    *,
+    admissions: tuple[Admission, ...] = (),
+    blocks: dict[int, list[int]] | None = None,
+    store_from: list[int] | None = None,
+    **more: Any,
+) -> StepPlan:
+    """rows: (slot, start, count, samples). blocks: the slot's table from column 0 on."""
+    deltas = [
+        (slot, column, block)
+        for slot, ids in (blocks or {}).items()
+        for column, block in enumerate(ids)
+    ]
+    slots, columns, ids = zip(*deltas, strict=True) if deltas else ((), (), ())
+    return StepPlan(
+        step=step,
+        admissions=admissions,
+        table_slots=_ints(*slots),
+        table_columns=_ints(*columns),
+        table_blocks=_ints(*ids),
+        slots=_ints(*(row[0] for row in rows)),
+        starts=_ints(*(row[1] for row in rows)),
+        counts=_ints(*(row[2] for row in rows)),
+        samples=np.array([row[3] for row in rows], np.bool_),
+        store_from=_ints(*(store_from or [row[1] for row in rows])),
+        **more,
+    )
+
+
+def test_a_mixed_step_becomes_one_flat_batch() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor)
+    runner.submit(
+        _plan(
+            1,
+            [(3, 0, 6, True), (1, 0, 3, False)],
+            admissions=(
+                _admission(3, [10, 11, 12, 13, 14, 15]),
+                _admission(1, list(range(20, 30))),
+            ),
+            blocks={3: [7, 2], 1: [5, 6, 8]},
+        )
+    )
+    runner.submit(_plan(2, [(3, 6, 1, True), (1, 3, 4, False)]))
+    first, second = executor.batches
+    assert first.token_ids.tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22]
+    assert first.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert first.rope_positions.tolist() == first.positions.tolist()
+    assert first.kv_slots.tolist() == [28, 29, 30, 31, 8, 9, 20, 21, 22]
+    assert first.seq_starts.tolist() == [0, 6, 9]
+    assert first.block_tables.tolist() == [[7, 2], [5, 6]]
+    assert first.sample_rows.tolist() == [5]
+    # The sampled token (its position, 6) is read back from the table; the plan never held it.
+    assert second.token_ids.tolist() == [6, 23, 24, 25, 26]
+    assert second.kv_slots.tolist() == [10, 23, 24, 25, 26]
+    for batch in executor.batches:
+        for name in batch.__slots__:
+            array = getattr(batch, name)
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+
+
+def test_nothing_is_stored_before_store_from() -> None:
+    executor = ScriptedExecutor()
+    plan = _plan(
+        1,
+        [(0, 7, 1, True), (1, 2, 4, True)],
+        admissions=(_admission(0, list(range(8))), _admission(1, list(range(6)))),
+        blocks={0: [1, 2], 1: [3, 4]},
+        store_from=[8, 4],
+    )
+    _runner(executor).submit(plan)
+    assert executor.batches[0].kv_slots.tolist() == [-1, -1, -1, 16, 17]
+
+
+def test_plans_of_only_changes_compute_nothing() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor)
+    result = runner.collect(
+        runner.submit(_plan(1, [], copy_from=_ints(1), copy_to=_ints(2), retired=_ints(3)))
+    )
+    assert executor.batches == []
+    assert executor.copies == [([1], [2])]
+    assert len(result.token_counts) == 0
+    assert len(result.token_ids) == 0
+
+
+def test_a_chunk_that_samples_nothing_yields_no_token() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor)
+    plan = _plan(1, [(0, 0, 3, False)], admissions=(_admission(0, [1, 2, 3, 4]),), blocks={0: [0]})
+    result = runner.collect(runner.submit(plan))
+    assert result.token_counts.tolist() == [0]
+    assert result.token_ids.dtype == np.int32
+    assert executor.heads == []
+
+
+def test_the_head_runs_in_slices_and_alternatives_are_put_together() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor, max_samples=2)
+    admissions = tuple(
+        _admission(slot, [1] * (slot + 1), logprobs=[None, 0, 3, None, 1][slot])
+        for slot in range(5)
+    )
+    plan = _plan(
+        1,
+        [(slot, 0, slot + 1, True) for slot in range(5)],
+        admissions=admissions,
+        blocks={slot: [slot * 2, slot * 2 + 1] for slot in range(5)},
+    )
+    result = runner.collect(runner.submit(plan))
+    assert executor.heads == [(0, 2), (2, 2), (4, 1)]
+    assert result.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert np.isnan(result.logprobs).tolist() == [True, False, False, True, False]
+    assert result.top_ids.tolist() == [[-1] * 3, [-1] * 3, [9, 9, 9], [9, 9, 9], [9, -1, -1]]
+    assert np.isnan(result.top_logprobs[4]).tolist() == [False, True, True]
+
+
+def test_a_failed_row_ends_alone() -> None:
+    def choose(positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.where(positions == 2, -1, next_ids(positions)).astype(np.int32)
+
+    executor = ScriptedExecutor(choose)
+    runner = _runner(executor)
+    plan = _plan(
+        1,
+        [(0, 0, 3, True), (1, 0, 1, False), (2, 0, 2, True), (3, 0, 4, True)],
+        admissions=tuple(_admission(slot, [5] * 4) for slot in range(4)),
+        blocks={slot: [slot] for slot in range(4)},
+    )
+    result = runner.collect(runner.submit(plan))
+    assert result.token_counts.tolist() == [1, 0, 0, 1]
+    assert result.token_ids.tolist() == [3, 4]
+    assert len(result.logprobs) == len(result.top_ids) == 2
+    assert [(error.row, error.message) for error in result.errors] == [(2, ROW_FAILED)]
+    assert runner.tables.tokens.lengths[:4].tolist() == [4, 4, 4, 5]
+
+
+def test_plain_rows_carry_no_history_bias_or_banned_ids() -> None:
+    executor = ScriptedExecutor()
+    _runner(executor).submit(
+        _plan(
+            1,
+            [(0, 0, 2, True), (1, 0, 2, True)],
+            admissions=(
+                _admission(0, [1, 2], top_k=-1, temperature=0.5, stop_ids=(4,)),
+                _admission(1, [3, 4], stream=2, seed=-5, top_p=0.5, min_p=0.25, logprobs=3),
+            ),
+            blocks={0: [0], 1: [1]},
+        )
+    )
+    batch = executor.samples[0]
+    for name in ("history", "bias_ids", "bias_values", "banned_ids"):
+        assert len(getattr(batch, name)) == 0
+    for name in ("history_starts", "bias_starts", "banned_starts"):
+        assert getattr(batch, name).tolist() == [0, 0, 0]
+    assert batch.top_k.tolist() == [0, 0]
+    assert batch.temperature.tolist() == [0.5, 1.0]
+    assert batch.top_p.tolist() == [1.0, 0.5]
+    assert batch.min_p.tolist() == [0.0, 0.25]
+    assert batch.seeds.tolist() == [7, -5]
+    assert batch.streams.tolist() == [0, 2]
+    assert batch.positions.tolist() == [2, 2]
+    assert batch.num_logprobs.tolist() == [-1, 3]
+
+
+def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor)
+    runner.submit(
+        _plan(
+            1,
+            [(0, 0, 3, True), (1, 0, 2, True), (2, 0, 4, True)],
+            admissions=(
+                _admission(0, [1, 2, 3], num_prompt_tokens=2, presence_penalty=0.5),
+                _admission(1, [4, 5], logit_bias={6: 1.0, 7: -2.0}),
+                _admission(2, [8, 9, 8, 9], num_prompt_tokens=3, min_tokens=2, stop_ids=(1, 2)),
+            ),
+            blocks={0: [0], 1: [1], 2: [2]},
+        )
+    )
+    runner.submit(_plan(2, [(0, 3, 1, True), (2, 4, 1, True)], blocks={2: [2, 3]}))
+    first, second = executor.samples
+    assert first.history_starts.tolist() == [0, 3, 3, 3]
+    assert first.history.tolist() == [1, 2, 3]
+    assert first.num_prompt_tokens.tolist() == [2, 2, 3]
+    assert first.bias_starts.tolist() == [0, 0, 2, 2]
+    assert first.bias_ids.tolist() == [6, 7]
+    assert first.bias_values.tolist() == [1.0, -2.0]
+    assert first.banned_starts.tolist() == [0, 0, 0, 2]  # one token of two was generated
+    assert first.banned_ids.tolist() == [1, 2]
+    assert second.history.tolist() == [1, 2, 3, 3]  # with the token sampled in step 1
+    assert second.banned_starts.tolist() == [0, 0, 0]
+
+
+def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor)
+    greedy = _admission(
+        0, [1, 2], repetition_penalty=1.5, logit_bias={1: 1.0}, min_tokens=9, stop_ids=(3,)
+    )
+    runner.submit(_plan(1, [(0, 0, 2, True)], admissions=(greedy,), blocks={0: [0]}))
+    plain = _admission(0, [4])
+    runner.submit(_plan(2, [(0, 0, 1, True)], admissions=(plain,), retired=_ints(0)))
+    batch = executor.samples[1]
+    assert len(batch.history) == len(batch.bias_ids) == len(batch.banned_ids) == 0
+    assert batch.positions.tolist() == [1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_is_told_when_collected_and_the_next_one_runs(overlap: bool) -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor, overlap=overlap)
+    executor.fail_next_trunk = RuntimeError("no memory")
+    plan = _plan(1, [(0, 0, 1, True)], admissions=(_admission(0, [1]),), blocks={0: [0]})
+    handle = runner.submit(plan)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.collect(handle)
+    plan = _plan(2, [(1, 0, 2, True)], admissions=(_admission(1, [5, 6]),), blocks={1: [3]})
+    result = runner.collect(runner.submit(plan))
+    assert result.token_ids.tolist() == [2]
+    runner.close()
+    assert executor.is_closed
+
+
+def test_with_overlap_submit_returns_at_once_and_plans_run_in_order() -> None:
+    may_run = threading.Event()
+
+    def choose(positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        may_run.wait()
+        return next_ids(positions)
+
+    executor = ScriptedExecutor(choose)
+    runner = _runner(executor, overlap=True)
+    plan = _plan(1, [(0, 0, 2, True)], admissions=(_admission(0, [1, 2]),), blocks={0: [0]})
+    handles = [runner.submit(plan), runner.submit(_plan(2, [(0, 2, 1, True)]))]
+    may_run.set()
+    assert [runner.collect(handle).step for handle in handles] == [1, 2]
+    assert executor.batches[1].token_ids.tolist() == [2]  # what step 1 sampled
+    runner.close()
+
+
+def test_random_steps_agree_with_a_loop_over_rows() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        executor = ScriptedExecutor()
+        runner = _runner(executor)
+        num_rows = int(rng.integers(1, 8))
+        slots = rng.permutation(8)[:num_rows].tolist()
+        counts = rng.integers(1, 12, num_rows).tolist()
+        starts = rng.integers(0, 40, num_rows).tolist()
+        tables = {slot: rng.integers(0, 99, 16).tolist() for slot in slots}
+        tokens = {slot: rng.integers(0, 50, 60).tolist() for slot in slots}
+        samples = (rng.random(num_rows) < 0.5).tolist()
+        plan = _plan(
+            1,
+            list(zip(slots, starts, counts, samples, strict=True)),
+            admissions=tuple(_admission(slot, tokens[slot]) for slot in slots),
+            blocks=tables,
+        )
+        runner.submit(plan)
+        _check(executor.batches[0], slots, starts, counts, samples, tables, tokens)
+
+
+def _check(
+    batch: Any,
+    slots: list[int],
+    starts: list[int],
+    counts: list[int],
+    samples: list[bool],
+    tables: dict[int, list[int]],
+    tokens: dict[int, list[int]],
+) -> None:
+    row = 0
+    sample_rows = []
+    for index, slot in enumerate(slots):
+        for position in range(starts[index], starts[index] + counts[index]):
+            block = tables[slot][position // BLOCK_SIZE]
+            assert batch.token_ids[row] == tokens[slot][position]
+            assert batch.positions[row] == position
+            assert batch.kv_slots[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            assert batch.block_tables[index, position // BLOCK_SIZE] == block
+            row += 1
+        assert batch.seq_starts[index + 1] == row
+        sample_rows += [row - 1] if samples[index] else []
+    assert batch.sample_rows.tolist() == sample_rows
+
+
+def test_a_request_without_a_seed_is_our_mistake_and_is_told() -> None:
+    runner = _runner(ScriptedExecutor())
+    plan = _plan(1, [], admissions=(_admission(0, [1], seed=None),))
+    with pytest.raises(ValueError, match="planned without a seed"):
+        runner.tables.apply(plan)
