@@ -130,7 +130,6 @@ class Answers:
                 yield at, delta
 
     def _count(self, prompt: int, delta: TextDelta) -> None:
-        self._metrics.see(self._engine.stats)
         self._last[prompt, delta.index] = delta
         if delta.index == 0:
             self._cached[prompt] = delta.cached_tokens

@@ -8,7 +8,7 @@ for tokens is open.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    stats: EngineStats
+    on_stats: Callable[[EngineStats], None] | None
     dead: asyncio.Event
 
     def default_sampling(self) -> SamplingParams: ...
@@ -70,6 +70,7 @@ class Serving:
     def start(self, engine: Engine) -> None:
         """The engine is ready: take requests."""
         self._engine = engine
+        engine.on_stats = self.metrics.see
 
     def drain(self) -> None:
         """Take nothing new; what is open goes on."""
@@ -114,9 +115,7 @@ class Serving:
             self.metrics.timeout()
 
     def scrape(self) -> bytes:
-        """All metrics as text, with the engine's latest counters."""
-        if self._engine is not None:
-            self.metrics.see(self._engine.stats)
+        """All metrics as text."""
         return self.metrics.text()
 
     @contextmanager

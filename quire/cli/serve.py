@@ -112,7 +112,7 @@ def _block(client: EngineClient, url: str) -> str:
     """What is served, where, in how much memory, and how long it took to get here."""
     card = client.card
     lines = [
-        f"model    {card.name} ({card.dtype}), context {card.max_model_len} tokens",
+        f"model    {card.name} ({card.dtype}, {card.recipe}), context {card.max_model_len} tokens",
         *(f"memory   {note}" for note in client.notes),
         f"address  {url}",
         f"ready in {_age_s():.2f} s",

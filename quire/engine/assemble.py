@@ -187,6 +187,7 @@ def _card(
         fingerprint=system_fingerprint(program, weight_files, recipe=executor.recipe),
         generation_defaults=dict(spec.generation_defaults),
         dtype=_dtype(config.model, spec).value,
+        recipe=executor.recipe,
         num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,

@@ -18,7 +18,8 @@ class ModelCard:
 
     max_model_len: most tokens of prompt and output together. max_num_seqs: most requests of a
     step. fingerprint: digest of all an answer depends on beside the request. dtype: "f32" or
-    "bf16". created_s: seconds since 1970, when the engine became ready.
+    "bf16". recipe: the instruction set that computes ("numpy" for the reference). created_s:
+    seconds since 1970, when the engine became ready.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ModelCard:
     fingerprint: str
     generation_defaults: Mapping[str, float]
     dtype: str
+    recipe: str
     num_blocks: int
     block_size: int
     max_num_seqs: int

@@ -69,7 +69,8 @@ class EngineClient:
 
     `card`, `tokenizer` and `template` may be read once `ready()` has returned; `notes` are the
     engine's lines about its start (the memory sum). `stats` is the latest known (all zeros at
-    first). `loading` is (done, total) bytes of the weights. `dead` is set when the engine is gone,
+    first); `on_stats`, where set, is called with those of every step. `loading` is (done, total)
+    bytes of the weights. `dead` is set when the engine is gone,
     for whatever reason but close(). `watchdog_s`: without a step for so long while work is
     pending, health() says no.
     """
@@ -82,6 +83,7 @@ class EngineClient:
         self.config = config
         self.notes: tuple[str, ...] = ()
         self.stats = EngineStats()
+        self.on_stats: Callable[[EngineStats], None] | None = None
         self.loading = (0, 0)
         self.dead = asyncio.Event()
         self._link = link
@@ -244,6 +246,8 @@ class EngineClient:
             if message.stats.steps_total != self.stats.steps_total:
                 self._progress_ms = self._clock.now_ms()
             self.stats = message.stats
+            if self.on_stats is not None:
+                self.on_stats(self.stats)
             for output in message.outputs or ():
                 if (queue := self._open.get(output.request_id)) is not None:
                     queue.put_nowait(output)

@@ -1,7 +1,7 @@
 """Metrics: what a server did, in Prometheus' text format, from a registry of its own.
 
 Two sources. Requests are told by whoever serves them (`request`, `error`, ...); the engine's own
-counters are read from the latest EngineStats when somebody scrapes. Knows no HTTP server and no
+counters are shown as the EngineStats of its latest step has them (`see`). Knows no HTTP server and no
 engine. Always holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`;
 counters only grow. docs/serving.md lists the names.
 """
@@ -64,13 +64,13 @@ class Metrics:
         )
         self._batch_rows = Histogram(
             "quire_batch_rows",
-            "Requests computed in a step, of the steps seen",
+            "Requests computed in a step",
             buckets=COUNTS,
             registry=registry,
         )
         self._batch_tokens = Histogram(
             "quire_batch_tokens",
-            "Token rows computed in a step, of the steps seen",
+            "Token rows computed in a step",
             buckets=COUNTS,
             registry=registry,
         )

@@ -32,6 +32,7 @@ CARD = ModelCard(
     fingerprint="fp_fake",
     generation_defaults={},
     dtype="f32",
+    recipe="script",
     num_blocks=16,
     block_size=16,
     max_num_seqs=8,
@@ -77,7 +78,8 @@ class FakeEngine:
         self.card = card
         self.tokenizer: Any = ByteTokenizer()
         self.template: Any = PlainTemplate()
-        self.stats = EngineStats(steps_total=1, step_rows=1, step_tokens=3)
+        self.stats = EngineStats()
+        self.on_stats: Callable[[EngineStats], None] | None = None
         self.dead = asyncio.Event()
         self.script = script or ("Hel", "lo")
         self.defaults = SamplingParams()
@@ -116,6 +118,7 @@ class FakeEngine:
         complete = False
         try:
             for at, text in enumerate(self.script):
+                self._step(sampling.n, sampling.n if at else len(prompt_ids))
                 if self.fails_with is not None and at == self.fails_after:
                     raise self.fails_with
                 if at and self.pause is not None:
@@ -127,6 +130,12 @@ class FakeEngine:
         finally:
             if not complete:
                 self.closed_early.append(request_id)
+
+    def _step(self, rows: int, tokens: int) -> None:
+        steps = self.stats.steps_total + 1
+        self.stats = EngineStats(steps_total=steps, step_rows=rows, step_tokens=tokens)
+        if self.on_stats is not None:
+            self.on_stats(self.stats)
 
     def _delta(
         self, at: int, text: str, index: int, num_prompt_tokens: int, sampling: SamplingParams

@@ -180,7 +180,8 @@ def test_requests_move_the_metrics() -> None:
         assert site.metric("quire_prompt_tokens_total") == 3
         assert site.metric("quire_generated_tokens_total") == 4
         assert site.metric("quire_time_to_first_token_seconds_count") == 2
-        assert site.metric("quire_batch_tokens_sum") == 3
+        assert site.metric("quire_batch_rows_count") == 2
+        assert site.metric("quire_batch_tokens_sum") == 3 + 2
         name = 'quire_http_responses_total{route="/v1/completions",status="200"}'
         assert site.metric(name) == 1
 
