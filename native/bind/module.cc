@@ -9,6 +9,8 @@
 #undef QUIRE_BIND
 
 NB_MODULE(_native, module) {
+    // An engine thread may live until the interpreter ends; what it holds then is no leak.
+    nanobind::set_leak_warnings(false);
     module.doc() = "Quire's native kernels, thread pool and program interpreter.";
 #define QUIRE_BIND(name) bind_##name(module);
 #include "bindings.inc"
