@@ -78,6 +78,7 @@ async def read_job(asked: Asked) -> Job:
         )
         shown = (text if isinstance(text, str) else engine.tokenizer.decode(text)) if echo else ""
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown))
+        await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
     if len(prompts) > 1:
         await asyncio.to_thread(_refuse_early, engine, prompts)
     writer = CompletionWriter(

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.engine.launch import EngineProcess
 
     try:
-        server = built(ServerConfig, arguments)
+        server = _with_key_of_environment(built(ServerConfig, arguments))
         engine = EngineConfig(
             model=built(ModelConfig, arguments),
             cache=built(CacheConfig, arguments),
@@ -75,6 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"quire serve: {error}", file=sys.stderr)
         return _EXIT_SETTINGS
     return _serve(server, engine, listening, process, url=url_of(listening))
+
+
+def _with_key_of_environment(server: ServerConfig) -> ServerConfig:
+    """QUIRE_API_KEY counts where no --api-key is given: command lines are seen by everybody."""
+    key = os.environ.get("QUIRE_API_KEY", "")
+    return replace(server, api_key=(key,)) if key and not server.api_key else server
 
 
 def _serve(

@@ -31,11 +31,23 @@ ROOT = Path(__file__).parents[2]
 class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False."""
 
-    def __init__(self, model: Path | str, *flags: str, wait: bool = True) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        wait: bool = True,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by kill)
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", *flags]
-        self.process = subprocess.Popen(command, stdout=self._out, stderr=self._err, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._out,
+            stderr=self._err,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+        )
         self.port = 0
         try:
             self.port = int(self._eventually(r"address=http://[^:]+:(\d+)", self.stderr))

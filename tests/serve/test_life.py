@@ -209,6 +209,13 @@ def test_with_a_key_only_its_bearer_is_served(tiny: Path) -> None:
         assert "two" not in server.stderr()
 
 
+def test_a_key_may_come_from_the_environment_where_nobody_sees_it(tiny: Path) -> None:
+    with RunningServer(tiny, environment={"QUIRE_API_KEY": "hidden"}) as server:
+        assert server.get("/v1/models")[0] == 401
+        keyed = {"Authorization": "Bearer hidden"}
+        assert server.request("GET", "/v1/models", **keyed)[0] == 200
+
+
 def test_settings_of_the_edge_are_honoured(tiny: Path) -> None:
     flags = ("--max-output-tokens", "5", "--unknown-fields", "warn", "--max-body", "4KiB")
     with RunningServer(tiny, *flags, "--request-timeout", "0.3", "--threads", "1") as server:
