@@ -1,0 +1,214 @@
+"""EngineCore and its loop: order, failures, and doing nothing when there is nothing to do."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from quire.base.errors import OverloadedError, WorkerError
+from quire.base.records import FinishReason, Request, RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.cache.manager import CacheManager
+from quire.engine.core import AUDIT_AFTER_S, MAX_FAILED_STEPS, EngineCore, serve
+from quire.engine.messages import Abort, FromEngine, Outputs, Refused, Stop, Submit, ToEngine
+from quire.runner.model_runner import ModelRunner
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from tests.unit.runner.scripted_executor import ScriptedExecutor
+
+
+class Rig:
+    """A core over a scripted executor; `reports` are the lines it had reason to write."""
+
+    def __init__(self, *, plans_in_flight: int = 1, max_queued: int = 100) -> None:
+        self.executor = ScriptedExecutor()
+        self.reports: list[str] = []
+        limits = SchedulerLimits(
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            max_model_len=64,
+            plans_in_flight=plans_in_flight,
+            max_queued_requests=max_queued,
+        )
+        runner = ModelRunner(self.executor, num_slots=4, max_model_len=64, block_size=16)
+        self.core = EngineCore(
+            Scheduler(limits, CacheManager(16, 16, prefix_caching=True), FirstCome()),
+            runner,
+            plans_in_flight=plans_in_flight,
+            report=self.reports.append,
+        )
+        self._clock = count()
+
+    def now_ms(self) -> float:
+        return float(next(self._clock))
+
+    def finish(self) -> dict[str, list[RequestOutput]]:
+        """Step until nothing is left to do; outputs by request."""
+        outputs: dict[str, list[RequestOutput]] = {}
+        while self.core.has_work:
+            for output in self.core.step(self.now_ms) or ():
+                outputs.setdefault(output.request_id, []).append(output)
+        return outputs
+
+
+def request(name: str, *, prompt: int = 3, output: int = 4, stream: int = 0) -> Request:
+    return Request(
+        request_id=f"{name}/{stream}",
+        group_id=name,
+        stream=stream,
+        prompt_ids=np.arange(5, 5 + prompt, dtype=np.int32),
+        sampling=SamplingParams(seed=1),
+        stop_ids=(),
+        max_total_tokens=prompt + output,
+        arrival_ms=0.0,
+    )
+
+
+def _token_ids(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_requests_get_their_tokens_and_the_work_ends(plans_in_flight: int) -> None:
+    rig = Rig(plans_in_flight=plans_in_flight)
+    rig.core.add([request("a"), request("b", prompt=30)])
+    outputs = rig.finish()
+    assert _token_ids(outputs["a/0"]) == [3, 4, 5, 6]
+    assert _token_ids(outputs["b/0"]) == [30, 31, 32, 33]
+    assert outputs["a/0"][-1].finish_reason is FinishReason.LENGTH
+    assert rig.core.step(rig.now_ms) is None
+    assert rig.core.scheduler.check_integrity() == []
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_a_failed_step_ends_its_requests_with_an_error_and_nobody_else(
+    plans_in_flight: int,
+) -> None:
+    rig = Rig(plans_in_flight=plans_in_flight)
+    rig.executor.fail_next_trunk = MemoryError("buffers are gone")
+    rig.core.add([request("a")])
+    outputs = []
+    for _ in range(plans_in_flight):
+        outputs += list(rig.core.step(rig.now_ms) or ())
+    rig.core.add([request("b")])
+    rest = rig.finish()
+    failed = [output for output in outputs if output.request_id == "a/0"]
+    assert failed[-1].finish_reason is FinishReason.ERROR
+    assert "MemoryError: buffers are gone" in str(failed[-1].error)
+    assert _token_ids(rest["b/0"]) == [3, 4, 5, 6]
+    assert len(rig.reports) == 1
+    assert "buffers are gone" in rig.reports[0]
+    assert rig.core.stats().blocks_used == 0
+    assert rig.core.scheduler.check_integrity() == []
+
+
+def test_a_prefix_of_a_failed_step_is_not_offered_to_others() -> None:
+    rig = Rig()
+    rig.core.add([request("a", prompt=16)])
+    rig.executor.fail_next_trunk = RuntimeError("no")
+    rig.core.step(rig.now_ms)
+    rig.core.add([request("b", prompt=16)])
+    outputs = rig.finish()
+    assert outputs["b/0"][-1].cached_tokens == 0
+
+
+def test_several_failed_steps_in_a_row_are_the_engines_end() -> None:
+    rig = Rig()
+    for _ in range(MAX_FAILED_STEPS - 1):
+        rig.executor.fail_next_trunk = RuntimeError("broken")
+        rig.core.add([request("a")])
+        rig.core.step(rig.now_ms)
+    rig.executor.fail_next_trunk = RuntimeError("broken")
+    rig.core.add([request("a")])
+    with pytest.raises(WorkerError, match="3 steps in a row failed, the last with RuntimeError"):
+        rig.core.step(rig.now_ms)
+
+
+def test_failed_steps_apart_from_each_other_are_not() -> None:
+    rig = Rig()
+    for _ in range(2 * MAX_FAILED_STEPS):
+        rig.executor.fail_next_trunk = RuntimeError("now and then")
+        rig.core.add([request("bad")])
+        rig.core.step(rig.now_ms)
+        rig.core.add([request("good")])
+        assert _token_ids(rig.finish()["good/0"]) == [3, 4, 5, 6]
+
+
+def test_the_streams_of_a_request_are_taken_together_or_not_at_all() -> None:
+    rig = Rig(max_queued=2)
+    with pytest.raises(OverloadedError):
+        rig.core.add([request("a", stream=index) for index in range(3)])
+    assert not rig.core.has_work
+    rig.core.add([request("a", stream=index) for index in range(2)])
+    assert set(rig.finish()) == {"a/0", "a/1"}
+
+
+def test_an_abort_frees_blocks_within_a_step() -> None:
+    rig = Rig()
+    rig.core.add([request("a", prompt=30, output=30)])
+    rig.core.step(rig.now_ms)
+    assert rig.core.stats().blocks_used > 0
+    (output,) = rig.core.abort(["a/0", "nobody"])
+    assert output.finish_reason is FinishReason.ABORT
+    rig.core.step(rig.now_ms)
+    assert rig.core.stats().blocks_used == 0
+    assert not rig.core.has_work
+
+
+class Inbox:
+    """Hands out scripted messages; `waits` are how long each look was willing to wait."""
+
+    def __init__(self, *messages: list[ToEngine]) -> None:
+        self._messages = list(messages)
+        self.waits: list[float | None] = []
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        self.waits.append(wait_s)
+        return self._messages.pop(0) if self._messages else [Stop()]
+
+
+def _served(rig: Rig, inbox: Inbox) -> list[FromEngine]:
+    sent: list[FromEngine] = []
+    serve(rig.core, inbox, sent.append, rig.now_ms)
+    return sent
+
+
+def test_the_loop_waits_for_ever_where_there_is_nothing_to_do() -> None:
+    inbox = Inbox()
+    assert _served(Rig(), inbox) == []
+    assert inbox.waits == [None]
+
+
+def test_the_loop_does_not_wait_while_there_is_work_and_audits_once_afterwards() -> None:
+    rig = Rig()
+    rig.core.scheduler.check_integrity = lambda: ["a block too few"]  # type: ignore[method-assign]
+    work: list[list[ToEngine]] = [[Submit(requests=(request("a", output=2),))], [], [], []]
+    inbox = Inbox(*work)
+    sent = _served(rig, inbox)
+    # Nothing to do; a step before and after the second look; the audit; nothing left to audit.
+    assert inbox.waits == [None, 0.0, AUDIT_AFTER_S, None, None]
+    assert rig.reports == ["audit of the KV books: a block too few"]
+    assert [type(message) for message in sent] == [Outputs, Outputs]
+
+
+def test_the_loop_tells_who_was_refused_and_why() -> None:
+    rig = Rig(max_queued=1)
+    both = (request("a", stream=0), request("a", stream=1))
+    (refused,) = _served(rig, Inbox([Submit(requests=both)]))
+    assert isinstance(refused, Refused)
+    assert refused.request_ids == ("a/0", "a/1")
+    assert refused.fault.kind == "OverloadedError"
+
+
+def test_the_loop_answers_an_abort_with_the_last_output() -> None:
+    rig = Rig()
+    sent = _served(
+        rig,
+        Inbox([Submit(requests=(request("a", output=9),))], [Abort(request_ids=("a/0", "b/0"))]),
+    )
+    last = [m for m in sent if isinstance(m, Outputs) and m.outputs is not None][-1]
+    assert last.outputs is not None
+    assert [output.finish_reason for output in last.outputs] == [FinishReason.ABORT]
