@@ -7,6 +7,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace quire {
 
 namespace {
@@ -28,10 +32,6 @@ float widen_half(uint16_t half) {
     value *= 0x1p112f;
     return sign != 0 ? -value : value;
 }
-
-struct Pair {
-    bf16 first, second;
-};
 
 // Reads source elements as f32 and stores them as T.
 template <Source source, class T>
@@ -63,13 +63,13 @@ struct Convert {
         }
     }
 
-    Pair pair(int64_t index) const {
-        if (source == Source::bf16 && offset == 0.0f) {
-            Pair both;
-            std::memcpy(&both, static_cast<const char*>(data) + index * 2, 4);
-            return both;
-        }
-        return {(*this)(index), (*this)(index + 1)};
+    // The stored bytes are the source's bytes.
+    bool verbatim() const {
+        return offset == 0.0f && source == (sizeof(T) == 4 ? Source::f32 : Source::bf16);
+    }
+
+    const char* at(int64_t index) const {
+        return static_cast<const char*>(data) + index * (source == Source::f32 ? 4 : 2);
     }
 };
 
@@ -80,6 +80,46 @@ int64_t panel_index(int64_t lane, int64_t k) {
         return k * kPanel + lane;
     } else {
         return (k / 2 * kPanel + lane) * 2 + k % 2;
+    }
+}
+
+// Turns `rows` (<= kPanel) source rows of `words` 4-byte words into columns of a panel: word w of
+// row r goes to out[w * kPanel + r]. A word is an f32 or a pair of bf16, so both layouts are this.
+void turn_words(const char* source, int64_t stride_bytes, int64_t rows, int64_t words,
+                uint32_t* out) {
+    int64_t row = 0;
+#if defined(__SSE2__)
+    for (; row + 4 <= rows; row += 4) {
+        const char* from = source + row * stride_bytes;
+        uint32_t* to = out + row;
+        int64_t w = 0;
+        for (; w + 4 <= words; w += 4) {
+            __m128i in[4];
+            for (int i = 0; i < 4; ++i) {
+                in[i] = _mm_loadu_si128(
+                    reinterpret_cast<const __m128i*>(from + i * stride_bytes + w * 4));
+            }
+            const __m128i a = _mm_unpacklo_epi32(in[0], in[1]);
+            const __m128i b = _mm_unpacklo_epi32(in[2], in[3]);
+            const __m128i c = _mm_unpackhi_epi32(in[0], in[1]);
+            const __m128i d = _mm_unpackhi_epi32(in[2], in[3]);
+            const __m128i turned[4] = {_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b),
+                                       _mm_unpacklo_epi64(c, d), _mm_unpackhi_epi64(c, d)};
+            for (int i = 0; i < 4; ++i) {
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (w + i) * kPanel), turned[i]);
+            }
+        }
+        for (; w < words; ++w) {
+            for (int64_t i = 0; i < 4; ++i) {
+                std::memcpy(to + w * kPanel + i, from + i * stride_bytes + w * 4, 4);
+            }
+        }
+    }
+#endif
+    for (; row < rows; ++row) {
+        for (int64_t w = 0; w < words; ++w) {
+            std::memcpy(out + w * kPanel + row, source + row * stride_bytes + w * 4, 4);
+        }
     }
 }
 
@@ -97,17 +137,21 @@ void fill_panels(Pool& pool, char* data, Type type, int64_t first, int64_t count
                                                                  : first + count;
             for (int64_t k0 = 0; k0 < columns; k0 += kColumnBlock) {
                 const int64_t k1 = k0 + kColumnBlock < columns ? k0 + kColumnBlock : columns;
-                for (int64_t row = low; row < high; ++row) {
+                int64_t start = k0;
+                if (read.verbatim()) {  // whole words; an odd last column is left for below
+                    const int64_t words = (k1 - k0) * int64_t{sizeof(T)} / 4;
+                    start += words * 4 / int64_t{sizeof(T)};
+                    turn_words(read.at((low - first) * columns + k0),
+                               columns * int64_t{sizeof(T)}, high - low, words,
+                               reinterpret_cast<uint32_t*>(
+                                   panel + panel_index<T>(low - p * kPanel, k0)));
+                }
+                for (int64_t row = low; start < k1 && row < high; ++row) {
                     const int64_t source = (row - first) * columns;
                     const int64_t lane = row - p * kPanel;
-                    int64_t k = k0;
-                    if constexpr (sizeof(T) == 2) {  // whole pairs: one store, and often one load
-                        for (; k + 2 <= k1; k += 2) {
-                            const Pair pair = read.pair(source + k);
-                            std::memcpy(panel + panel_index<T>(lane, k), &pair, sizeof(pair));
-                        }
+                    for (int64_t k = start; k < k1; ++k) {
+                        panel[panel_index<T>(lane, k)] = read(source + k);
                     }
-                    for (; k < k1; ++k) panel[panel_index<T>(lane, k)] = read(source + k);
                 }
             }
         }
