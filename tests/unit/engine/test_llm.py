@@ -1,0 +1,250 @@
+"""LLM and AsyncLLM: the engine inside a program."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.base.errors import (
+    ContextTooLong,
+    InvalidParameter,
+    SettingError,
+    TokenizerError,
+    WorkerError,
+)
+from quire.base.records import FinishReason
+from tests.data import outside
+
+GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, threads=1, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("executor", ["native", "reference"])
+def test_stories260k_greedy_is_the_published_text(executor: str) -> None:
+    folder = outside("stories260K")
+    expected = json.loads((folder / "greedy_200.json").read_text())
+    with LLM(folder, executor=executor) as stories:
+        (answer,) = stories.generate(
+            [expected["prompt_ids"]],
+            SamplingParams(temperature=0.0, max_tokens=len(expected["ids"]), ignore_eos=True),
+        )
+    assert list(answer.token_ids) == expected["ids"]
+    assert answer.text == expected["text"]
+
+
+def test_native_and_reference_agree_on_a_tiny_model(model: Path, llm: LLM) -> None:
+    (native,) = llm.generate("Hello", GREEDY)
+    with LLM(model, executor="reference") as reference:
+        (other,) = reference.generate("Hello", GREEDY)
+    assert native.token_ids == other.token_ids
+    assert native.text == other.text
+
+
+def test_prompts_may_be_one_or_many_text_or_ids(llm: LLM) -> None:
+    (one,) = llm.generate("Hello", GREEDY)
+    (same,) = llm.generate(list(one.prompt_ids), GREEDY)
+    both = llm.generate(["Hello", list(one.prompt_ids)], GREEDY)
+    assert one.prompt == "Hello"
+    assert same.prompt is None
+    assert [answer.token_ids for answer in both] == [one.token_ids, same.token_ids]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_many_prompts_come_back_in_order_each_as_if_alone(llm: LLM) -> None:
+    prompts = [[0, *range(5, 6 + length)] for length in range(30)]
+    params = [
+        SamplingParams(seed=index, max_tokens=3 + index % 9, ignore_eos=True) for index in range(30)
+    ]
+    together = llm.generate(prompts, params)
+    for prompt, one, answer in zip(prompts, params, together, strict=True):
+        assert list(answer.prompt_ids) == prompt
+        assert llm.generate([prompt], one)[0].outputs[0].token_ids == answer.token_ids
+
+
+def test_several_choices_differ_by_stream_and_share_a_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=10, ignore_eos=True, logprobs=1)
+    (answer,) = llm.generate([[0, 9, 9]], params)
+    assert [choice.index for choice in answer.outputs] == [0, 1, 2]
+    assert len({choice.token_ids for choice in answer.outputs}) == 3
+    assert {choice.seed for choice in answer.outputs} == {5}
+    assert len(answer.logprobs) == 10
+    assert llm.generate([[0, 9, 9]], params)[0].outputs == answer.outputs
+
+
+def test_without_a_seed_the_one_drawn_is_told_and_repeats_the_answer(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (first,) = llm.generate([[0, 9]], params)
+    seed = first.outputs[0].seed
+    assert seed is not None
+    again = SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
+    assert llm.generate([[0, 9]], again)[0].token_ids == first.token_ids
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (full,) = llm.generate("Hello", GREEDY)
+    stop = full.text[3:5]
+    stopping = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(stop,))
+    (cut,) = llm.generate("Hello", stopping)
+    assert cut.text == full.text[: full.text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.outputs[0].stop_reason == stop
+
+
+def test_bad_requests_are_raised_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong, match="600 tokens"):
+        llm.generate([[0, 1], [0] * 600], GREEDY)
+    with pytest.raises(InvalidParameter, match="2 sampling_params for 1 prompts"):
+        llm.generate(["a"], [GREEDY, GREEDY])
+    with pytest.raises(InvalidParameter, match="token id 999"):
+        llm.generate([[999]], GREEDY)
+    assert len(llm.generate("still here", GREEDY)) == 1
+
+
+def test_an_interrupted_call_leaves_the_engine_fit_for_the_next(llm: LLM) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    before = llm.generate("Hello", GREEDY)
+    next_outputs = llm._next_outputs
+    llm._next_outputs = interrupt  # type: ignore[method-assign, assignment]
+    with pytest.raises(Interrupted):
+        llm.generate(["Hello", "there"], long)
+    llm._next_outputs = next_outputs  # type: ignore[method-assign]
+    assert llm.generate("Hello", GREEDY) == before
+
+
+def test_a_progress_bar_is_drawn_where_it_is_asked_for(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a", "b"], GREEDY, progress=True)
+    shown = capsys.readouterr()
+    assert "generating" in shown.out + shown.err
+    llm.generate(["a", "b"], GREEDY)
+    quiet = capsys.readouterr()
+    assert quiet.out + quiet.err == ""
+
+
+def test_a_chat_is_a_prompt_in_the_models_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    (answer,) = llm.chat(messages, GREEDY)
+    assert answer.prompt == "<|begin|><|user|>Hi<|end|><|assistant|>"
+    assert llm.chat([messages, messages], GREEDY)[1].token_ids == answer.token_ids
+
+
+def test_a_model_without_a_template_cannot_chat_but_can_continue(
+    model_without_template: Path,
+) -> None:
+    with LLM(model_without_template, threads=1) as bare:
+        with pytest.raises(TokenizerError, match="no chat template"):
+            bare.chat([{"role": "user", "content": "Hi"}])
+        assert bare.generate("Hi", GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_the_card_and_the_memory_sum_are_told(llm: LLM) -> None:
+    assert llm.card.max_model_len == 512
+    assert llm.card.dtype == "f32"
+    assert llm.card.fingerprint.startswith("fp_")
+    assert "KV cache" in llm.memory_text
+
+
+def test_small_limits_work_down_to_the_smallest(model: Path) -> None:
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2}
+    with LLM(model, threads=1, **settings) as small:
+        (answer,) = small.generate([[7]], SamplingParams(temperature=0.0, ignore_eos=True))
+        assert len(answer.token_ids) == 1
+
+
+def test_a_step_budget_in_milliseconds_changes_no_token(model: Path, llm: LLM) -> None:
+    with LLM(model, threads=1, step_budget_ms=0.2) as budgeted:
+        prompt = [0, *range(5, 200)]
+        assert (
+            budgeted.generate([prompt], GREEDY)[0].token_ids
+            == llm.generate([prompt], GREEDY)[0].token_ids
+        )
+
+
+def test_settings_that_are_not_known_or_do_not_fit_the_model_are_refused(model: Path) -> None:
+    with pytest.raises(SettingError, match="max_num_seqs"):
+        LLM(model, max_num_seq=3)
+    with pytest.raises(SettingError, match="--max-model-len is 4096; the model allows at most 512"):
+        LLM(model, max_model_len=4096)
+
+
+def test_a_closed_llm_says_so(model: Path) -> None:
+    closed = LLM(model, threads=1)
+    closed.close()
+    closed.close()
+    with pytest.raises(WorkerError, match="closed"):
+        closed.generate("Hello", GREEDY)
+
+
+def test_plans_are_recorded_where_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+    from quire.engine.record import read_records
+
+    path = tmp_path / "plans"
+    with LLM(model, threads=1, record_plans=str(path)) as recorded:
+        (answer,) = recorded.generate("Hello", GREEDY)
+    results = [record.result for record in read_records(path)]
+    ids = [int(id_) for result in results if result is not None for id_ in result.token_ids]
+    assert tuple(ids) == answer.token_ids
+
+
+def test_the_async_engine_streams_the_same_and_can_be_left(model: Path, llm: LLM) -> None:
+    (expected,) = llm.generate("Hello", GREEDY)
+
+    async def play() -> None:
+        async with AsyncLLM(model, threads=1) as engine:
+            text, ids = "", []
+            async for delta in engine.generate("Hello", GREEDY):
+                text += delta.text
+                ids += delta.token_ids
+            assert (text, tuple(ids)) == (expected.text, expected.token_ids)
+            long = SamplingParams(max_tokens=400, ignore_eos=True)
+            async with aclosing(engine.generate("Hello", long)) as deltas:
+                async for _ in deltas:
+                    break
+            while engine.client.stats.running:
+                await asyncio.sleep(0.005)
+            assert engine.client.stats.blocks_used == 0
+            chat = [d async for d in engine.chat([{"role": "user", "content": "Hi"}], GREEDY)]
+            assert chat[-1].finish_reason is FinishReason.LENGTH
+
+    asyncio.run(play())
+
+
+def test_the_async_engine_tells_what_kept_it_from_starting(tmp_path: Path) -> None:
+    from quire.base.errors import ConfigError
+
+    async def play() -> None:
+        with pytest.raises(ConfigError):
+            async with AsyncLLM(tmp_path / "nothing"):
+                pass
+
+    asyncio.run(play())
+
+
+def test_importing_quire_loads_neither_numpy_nor_anything_that_answers() -> None:
+    script = (
+        "import sys, quire\n"
+        "assert 'numpy' not in sys.modules and 'msgspec' not in sys.modules\n"
+        "import os; assert os.environ['OPENBLAS_NUM_THREADS'] == '1'\n"
+        "try: quire.nothing\n"
+        "except AttributeError as error: assert 'LLM' in str(error)\n"
+        "else: raise SystemExit(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
