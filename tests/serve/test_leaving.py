@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +142,12 @@ def test_many_callers_who_come_and_leave_leave_nothing_behind(server: RunningSer
     assert texts == [alone] * 5
     wait_until_free(server)
     assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
+
+
+def test_with_two_plans_in_flight_blocks_come_back_too(tiny: Path) -> None:
+    with RunningServer(tiny, "--plans-in-flight", "2", "--threads", "1") as server:
+        with server.stream(COMPLETIONS, {**LONG, "prompt": "overlap", "n": 3}) as reader:
+            reader.next()
+        wait_until_free(server)
+        asked = {"prompt": "and on", "max_tokens": 5, "ignore_eos": True}
+        assert server.post(COMPLETIONS, asked)[1]["usage"]["completion_tokens"] == 5
