@@ -1,4 +1,8 @@
-"""The routes and what wraps them. Wiring only: each route's knowledge is in its own file."""
+"""The routes and what wraps them.
+
+Wiring only: each route's knowledge is in its own file, and what is the same for all of them (keys,
+errors, counters) in edge.py. Always holds: nothing is served but what is listed here.
+"""
 
 from __future__ import annotations
 

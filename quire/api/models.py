@@ -1,4 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the one model served here."""
+"""GET /v1/models and /v1/models/{id}: the one model served here.
+
+Knows the model's card and nothing of the engine behind it. Beside OpenAI's fields a model has its
+context length, its dtype and the fingerprint that answers carry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GET /version, and / for people who come with a browser."""
+"""GET /version, and / for people who come with a browser.
+
+Knows nothing of the model or the engine: both answer while the model loads, and need no key.
+"""
 
 from __future__ import annotations
 

@@ -74,6 +74,10 @@ class Metrics:
             buckets=COUNTS,
             registry=registry,
         )
+        self._make_counters(registry)
+        registry.register(_EngineCollector(lambda: self._stats))
+
+    def _make_counters(self, registry: CollectorRegistry) -> None:
         self._finished = Counter(
             "quire_requests",
             "Choices that ended, by finish reason",
@@ -107,7 +111,6 @@ class Metrics:
             registry=registry,
         )
         self._open = Gauge("quire_open_requests", "HTTP requests being answered", registry=registry)
-        registry.register(_EngineCollector(lambda: self._stats))
 
     def choice(
         self,
