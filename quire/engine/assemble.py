@@ -7,7 +7,7 @@ is refused before a byte is packed), then weights, cache, and a warm-up.
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def assemble(
         memory.num_blocks,
         config.cache.block_size,
         prefix_caching=config.cache.enable_prefix_caching,
-        hash_key=secrets.token_bytes(16),
+        hash_key=os.urandom(16),
     )
     warm_up(model_runner, limits, num_blocks=memory.num_blocks)
     cost = (

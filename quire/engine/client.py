@@ -39,9 +39,9 @@ from quire.engine.messages import (
     error_of,
     fault_of,
 )
-from quire.engine.model_files import load_text_side
 from quire.engine.output import OutputStream, TextDelta
 from quire.engine.requests import default_sampling, make_requests
+from quire.engine.text_side import load_text_side
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class Link(Protocol):
         on_end: Callable[[str], None],
     ) -> None: ...
 
-    def send(self, message: ToEngine) -> None: ...
+    def send(self, message: ToEngine) -> bool: ...
 
     async def close(self) -> None: ...
 
@@ -109,14 +109,16 @@ class EngineClient:
         cls, process: EngineProcess, config: EngineConfig, *, watchdog_s: float = 60.0
     ) -> EngineClient:
         """A client of a process that was launched with `config`."""
-        from quire.engine.channel import ProcessLink  # zmq: the in-process engine needs none
+        from quire.engine.process_link import ProcessLink  # zmq: the in-process engine needs none
 
         return cls(ProcessLink(process), config, watchdog_s=watchdog_s)
 
     @classmethod
     def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
         """Start an engine in a thread of this process."""
-        from quire.engine.host import ThreadLink  # all that computes: a process's client needs none
+        from quire.engine.thread_link import (
+            ThreadLink,  # all that computes: a process's client needs none
+        )
 
         return cls(ThreadLink(config), config, watchdog_s=watchdog_s)
 
@@ -176,7 +178,8 @@ class EngineClient:
         }
         queue = self._register(request_id, requests)
         try:
-            self._link.send(Submit(requests=requests))
+            if not self._link.send(Submit(requests=requests)):
+                raise WorkerError("the engine takes no messages; it is gone, or about to be")
             while streams:
                 output = await queue.get()
                 if isinstance(output, Fault):

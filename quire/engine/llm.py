@@ -36,12 +36,13 @@ from quire.engine.messages import (
     Outputs,
     Ready,
     Refused,
+    Stop,
     Submit,
     error_of,
 )
-from quire.engine.model_files import TextSide, load_text_side
 from quire.engine.output import OutputStream, TextDelta, TokenText
 from quire.engine.requests import default_sampling, make_requests
+from quire.engine.text_side import TextSide, load_text_side
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -120,6 +121,10 @@ class LLM:
             self._engine.end()
             raise
         self.card = ready.card
+        # Enough to fill a step and to have the next ones ready.
+        self._most_streams = min(
+            2 * config.scheduler.max_num_seqs, config.scheduler.max_queued_requests
+        )
         self.memory_text = "\n".join(ready.notes)
 
     @property
@@ -160,6 +165,10 @@ class LLM:
         """Free the engine's threads and memory."""
         self._engine.end()
         self._fault = self._fault or Fault(kind="WorkerError", message="the LLM was closed")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):  # a constructor that raised may not have got so far
+            self._engine.send(Stop())
 
     def __enter__(self) -> LLM:
         return self
@@ -224,7 +233,7 @@ class LLM:
         running: dict[str, _Job] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < 2 * self.card.max_num_seqs:
+                while waiting and len(running) < self._most_streams:
                     job = waiting.popleft()
                     running.update(dict.fromkeys(job.open_ids, job))
                     self._engine.send(Submit(requests=job.requests))

@@ -60,6 +60,7 @@ class ScriptedLink:
 
     def __init__(self) -> None:
         self.sent: list[ToEngine] = []
+        self.is_connected = True
         self.num_closed = 0
 
     def open(
@@ -70,8 +71,10 @@ class ScriptedLink:
     ) -> None:
         self.say, self.end = on_message, on_end
 
-    def send(self, message: ToEngine) -> None:
-        self.sent.append(message)
+    def send(self, message: ToEngine) -> bool:
+        if self.is_connected:
+            self.sent.append(message)
+        return self.is_connected
 
     async def close(self) -> None:
         self.num_closed += 1
@@ -288,6 +291,16 @@ def test_what_cannot_be_served_is_raised_at_the_first_step_and_never_sent(model:
         with pytest.raises(InvalidParameter, match="empty"):
             await _all(rig.client.generate([], sampling, request_id="a"))
         assert rig.link.sent == []
+
+    run(model, story)
+
+
+def test_a_message_that_cannot_be_sent_is_an_error_not_a_wait(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.link.is_connected = False
+        with pytest.raises(WorkerError, match="takes no messages"):
+            await _all(rig.ask())
+        assert rig.client.health().pending == 0
 
     run(model, story)
 

@@ -128,6 +128,12 @@ def test_an_interrupted_call_leaves_the_engine_fit_for_the_next(llm: LLM) -> Non
     assert llm.generate("Hello", GREEDY) == before
 
 
+def test_more_prompts_than_may_wait_are_handed_in_little_by_little(model: Path) -> None:
+    with LLM(model, threads=1, max_num_seqs=2, max_queued_requests=2) as small:
+        answers = small.generate([[0, 5, 6]] * 9, GREEDY)
+    assert len({answer.token_ids for answer in answers}) == 1
+
+
 def test_a_progress_bar_is_drawn_where_it_is_asked_for(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
