@@ -103,7 +103,7 @@ def assemble(
     if config.executor.record_plans is not None:
         runner = RecordingRunner(model_runner, Path(config.executor.record_plans))
     scheduler = Scheduler(limits, cache, FirstCome(), cost=cost)
-    card = _card(config, spec, program, folder, executor, memory)
+    card = _card(config, spec, program, folder, executor, memory, max_num_seqs=num_slots)
     core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)
     return Engine(core=core, card=card, notes=tuple(memory.text().splitlines()))
 
@@ -176,6 +176,8 @@ def _card(
     folder: Path,
     executor: Executor,
     memory: MemoryPlan,
+    *,
+    max_num_seqs: int,
 ) -> ModelCard:
     weight_files = sorted(folder.glob("*.safetensors"))
     return ModelCard(
@@ -190,6 +192,6 @@ def _card(
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         created_s=int(time.time()),
     )

@@ -105,14 +105,16 @@ def test_a_failed_step_ends_its_requests_with_an_error_and_nobody_else(
     assert rig.core.scheduler.check_integrity() == []
 
 
-def test_a_prefix_of_a_failed_step_is_not_offered_to_others() -> None:
-    rig = Rig()
-    rig.core.add([request("a", prompt=16)])
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_a_prefix_of_a_failed_step_is_not_offered_to_others(plans_in_flight: int) -> None:
+    rig = Rig(plans_in_flight=plans_in_flight)
+    rig.core.add([request("a", prompt=48)])
     rig.executor.fail_next_trunk = RuntimeError("no")
-    rig.core.step(rig.now_ms)
-    rig.core.add([request("b", prompt=16)])
+    rig.finish()
+    rig.core.add([request("b", prompt=48)])
     outputs = rig.finish()
-    assert outputs["b/0"][-1].cached_tokens == 0
+    assert outputs["b/0"][0].cached_tokens == 0
+    assert _token_ids(outputs["b/0"]) == [48, 49, 0, 1]
 
 
 def test_several_failed_steps_in_a_row_are_the_engines_end() -> None:
