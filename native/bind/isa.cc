@@ -1,4 +1,6 @@
-// Binds the choice of instruction set.
+// Binds the choice of instruction set. Knows no kernel and keeps no state: each call looks anew
+// at QUIRE_ISA and at the machine. What the machine lacks becomes RuntimeError, with the names of
+// what it has.
 
 #include "quire/isa.h"
 

@@ -1,4 +1,7 @@
 // Binds the pool, weights and the interpreter. Every call that computes releases the GIL.
+// Knows no operation's meaning: names become tags, and arrays become the pointers of program.h.
+// Lengths that must agree are checked here, because pointers lose them; what lies inside the
+// arrays is for the interpreter to check. Arrays given to set_rope must outlive the program.
 
 #include "quire/program.h"
 

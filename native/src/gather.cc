@@ -1,5 +1,6 @@
 // embed and gather_rows: rows picked by index. An embedding that is also the head lies in
-// panels, where row n is lane n % 32 of panel n / 32.
+// panels, where row n is lane n % 32 of panel n / 32. Nothing is computed but the rounding to y's
+// type; indices were checked by the interpreter.
 
 #include "quire/rows.h"
 

@@ -1,5 +1,6 @@
 // Chooses kernels at run time: CPUID says what the processor has, XGETBV whether the operating
-// system saves those registers. Knows nothing of what kernels compute.
+// system saves those registers. Knows nothing of what kernels compute. Always holds: every
+// extension that CMakeLists.txt lets a set's files use was asked for here.
 
 #include "quire/isa.h"
 

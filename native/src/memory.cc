@@ -1,4 +1,6 @@
 // Memory by mmap: zero pages lazily, aligned to huge pages where an area is worth them.
+// The system promises address space, not pages: what the machine can hold is summed up before
+// (quire/config/memory.py). Some bytes of slack follow each area, so that reading ahead is legal.
 
 #include "quire/memory.h"
 

@@ -1,5 +1,7 @@
 // Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels'
 // layout, in one pass over the source. Rounding to bf16 happens here once, to nearest even.
+// Always holds: packed bytes depend on the elements only, never on threads or on how a weight
+// was cut into parts; padding is not written and stays zero.
 
 #include "quire/weight.h"
 

@@ -1,4 +1,6 @@
 // Zero-filled memory from the system, pages taken when first touched; huge pages where large.
+// Knows nothing of what lies in it. Always holds: what nobody wrote reads as zero (the padding of
+// packed weights relies on it), and one owner gives it back once.
 #pragma once
 
 #include <cstddef>

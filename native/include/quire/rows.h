@@ -1,5 +1,6 @@
 // What the row-wise kernels share: chunk sizes and dispatch on storage types.
-// Only for files compiled once per instruction set.
+// Only for files compiled once per instruction set. Knows no operation. Always holds: a chunk is
+// whole rows, so how rows are dealt out cannot change a result; no load passes the last column.
 #pragma once
 
 #include "quire/kernels.h"

@@ -1,4 +1,6 @@
 // A weight of a program, in the layout its kernels read, filled part by part from a checkpoint.
+// Knows no names and no files: it is given raw elements and their type. Always holds: the padding
+// of panels is zero, and a vector is f32 whatever type was asked for.
 #pragma once
 
 #include <cstdint>
