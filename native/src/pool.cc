@@ -102,65 +102,97 @@ struct alignas(64) Run {
 
 }  // namespace
 
+// A job is open from its start until the caller has done all that was left to do. A worker that
+// comes late finds it closed and is not waited for: a thread that the system has put aside delays
+// a job only while it holds a chunk of it.
 struct Pool::State {
     explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)) {}
 
-    alignas(64) std::atomic<uint32_t> job{0};  // counts jobs; workers wait for it to change
-    alignas(64) std::atomic<int> busy{0};      // workers that have not finished the job
-    RunBody body = nullptr;                    // null: stop
+    // The number of the job in the upper half; kOpen; and how many workers are in it.
+    alignas(64) std::atomic<uint64_t> gate{0};
+    static constexpr uint64_t kOpen = uint64_t{1} << 31;
+    static constexpr uint64_t kNextJob = uint64_t{1} << 32;
+    // Written while the gate is closed and empty, read by those in the job.
+    RunBody body = nullptr;
     void* context = nullptr;
+    std::atomic<bool> stopping{false};
 
     std::mutex mutex;
-    std::condition_variable job_changed, all_done;
+    std::condition_variable job_changed, all_left;
     std::atomic<int> workers_asleep{0};
     std::atomic<bool> caller_asleep{false};
 
     std::vector<Run> runs;
     std::vector<std::thread> workers;
 
-    void start_job(RunBody new_body, void* new_context) {
+    static uint64_t job_of(uint64_t gate) { return gate >> 32; }
+    static uint64_t inside(uint64_t gate) { return gate & (kOpen - 1); }
+
+    void open(RunBody new_body, void* new_context) {
         body = new_body;
         context = new_context;
-        busy.store(static_cast<int>(workers.size()), std::memory_order_relaxed);
-        job.fetch_add(1);
+        next_job(kOpen);
+    }
+
+    void next_job(uint64_t state) {
+        const uint64_t job = job_of(gate.load(std::memory_order_relaxed));
+        gate.store((job << 32) + kNextJob + state);
         if (workers_asleep.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex); }
             job_changed.notify_all();
         }
     }
 
-    void await_workers() {
-        const auto done = [this] { return busy.load() == 0; };
-        if (spin_until(done)) return;
+    void close() {
+        if (inside(gate.fetch_and(~kOpen)) == 0) return;
+        const auto empty = [this] { return inside(gate.load()) == 0; };
+        if (spin_until(empty)) return;
         std::unique_lock<std::mutex> lock(mutex);
         caller_asleep.store(true);
-        all_done.wait(lock, done);
+        all_left.wait(lock, empty);
         caller_asleep.store(false);
+    }
+
+    // Into the job that is open now; false if there is none.
+    bool enter() {
+        uint64_t now = gate.load();
+        while ((now & kOpen) != 0) {
+            if (gate.compare_exchange_weak(now, now + 1)) return true;
+        }
+        return false;
+    }
+
+    void leave() {
+        const uint64_t before = gate.fetch_sub(1);
+        const bool was_last = inside(before) == 1 && (before & kOpen) == 0;
+        if (was_last && caller_asleep.load()) {
+            { std::lock_guard<std::mutex> lock(mutex); }
+            all_left.notify_one();
+        }
     }
 
     void work(int thread) {
         FloatMode mode;
-        uint32_t seen = 0;
+        uint64_t seen = 0;
         for (;;) {
-            const auto changed = [this, seen] { return job.load() != seen; };
+            const auto changed = [&] { return job_of(gate.load()) != seen; };
             if (!spin_until(changed)) {
                 std::unique_lock<std::mutex> lock(mutex);
                 workers_asleep.fetch_add(1);
                 job_changed.wait(lock, changed);
                 workers_asleep.fetch_sub(1);
             }
-            ++seen;
-            if (body == nullptr) return;
+            seen = job_of(gate.load());
+            if (stopping.load()) return;
+            if (!enter()) continue;
             body(context, thread);
-            if (busy.fetch_sub(1) == 1 && caller_asleep.load()) {
-                { std::lock_guard<std::mutex> lock(mutex); }
-                all_done.notify_one();
-            }
+            leave();
         }
     }
 
     void stop() {
-        start_job(nullptr, nullptr);
+        stopping.store(true);
+        next_job(0);  // there is nothing to enter
         for (std::thread& worker : workers) worker.join();
     }
 };
@@ -193,10 +225,9 @@ Pool::~Pool() {
 
 void Pool::run_raw(RunBody body, void* context) {
     FloatMode mode;
-    if (num_threads_ == 1) return body(context, 0);
-    state_->start_job(body, context);
+    state_->open(body, context);
     body(context, 0);
-    state_->await_workers();
+    state_->close();
 }
 
 void Pool::deal_raw(int64_t n, int64_t grain, DealBody body, void* context) {
@@ -213,7 +244,7 @@ void Pool::deal_raw(int64_t n, int64_t grain, DealBody body, void* context) {
             static_cast<uint32_t>(chunks * thread / num_threads_),
             static_cast<uint32_t>(chunks * (thread + 1) / num_threads_));
     }
-    run([&](int thread) {
+    const auto take_part = [&](int thread) {
         const auto compute = [&](int64_t chunk) {
             const int64_t end = (chunk + 1) * grain;
             body(context, chunk * grain, end < n ? end : n, thread);
@@ -226,7 +257,9 @@ void Pool::deal_raw(int64_t n, int64_t grain, DealBody body, void* context) {
             Run& victim = runs[static_cast<size_t>((thread + other) % num_threads_)];
             for (int64_t chunk; (chunk = victim.take_back()) >= 0;) compute(chunk);
         }
-    });
+    };
+    run_raw([](void* part, int thread) { (*static_cast<decltype(take_part)*>(part))(thread); },
+            const_cast<void*>(static_cast<const void*>(&take_part)));
 }
 
 }  // namespace quire

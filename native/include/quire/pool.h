@@ -21,15 +21,9 @@ class Pool {
     __attribute__((always_inline)) int num_threads() const { return num_threads_; }
     __attribute__((always_inline)) const KernelTable& kernels() const { return kernels_; }
 
-    // body(thread) once on each thread; returns when all are done.
-    template <class Body>
-    void run(Body&& body) {
-        run_raw([](void* context, int thread) { (*static_cast<Naked<Body>*>(context))(thread); },
-                const_cast<void*>(static_cast<const void*>(&body)));
-    }
-
     // body(begin, end, thread) over 0..n in chunks of at most `grain`. Each thread walks one
-    // contiguous run from its front; who is done takes chunks from the far end of another's.
+    // contiguous run from its front; who is done takes chunks from the far end of another's, and
+    // a worker that has not even started is not waited for.
     // With at most one chunk, or one thread, the caller does all of it.
     template <class Body>
     void deal(int64_t n, int64_t grain, Body&& body) {
