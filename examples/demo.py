@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -75,13 +76,20 @@ def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     print("[3/3] starting the server: quire serve (the model in the box)")
-    server = subprocess.Popen([sys.executable, "-m", "quire", "serve", "--port", str(port)])
-    try:
-        wait_until_ready(url, server)
-        stream_answer(url)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(timeout=30)
+    command = [sys.executable, "-m", "quire", "serve", "--port", str(port)]
+    # The log goes aside, so that it does not run into the story; it is shown if anything fails.
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stderr=log)
+        try:
+            wait_until_ready(url, server)
+            stream_answer(url)
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace"))
+            raise
+        finally:
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(timeout=30)
     print(f"server stopped, exit code {code}\n")
     bin_dir = sys.executable.rsplit("/", 1)[0]
     print("The model in the box is a toy. Try next:")
