@@ -23,6 +23,7 @@ from quire.base.errors import QuireError
 
 _POLLED = frozenset({"/health", "/metrics"})
 _GONE = 499
+_FAULT = 500
 
 
 class Edge:
@@ -79,13 +80,14 @@ class Edge:
 
     def _note(self, scope: Scope, exchange: _Exchange, *, took_ms: float) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
-        self._serving.metrics.answered(route=route, status=exchange.status)
-        if route in _POLLED and exchange.status < 400:
+        status = exchange.status or _FAULT  # none began, and the caller did not leave
+        self._serving.metrics.answered(route=route, status=status)
+        if route in _POLLED and status < 400:
             return
         fields: dict[str, str | int | float] = {
             "method": scope["method"],
             "route": route,
-            "status": exchange.status,
+            "status": status,
             "took_ms": round(took_ms, 1),
         }
         answers = scope["state"].get("answers")

@@ -19,7 +19,13 @@ _SHORT_CHARS = 4096
 
 
 async def encode(engine: Engine, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids of `text`. The tokenizer works without the interpreter lock."""
+    """The ids of `text`. A text too long for the context in any tokens is not even looked at.
+
+    Raises ContextTooLong and InvalidParameter.
+    """
+    least_tokens = engine.tokenizer.least_tokens(text)
+    if least_tokens >= engine.card.max_model_len:
+        raise _too_long(engine, f"{len(text)} characters, so at least {least_tokens}")
     if len(text) <= _SHORT_CHARS:
         return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(
@@ -31,11 +37,7 @@ def checked_ids(engine: Engine, token_ids: Sequence[Any]) -> list[int]:
     """Token ids a caller gave. Raises InvalidParameter, and ContextTooLong with both numbers."""
     card = engine.card
     if len(token_ids) >= card.max_model_len:
-        raise ContextTooLong(
-            f"the prompt has {len(token_ids)} tokens; prompt and output together may have "
-            f"{card.max_model_len}, and at least one token of output is needed; shorten the prompt",
-            param="prompt",
-        )
+        raise _too_long(engine, str(len(token_ids)))
     if not token_ids:
         raise InvalidParameter(
             "the prompt is an empty list; give at least one token id", param="prompt"
@@ -48,3 +50,12 @@ def checked_ids(engine: Engine, token_ids: Sequence[Any]) -> list[int]:
                 param="prompt",
             )
     return list(token_ids)
+
+
+def _too_long(engine: Engine, num_tokens: str) -> ContextTooLong:
+    return ContextTooLong(
+        f"the prompt has {num_tokens} tokens; prompt and output together may have "
+        f"{engine.card.max_model_len}, and at least one token of output is needed; shorten the "
+        "prompt",
+        param="prompt",
+    )

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -36,6 +37,8 @@ _LAST_WORDS_S = 3.0
 # After the engine's death /health answers for so long, so that whoever watches sees why.
 _LINGER_S = 1.0
 _KEEP_ALIVE_S = 75
+# Threads for what would hold up the event loop: large bodies, long texts, slow templates.
+_NUM_THREADS = 4
 
 
 class StartingEngine(Engine, Protocol):
@@ -77,6 +80,7 @@ class _Life:
     async def run(self) -> int:
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         serving = Serving(self._config, Metrics(), self._log)

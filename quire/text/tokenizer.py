@@ -11,15 +11,17 @@ clean_up_tokenization_spaces: text that was sent cannot be cleaned up afterwards
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.errors import InvalidParameter, QuireError, TokenizerError
 from quire.text.detokenizer import Detokenizer
 from quire.text.pieces import PieceTable
+from quire.text.token_bound import most_bytes_a_token
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -31,6 +33,8 @@ _NAMED_TOKENS = (
     "mask_token",
 )
 _SHOWN_FILES = 12
+# Shorter texts take less than a millisecond, and the library's batch call costs more than they do.
+_SHORT_CHARS = 2048
 
 
 class Tokenizer:
@@ -62,6 +66,7 @@ class Tokenizer:
             num_ids=self.vocab_size,
             decoder_json=None if decoder is None else decoder.__getstate__(),
         )
+        self._most_bytes = most_bytes_a_token(backend)
 
     @classmethod
     def load(cls, path: Path, *, vocab_size: int = 0) -> Tokenizer:
@@ -73,25 +78,36 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(_what_is_there(path))
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(
-                f"{file}: cannot be read as a tokenizer ({error}); copy it again, or re-export it "
-                f"for tokenizers {tokenizers.__version__}"
-            ) from error
+        with _panics_become(lambda why: _unreadable(file, why)):
+            try:
+                backend = tokenizers.Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises bare Exception
+                raise _unreadable(file, error) from error
         config = read_json(path / "special_tokens_map.json")
         config.update(read_json(path / "tokenizer_config.json"))
-        return cls(backend, config=config, vocab_size=vocab_size)
+        with _panics_become(lambda why: _unreadable(file, why)):
+            return cls(backend, config=config, vocab_size=vocab_size)
+
+    def least_tokens(self, text: str) -> int:
+        """Fewer tokens than this `text` cannot have; 0 where its length says nothing."""
+        if self._most_bytes is None:
+            return 0
+        return -(-len(text.encode(errors="surrogatepass")) // self._most_bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the model's opening and closing tokens unless told otherwise.
 
-        Special tokens written out in the text become their ids. The work runs without the
-        interpreter lock. Raises InvalidParameter for text that is not valid Unicode.
+        Special tokens written out in the text become their ids. A long text is worked on without
+        the interpreter lock: of the library's calls only those for batches let go of it. Raises
+        InvalidParameter for text that is not valid Unicode, or that the tokenizer cannot cope with.
         """
         _check_unicode(text)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        with _panics_become(_unencodable):
+            if len(text) <= _SHORT_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=False)
+            else:
+                encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+            ids: list[int] = encoding.ids
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -146,6 +162,30 @@ class Tokenizer:
                 f"name one of its tokens, or set add_{name} to false"
             )
         return id_
+
+
+@contextmanager
+def _panics_become(error_of: Callable[[BaseException], QuireError]) -> Iterator[None]:
+    """A panic inside the library is raised as a BaseException that no other net would catch."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise error_of(error) from error
+
+
+def _unreadable(file: Path, why: BaseException) -> TokenizerError:
+    return TokenizerError(
+        f"{file}: cannot be read as a tokenizer ({why}); copy it again, or re-export it for "
+        f"tokenizers {tokenizers.__version__}"
+    )
+
+
+def _unencodable(why: BaseException) -> InvalidParameter:
+    return InvalidParameter(
+        f"the model's tokenizer fails on this text ({str(why)[:200]}); send another", param="prompt"
+    )
 
 
 def _check_unicode(text: object) -> None:

@@ -51,6 +51,9 @@ class ByteTokenizer:
         before = [self._bos] if add_special_tokens and self._bos is not None else []
         return [*before, *text.encode()]
 
+    def least_tokens(self, text: str) -> int:
+        return len(text.encode(errors="surrogatepass"))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 

@@ -257,3 +257,35 @@ def test_the_fake_engine_says_its_script() -> None:
         assert reply.json["choices"][0]["text"] == "xyz"
 
     run(exchange)
+
+
+def test_what_ends_without_a_status_is_counted_as_a_fault() -> None:
+    class Panic(BaseException):
+        pass
+
+    def panics(*_: Any, **__: Any) -> Any:
+        raise Panic
+
+    async def exchange() -> None:
+        site = Site()
+        site.engine.tokenizer.encode = panics
+        with pytest.raises(Panic):
+            await site.post("/v1/completions", {"prompt": "a"})
+        assert "status=500" in site.log.getvalue()
+
+    run(exchange)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
+    async def exchange() -> None:
+        site = Site()
+        site.engine.tokenizer.encode = None
+        for path, body in (
+            ("/v1/completions", {"prompt": "a" * 6000}),
+            (CHAT, {"messages": [{"role": "user", "content": "a" * 6000}]}),
+        ):
+            reply = await site.post(path, body)
+            assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+            assert "at least 60" in reply.error["message"]
+
+    run(exchange)

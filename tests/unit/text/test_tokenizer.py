@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,58 @@ def test_the_story_of_stories260k_decodes_as_published() -> None:
     greedy = json.loads((folder / "greedy_200.json").read_text(encoding="utf-8"))
     assert tokenizer.decode(greedy["prompt_ids"] + greedy["ids"]) == greedy["text"]
     assert tokenizer.encode("") == greedy["prompt_ids"]
+
+
+def test_a_long_text_has_the_ids_of_the_library_and_does_not_hold_the_interpreter() -> None:
+    text = "".join(LINES) * 4000
+    tokenizer, library = made(byte_level_json()), reference(byte_level_json())
+    others, ended = 0, threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not ended.wait(0.002):
+        others += 1
+    thread.join()
+    assert others > 10  # held all the time it is one or two
+    assert tokenizer.encode(text[:9000]) == library.encode(text[:9000]).ids
+
+
+@pytest.mark.parametrize("tokenizer_json", [byte_level_json(), metaspace_json()])
+@pytest.mark.parametrize("text", [*LINES, "</s>" * 50, " " * 700, "<tool>\n", "a" * 99, "\0"])
+def test_no_text_has_fewer_tokens_than_its_length_says(tokenizer_json: str, text: str) -> None:
+    tokenizer = made(tokenizer_json)
+    assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _with(**parts: object) -> str:
+    return json.dumps({**json.loads(byte_level_json()), **parts})
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_json", "bounded"),
+    [
+        (_with(normalizer={"type": "NFC"}), True),
+        (_with(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), False),
+        (_with(normalizer={"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a"}), False),
+        (_with(pre_tokenizer={"type": "Whitespace"}), False),
+        (_with(pre_tokenizer=None), False),
+    ],
+)
+def test_where_text_may_be_swallowed_its_length_says_nothing(
+    tokenizer_json: str, bounded: bool
+) -> None:
+    assert bool(made(tokenizer_json).least_tokens("a" * 1000)) == bounded
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(tmp_path: Path) -> None:
+    broken = _with(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        Tokenizer.load(write_folder(tmp_path, broken, None))
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    slow = _with(pre_tokenizer={**split, "invert": False})
+    with pytest.raises(InvalidParameter, match="tokenizer fails"):
+        made(slow).encode("a" * 40 + "!")

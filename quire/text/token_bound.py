@@ -1,0 +1,98 @@
+"""How many bytes of text one token can stand for at most, read off a tokenizer's definition.
+
+With it a text that can never fit a context is refused by its length, before it is tokenized. Says
+None wherever a part could swallow text without bound (unknown words fused, spaces removed, text
+normalized away): an unknown part counts as such. Always holds: a text of B bytes becomes at least
+B / bound tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Mapping, Set
+from typing import Any
+
+import tokenizers
+
+# Compatibility composition turns at most four bytes into one (a mathematical letter into ASCII).
+_UNICODE_FORMS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4}
+_KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
+_NUM_BYTES = 256
+
+
+def most_bytes_a_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The bound in bytes of UTF-8; None where there is none."""
+    shrinks = [_shrink(part) for part in _parts(backend.normalizer, "normalizers")]
+    splits = list(_parts(backend.pre_tokenizer, "pretokenizers"))
+    factors = [factor for factor in shrinks if factor is not None]
+    if len(factors) < len(shrinks) or not all(map(_keeps_text, splits)):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True).keys()
+    is_byte_level = any(part.get("type") == "ByteLevel" for part in splits)
+    if not _has_all_bytes(backend.model, vocabulary, is_byte_level=is_byte_level):
+        return None
+    # Text may match an added token after it was normalized, and so may have been taken apart.
+    apart = [unicodedata.normalize("NFKD", token.content) for token in added]
+    longest = max(len(token.encode()) for token in (*vocabulary, *apart))
+    return longest * math.prod(factors)
+
+
+def _parts(step: Any, name: str) -> list[Mapping[str, Any]]:
+    """The parts of a step, as tokenizer.json writes them: none, one, or a sequence."""
+    if step is None:
+        return []
+    waiting, parts = [json.loads(step.__getstate__())], []
+    while waiting:
+        part = waiting.pop()
+        if part.get("type") == "Sequence":
+            waiting += part.get(name) or ()
+        else:
+            parts.append(part)
+    return parts
+
+
+def _shrink(part: Mapping[str, Any]) -> int | None:
+    """By what factor a normalizer may shorten text; None: without bound."""
+    kind = part.get("type")
+    if kind in ("Prepend", "ByteLevel"):
+        return 1
+    if kind == "Replace":
+        pattern = (part.get("pattern") or {}).get("String")
+        content = part.get("content")
+        if isinstance(pattern, str) and isinstance(content, str) and content:
+            return max(1, -(-len(pattern.encode()) // len(content.encode())))
+        return None
+    return _UNICODE_FORMS.get(str(kind))
+
+
+def _keeps_text(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    if kind == "Split":
+        return part.get("behavior") in _KEEPING_SPLITS
+    if kind == "Metaspace":
+        return len(str(part.get("replacement", ""))) == 1
+    return kind in ("ByteLevel", "Digits")
+
+
+def _has_all_bytes(
+    model: tokenizers.models.Model, vocabulary: Set[str], *, is_byte_level: bool
+) -> bool:
+    """Whether the model has a token for each byte, so that nothing is unknown or left out."""
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if is_byte_level:
+        return all(character in vocabulary for character in _byte_level_alphabet())
+    bytes_known = all(f"<0x{byte:02X}>" in vocabulary for byte in range(_NUM_BYTES))
+    return bool(model.byte_fallback) and bytes_known
+
+
+def _byte_level_alphabet() -> str:
+    """The 256 characters that stand for bytes (GPT-2's table)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    num_hidden = _NUM_BYTES - len(shown)
+    return "".join(map(chr, [*shown, *range(0x100, 0x100 + num_hidden)]))
