@@ -3,7 +3,7 @@
     client = EngineClient.spawn(config)        # returns at once; the engine starts beside us
     await client.ready()                       # raises what the engine could not do
     async for delta in client.generate(prompt_ids, sampling, request_id="r1"): ...
-    await client.drain(grace_s=30); await client.close()
+    await client.close()
 
 Makes Requests (one a stream), sends them, and turns what comes back into text. Knows no HTTP and
 no scheduling. Always holds: each open generate ends, by a finish reason or by an error; a dead
@@ -17,8 +17,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from quire.base.clock import Clock
-from quire.base.errors import InvalidParameter, QuireError, ShuttingDown, WorkerError
-from quire.base.records import EngineStats, Request, RequestOutput
+from quire.base.errors import InvalidParameter, QuireError, WorkerError
+from quire.base.records import EngineStats, Request
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig
 from quire.engine.card import EngineState, Health, ModelCard
@@ -39,14 +39,14 @@ from quire.engine.messages import (
     error_of,
     fault_of,
 )
-from quire.engine.output import OutputStream, TextDelta
+from quire.engine.output import TextDelta
 from quire.engine.requests import default_sampling, make_requests
+from quire.engine.streams import OpenStreams
 from quire.engine.text_side import load_text_side
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
-# After its grace a drain aborts what is left, and waits this long for the last words.
-_LAST_WORDS_S = 5.0
+_Queue = asyncio.Queue[TextDelta | Fault]
 
 
 class Link(Protocol):
@@ -93,10 +93,8 @@ class EngineClient:
         self._closed = False
         self._fault: Fault | None = None
         self._started: asyncio.Future[ModelCard] | None = None
-        self._open: dict[str, asyncio.Queue[RequestOutput | Fault]] = {}
-        self._groups: dict[str, tuple[str, ...]] = {}
-        self._none_open = asyncio.Event()
-        self._none_open.set()
+        self._streams: OpenStreams[_Queue] = OpenStreams()
+        self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
         self._progress_ms = 0.0
 
     @classmethod
@@ -160,52 +158,38 @@ class EngineClient:
 
         An async generator: close it (`aclose`) to abort what still runs. Raises at the first
         step RequestError where the request cannot be served (ContextTooLong with both numbers),
-        OverloadedError where the queue is full, ShuttingDown while draining, and at any step
-        WorkerError where the engine died. An error of one stream comes as a delta with
-        finish_reason "error" and does not end the others.
+        OverloadedError where the queue is full, and at any step WorkerError where the engine
+        died. An error of one stream comes as a delta with finish_reason "error" and does not end
+        the others.
         """
         self._check_takes_requests(request_id)
         requests = make_requests(
             self.card,
             prompt_ids,
             sampling,
-            request_id=request_id,
+            request_id=self._streams.fresh_id(request_id),
             priority=priority,
             arrival_ms=self._clock.now_ms(),
         )
-        streams = {
-            request.request_id: OutputStream(self.tokenizer, request) for request in requests
-        }
-        queue = self._register(request_id, requests)
+        queue, stream_ids = self._register(request_id, requests)
         try:
             if not self._link.send(Submit(requests=requests)):
                 raise WorkerError("the engine takes no messages; it is gone, or about to be")
-            while streams:
-                output = await queue.get()
-                if isinstance(output, Fault):
-                    raise error_of(output)
-                stream = streams.get(output.request_id)
-                if stream is None:
-                    continue  # its stop string came first; the engine did not know yet
-                delta = stream.push(output)
-                if stream.finished or output.finish_reason is not None:
-                    del streams[output.request_id]
-                    self._forget(output.request_id)
-                if stream.wants_abort and output.finish_reason is None:
-                    self._send_abort((output.request_id,))
-                if delta is not None:
-                    yield delta
+            num_open = len(requests)
+            while num_open:
+                said = await queue.get()
+                if isinstance(said, Fault):
+                    raise error_of(said)
+                if said.finish_reason is not None:
+                    num_open -= 1
+                yield said
         finally:
-            still_open = tuple(id_ for id_ in streams if id_ in self._open)
-            for stream_id in streams:
-                self._forget(stream_id)
-            self._groups.pop(request_id, None)
-            self._send_abort(still_open)
+            del self._callers[request_id]
+            self._send_abort(self._streams.close(stream_ids))
 
     async def abort(self, request_id: str) -> None:
         """End the streams of a request; its generator yields their last deltas ("abort")."""
-        streams = self._groups.get(request_id, ())
-        self._send_abort(tuple(id_ for id_ in streams if id_ in self._open))
+        self._send_abort(self._callers.get(request_id, ()))
 
     def health(self) -> Health:
         """Progress: ok only in state ready, and if steps advance while work is pending."""
@@ -215,24 +199,17 @@ class EngineClient:
             reason = self._fault.message if self._fault is not None else "the engine is gone"
         elif self._state != "ready":
             reason = f"the engine is {self._state}"
-        elif self._open and quiet_ms > self._watchdog_ms:
-            reason = f"{len(self._open)} requests are open and no step ended for {quiet_ms:.0f} ms"
+        elif self._streams and quiet_ms > self._watchdog_ms:
+            reason = (
+                f"{len(self._streams)} requests are open and no step ended for {quiet_ms:.0f} ms"
+            )
         return Health(
             ok=not reason,
             state=self._state,
             reason=reason,
-            pending=len(self._open),
+            pending=len(self._streams),
             steps_total=self.stats.steps_total,
         )
-
-    async def drain(self, grace_s: float) -> None:
-        """Take nothing new, let open streams finish for `grace_s`, then abort the rest."""
-        if self._state in ("starting", "ready"):
-            self._state = "draining"
-        if await self._ended_within(grace_s):
-            return
-        self._send_abort(tuple(self._open))
-        await self._ended_within(_LAST_WORDS_S)
 
     async def close(self) -> None:
         """End the engine; open streams get WorkerError. Does not set `dead`. Twice is once."""
@@ -251,13 +228,13 @@ class EngineClient:
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(self.stats)
-            for output in message.outputs or ():
-                if (queue := self._open.get(output.request_id)) is not None:
-                    queue.put_nowait(output)
+            said, past_end = self._streams.take(message)
+            for queue, delta in said:
+                queue.put_nowait(delta)
+            self._send_abort(past_end)
         elif isinstance(message, Refused):
-            for stream_id in message.request_ids:
-                if (queue := self._open.pop(stream_id, None)) is not None:
-                    queue.put_nowait(message.fault)
+            for queue in self._streams.end(message.request_ids):
+                queue.put_nowait(message.fault)
         elif isinstance(message, Failed):
             self._die(message.fault)
         elif isinstance(message, Ready):
@@ -291,21 +268,17 @@ class EngineClient:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error_of(fault))
             self._started.exception()  # somebody may have stopped waiting
-        for queue in {id(queue): queue for queue in self._open.values()}.values():
+        for queue in self._streams.end():
             queue.put_nowait(fault)
-        self._open.clear()
-        self._none_open.set()
 
     # ---- open streams
 
     def _check_takes_requests(self, request_id: str) -> None:
         if self._state == "dead":
             raise error_of(self._fault) if self._fault else WorkerError("the engine is gone")
-        if self._state == "draining":
-            raise ShuttingDown("the server is shutting down and takes no new requests; try another")
         if self._state == "starting":
             raise WorkerError("the engine is still starting; wait for ready()")
-        if request_id in self._groups:
+        if request_id in self._callers:
             raise InvalidParameter(
                 f"request id {request_id!r} is in use by a request that still runs; use another",
                 param="request_id",
@@ -313,27 +286,15 @@ class EngineClient:
 
     def _register(
         self, request_id: str, requests: tuple[Request, ...]
-    ) -> asyncio.Queue[RequestOutput | Fault]:
-        if not self._open:
+    ) -> tuple[_Queue, tuple[str, ...]]:
+        if not self._streams:
             self._progress_ms = self._clock.now_ms()
-        queue: asyncio.Queue[RequestOutput | Fault] = asyncio.Queue()
-        self._groups[request_id] = tuple(request.request_id for request in requests)
-        self._open.update(dict.fromkeys(self._groups[request_id], queue))
-        self._none_open.clear()
-        return queue
-
-    def _forget(self, stream_id: str) -> None:
-        self._open.pop(stream_id, None)
-        if not self._open:
-            self._none_open.set()
+        queue: _Queue = asyncio.Queue()
+        self._streams.open(self.tokenizer, requests, queue)
+        stream_ids = tuple(request.request_id for request in requests)
+        self._callers[request_id] = stream_ids
+        return queue, stream_ids
 
     def _send_abort(self, stream_ids: tuple[str, ...]) -> None:
         if stream_ids and self._state != "dead":
             self._link.send(Abort(request_ids=stream_ids))
-
-    async def _ended_within(self, wait_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self._none_open.wait(), wait_s)
-        except TimeoutError:
-            return False
-        return True

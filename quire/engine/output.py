@@ -59,8 +59,8 @@ class TextDelta:
 class OutputStream:
     """Turns the RequestOutputs of one Request into TextDeltas.
 
-    finished: the last delta was given out. wants_abort: a stop string ended the stream before
-    the engine knew; whoever holds the stream should abort the request.
+    finished: the last delta was given out. wants_abort: a stop string or a failure ended the
+    stream before the engine knew; whoever holds the stream should abort the request.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -101,6 +101,13 @@ class OutputStream:
             text += self._stops.flush()
             return self._last(text, num_tokens, output.finish_reason, stop_reason, output.error)
         return self._delta(text, self._num_complete_tokens()) if text else None
+
+    def fail(self, error: Exception, *, engine_knows: bool) -> TextDelta:
+        """End the stream because its tokens could not be made text."""
+        self.wants_abort = not engine_knows
+        self._waiting_logprobs.clear()
+        why = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
+        return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
 
     def _note(self, output: RequestOutput) -> None:
         self._waiting_ids += output.token_ids

@@ -14,7 +14,6 @@ from quire.base.errors import (
     ContextTooLong,
     InvalidParameter,
     OverloadedError,
-    ShuttingDown,
     WorkerError,
 )
 from quire.base.records import NO_INTS, EngineStats, FinishReason, RequestOutput, StepOutputs
@@ -36,7 +35,7 @@ from quire.engine.messages import (
     ToEngine,
     fault_of,
 )
-from quire.engine.output import TextDelta
+from quire.engine.output import OutputStream, TextDelta
 
 CARD = ModelCard(
     name="m",
@@ -79,8 +78,25 @@ class ScriptedLink:
     async def close(self) -> None:
         self.num_closed += 1
 
-    def tokens(self, stream_id: str, *token_ids: int, step: int = 0, **more: Any) -> None:
+    def stream_id(self, name: str) -> str:
+        """What the engine knows the stream "caller's id/stream" by, of the latest such request."""
+        caller, _, stream = name.partition("/")
+        submits = [message for message in self.sent if isinstance(message, Submit)]
+        ids = [request.request_id for submit in submits for request in submit.requests]
+        return [id_ for id_ in ids if id_.startswith(f"{caller}#") and id_.endswith(f"/{stream}")][
+            -1
+        ]
+
+    def aborted(self, name: str) -> list[ToEngine]:
+        """The one message that ends the stream."""
+        return [Abort(request_ids=(self.stream_id(name),))]
+
+    def tokens(self, name: str, *token_ids: int, step: int = 0, **more: Any) -> None:
         """Say that a stream got tokens."""
+        self.tokens_of(self.stream_id(name), *token_ids, step=step, **more)
+
+    def tokens_of(self, stream_id: str, *token_ids: int, step: int = 0, **more: Any) -> None:
+        """Say it by the engine's own name of the stream."""
         output = RequestOutput(request_id=stream_id, token_ids=token_ids, **more)
         outputs = StepOutputs(step=step, request_ids=[], token_ids=NO_INTS, events=(output,))
         self.say(Outputs(outputs=outputs, stats=EngineStats(steps_total=step)))
@@ -224,7 +240,7 @@ def test_closing_a_generator_aborts_what_still_runs(model: Path) -> None:
         rig.link.tokens("r/1", 42, finish_reason=FinishReason.STOP)
         await first
         await deltas.aclose()  # type: ignore[attr-defined]
-        assert rig.link.sent[1:] == [Abort(request_ids=("r/0",))]
+        assert rig.link.sent[1:] == rig.link.aborted("r/0")
         assert rig.client.health().pending == 0
         rig.link.tokens("r/0", finish_reason=FinishReason.ABORT)  # late, and nobody minds
 
@@ -238,7 +254,7 @@ def test_a_cancelled_consumer_aborts_too(model: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.sleep(0)
-        assert rig.link.sent[1:] == [Abort(request_ids=("r/0",))]
+        assert rig.link.sent[1:] == rig.link.aborted("r/0")
 
     run(model, story)
 
@@ -252,7 +268,7 @@ def test_a_stop_string_ends_the_stream_before_the_engine_knows(model: Path) -> N
         deltas = await task
         assert "".join(delta.text for delta in deltas) == "one "
         assert deltas[-1].stop_reason == "two"
-        assert rig.link.sent[1:] == [Abort(request_ids=("r/0",))]
+        assert rig.link.sent[1:] == rig.link.aborted("r/0")
 
     run(model, story)
 
@@ -262,7 +278,7 @@ def test_an_abort_by_id_ends_the_generator_with_the_engines_last_word(model: Pat
         task = await _started(rig, rig.ask())
         await rig.client.abort("r")
         await rig.client.abort("nobody")
-        assert rig.link.sent[1:] == [Abort(request_ids=("r/0",))]
+        assert rig.link.sent[1:] == rig.link.aborted("r/0")
         rig.link.tokens("r/0", finish_reason=FinishReason.ABORT)
         assert (await task)[-1].finish_reason is FinishReason.ABORT
 
@@ -272,7 +288,7 @@ def test_an_abort_by_id_ends_the_generator_with_the_engines_last_word(model: Pat
 def test_a_refusal_is_raised_as_what_it_is(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask(n=3))
-        ids = tuple(f"r/{stream}" for stream in range(3))
+        ids = tuple(rig.link.stream_id(f"r/{stream}") for stream in range(3))
         fault = fault_of(OverloadedError("busy", retry_after_s=1.0))
         rig.link.say(Refused(request_ids=ids, fault=fault))
         with pytest.raises(OverloadedError, match="busy"):
@@ -319,6 +335,26 @@ def test_an_id_that_is_in_use_is_refused_and_free_again_afterwards(model: Path) 
     run(model, story)
 
 
+def test_what_comes_late_for_a_stream_that_ended_reaches_no_later_one_of_its_name(
+    model: Path,
+) -> None:
+    async def story(rig: Rig) -> None:
+        task = await _started(rig, rig.ask())
+        late = rig.link.stream_id("r/0")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        task = await _started(rig, rig.ask())
+        assert rig.link.stream_id("r/0") != late
+        rig.link.tokens_of(late, 99)
+        rig.link.tokens_of(late, finish_reason=FinishReason.ABORT)
+        rig.link.tokens("r/0", 42, finish_reason=FinishReason.LENGTH)
+        deltas = await task
+        assert [id_ for delta in deltas for id_ in delta.token_ids] == [42]
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+    run(model, story)
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_dead_engine_raises_in_every_open_generate_and_in_later_ones(
     model: Path, told: bool
@@ -360,33 +396,47 @@ def test_health_says_no_when_work_is_pending_and_no_step_ends(model: Path) -> No
     run(model, story, watchdog_s=0.1)
 
 
-def test_a_drain_takes_nothing_new_and_waits_for_what_is_open(model: Path) -> None:
+def test_what_nobody_has_read_yet_is_not_pending_once_the_engine_has_finished_it(
+    model: Path,
+) -> None:
     async def story(rig: Rig) -> None:
-        task = await _started(rig, rig.ask())
-        drained = asyncio.create_task(rig.client.drain(grace_s=20))
-        await asyncio.sleep(0)
-        with pytest.raises(ShuttingDown):
-            await _all(rig.ask(request_id="late"))
-        assert rig.client.health().state == "draining"
-        assert not rig.client.health().ok
-        rig.link.tokens("r/0", finish_reason=FinishReason.STOP)
-        await drained
-        assert (await task)[-1].finish_reason is FinishReason.STOP
-        assert not any(isinstance(message, Abort) for message in rig.link.sent)
+        deltas = rig.ask(stop=("two",))
+        first = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0.01)
+        rig.link.tokens("r/0", 40, step=1)
+        await first
+        for token_id in rig.client.tokenizer.encode("one two three", add_special_tokens=False):
+            rig.link.tokens("r/0", token_id, step=2)
+        assert rig.client.health().pending == 0
+        assert rig.link.sent[1:] == rig.link.aborted("r/0")
+        await asyncio.sleep(0.2)
+        assert rig.client.health().ok
+        assert (await _all(deltas))[-1].finish_reason is FinishReason.STOP
 
-    run(model, story)
+    run(model, story, watchdog_s=0.1)
 
 
-def test_a_drain_aborts_what_is_open_after_its_grace(model: Path) -> None:
+def test_text_that_cannot_be_made_ends_its_stream_and_no_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def push(stream: OutputStream, output: RequestOutput) -> TextDelta | None:
+        if 41 in output.token_ids:
+            raise ValueError("no such token")
+        return real_push(stream, output)
+
+    real_push = OutputStream.push
+    monkeypatch.setattr(OutputStream, "push", push)
+
     async def story(rig: Rig) -> None:
-        task = await _started(rig, rig.ask())
-        drained = asyncio.create_task(rig.client.drain(grace_s=0.01))
-        while len(rig.link.sent) == 1:
-            await asyncio.sleep(0.001)
-        assert rig.link.sent[1:] == [Abort(request_ids=("r/0",))]
-        rig.link.tokens("r/0", finish_reason=FinishReason.ABORT)
-        await drained
-        assert (await task)[-1].finish_reason is FinishReason.ABORT
+        bad = await _started(rig, rig.ask(request_id="bad"))
+        good = await _started(rig, rig.ask(request_id="good"))
+        rig.link.tokens("bad/0", 41)
+        rig.link.tokens("good/0", 42, finish_reason=FinishReason.STOP)
+        (delta,) = await bad
+        assert (delta.finish_reason, delta.token_ids) == (FinishReason.ERROR, ())
+        assert "ValueError: no such token" in str(delta.error)
+        assert rig.link.sent[2:] == rig.link.aborted("bad/0")
+        assert (await good)[-1].finish_reason is FinishReason.STOP
 
     run(model, story)
 

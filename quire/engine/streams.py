@@ -1,0 +1,79 @@
+"""OpenStreams: the streams an engine has not finished, and who waits for each of them.
+
+Used by all that talk to an engine, EngineClient and LLM, whatever their owners do with text.
+Knows no transport. Always holds: no two streams of an engine have had the same id, so what comes
+late for one that has ended reaches nobody; a stream leaves when the engine says its last word,
+when its stop string came or when its owner lets go, never when somebody gets round to reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+from quire.base.records import Request, RequestOutput
+from quire.engine.messages import Outputs
+from quire.engine.output import OutputStream, TextDelta
+from quire.text.tokenizer import Tokenizer
+
+Owner = TypeVar("Owner")
+
+
+class OpenStreams(Generic[Owner]):
+    """Streams by the id the engine knows them by, each with its text and its owner."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[OutputStream, Owner]] = {}
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        """How many streams the engine has not finished."""
+        return len(self._open)
+
+    def fresh_id(self, request_id: str) -> str:
+        """An id for the engine: the caller's may come again, the number in it never does."""
+        self._num_requests += 1
+        return f"{request_id}#{self._num_requests}"
+
+    def open(self, tokenizer: Tokenizer, requests: Sequence[Request], owner: Owner) -> None:
+        """Expect outputs of these requests; the text goes to `owner`."""
+        for request in requests:
+            self._open[request.request_id] = (OutputStream(tokenizer, request), owner)
+
+    def take(self, message: Outputs) -> tuple[list[tuple[Owner, TextDelta]], tuple[str, ...]]:
+        """What a step says to whom, and the streams that ended before the engine knew.
+
+        The latter are to be aborted. Outputs of streams that are not open (any more) are dropped.
+        """
+        said: list[tuple[Owner, TextDelta]] = []
+        past_end: list[str] = []
+        for output in message.outputs or ():
+            found = self._open.get(output.request_id)
+            if found is None:
+                continue
+            stream, owner = found
+            delta = _pushed(stream, output)
+            if stream.finished:
+                del self._open[output.request_id]
+                if stream.wants_abort:
+                    past_end.append(output.request_id)
+            if delta is not None:
+                said.append((owner, delta))
+        return said, tuple(past_end)
+
+    def close(self, stream_ids: Iterable[str]) -> tuple[str, ...]:
+        """Expect nothing more of these streams; those that were open."""
+        return tuple(id_ for id_ in stream_ids if self._open.pop(id_, None) is not None)
+
+    def end(self, stream_ids: Iterable[str] | None = None) -> list[Owner]:
+        """Close these streams (None: all) and tell whose they were, each owner once."""
+        ids = list(self._open) if stream_ids is None else stream_ids
+        owners = [self._open.pop(id_)[1] for id_ in ids if id_ in self._open]
+        return list({id(owner): owner for owner in owners}.values())
+
+
+def _pushed(stream: OutputStream, output: RequestOutput) -> TextDelta | None:
+    try:
+        return stream.push(output)
+    except Exception as error:  # noqa: BLE001  told to its owner; the step's other streams go on
+        return stream.fail(error, engine_knows=output.finish_reason is not None)
