@@ -47,7 +47,6 @@ class Engine(Protocol):
         sampling: SamplingParams,
         *,
         request_id: str,
-        priority: int = 0,
     ) -> AsyncIterator[TextDelta]: ...
 
     def health(self) -> Health: ...

@@ -54,7 +54,6 @@ class Request:
     stop_ids: tuple[int, ...]
     max_total_tokens: int
     arrival_ms: float
-    priority: int = 0
     cache_salt: str = ""
 
 

@@ -152,7 +152,6 @@ class EngineClient:
         sampling: SamplingParams,
         *,
         request_id: str,
-        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
@@ -168,7 +167,6 @@ class EngineClient:
             prompt_ids,
             sampling,
             request_id=self._streams.fresh_id(request_id),
-            priority=priority,
             arrival_ms=self._clock.now_ms(),
         )
         queue, stream_ids = self._register(request_id, requests)

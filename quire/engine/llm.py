@@ -16,16 +16,17 @@ import queue
 import secrets
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
 
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter, TokenizerError
-from quire.base.records import FinishReason, Request, RequestOutput
-from quire.base.sampling_params import SamplingParams
+from quire.base.records import FinishReason, Request
+from quire.base.sampling_params import MAX_N, SamplingParams
 from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.host import EngineThread
 from quire.engine.messages import (
@@ -40,8 +41,9 @@ from quire.engine.messages import (
     Submit,
     error_of,
 )
-from quire.engine.output import OutputStream, TextDelta, TokenText
+from quire.engine.output import TextDelta, TokenText
 from quire.engine.requests import default_sampling, make_requests
+from quire.engine.streams import OpenStreams
 from quire.engine.text_side import TextSide, load_text_side
 
 Prompt = str | Sequence[int]
@@ -111,9 +113,9 @@ class LLM:
         config = engine_config({"model": os.fspath(model), **settings})
         self._clock = Clock()
         self._inbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
-        self._engine = EngineThread(config, self._inbox.put)
+        self._engine = EngineThread(_with_room_for_any_request(config), self._inbox.put)
         self._fault: Fault | None = None
-        self._num_calls = 0
+        self._streams: OpenStreams[_Job] = OpenStreams()
         try:
             self._text = load_text_side(config.model)
             ready = self._until_ready()
@@ -191,7 +193,6 @@ class LLM:
     ) -> list[Answer]:
         all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
         samplings = self._samplings(sampling_params, all_ids)
-        self._num_calls += 1
         jobs = [
             _Job(
                 prompt if isinstance(prompt, str) else None,
@@ -199,14 +200,11 @@ class LLM:
                     self.card,
                     ids,
                     sampling,
-                    request_id=f"{self._num_calls}.{index}",
+                    request_id=self._streams.fresh_id("llm"),
                     arrival_ms=self._clock.now_ms(),
                 ),
-                self._text,
             )
-            for index, (prompt, ids, sampling) in enumerate(
-                zip(prompts, all_ids, samplings, strict=True)
-            )
+            for prompt, ids, sampling in zip(prompts, all_ids, samplings, strict=True)
         ]
         shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
         if not shown:
@@ -229,40 +227,42 @@ class LLM:
 
     def _finished(self, jobs: Sequence[_Job]) -> Iterator[_Job]:
         """Run all jobs; yields each as it ends. Few more are handed in than can run at once."""
-        waiting = deque(jobs)
-        running: dict[str, _Job] = {}
+        waiting, streams = deque(jobs), self._streams
         try:
-            while waiting or running:
-                while waiting and len(running) < self._most_streams:
+            while waiting or streams:
+                while waiting and self._has_room_for(waiting[0]):
                     job = waiting.popleft()
-                    running.update(dict.fromkeys(job.open_ids, job))
+                    streams.open(self._text.tokenizer, job.requests, job)
                     self._engine.send(Submit(requests=job.requests))
-                for output in self._next_outputs(running):
-                    job_of = running.get(output.request_id)
-                    if job_of is None:
-                        continue  # left over from a call that was interrupted, or past its stop
-                    if job_of.push(output):
-                        self._engine.send(Abort(request_ids=(output.request_id,)))
-                    if output.request_id not in job_of.open_ids:
-                        del running[output.request_id]
-                        if not job_of.open_ids:
-                            yield job_of
+                message = self._next_message()
+                if isinstance(message, Outputs):
+                    said, past_end = streams.take(message)
+                    if past_end:
+                        self._engine.send(Abort(request_ids=past_end))
+                    for job, delta in said:
+                        job.take(delta)
+                        if job.is_done:
+                            yield job
+                elif isinstance(message, Refused) and streams.end(message.request_ids):
+                    raise error_of(message.fault)
         finally:
-            if running:
-                self._engine.send(Abort(request_ids=tuple(running)))
+            left = streams.close(request.request_id for job in jobs for request in job.requests)
+            if left:
+                self._engine.send(Abort(request_ids=left))
 
-    def _next_outputs(self, running: Mapping[str, _Job]) -> Iterable[RequestOutput]:
+    def _has_room_for(self, job: _Job) -> bool:
+        """Whether to hand it in now; one that is larger than the room goes alone."""
+        num_open = len(self._streams)
+        return not num_open or num_open + len(job.requests) <= self._most_streams
+
+    def _next_message(self) -> FromEngine:
         if self._fault is not None:
             raise error_of(self._fault)
         message = self._inbox.get()
         if isinstance(message, Failed):
             self._fault = message.fault
             raise error_of(message.fault)
-        if isinstance(message, Refused) and not running.keys().isdisjoint(message.request_ids):
-            raise error_of(message.fault)
-        if isinstance(message, Outputs) and message.outputs is not None:
-            return message.outputs
-        return ()
+        return message
 
     def _ids(self, prompt: Prompt, *, special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -317,12 +317,11 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`."""
         await self.start()
         ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        deltas = self._stream(ids, sampling_params, request_id, priority)
+        deltas = self._stream(ids, sampling_params, request_id)
         try:
             async for delta in deltas:
                 yield delta
@@ -335,7 +334,6 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
         **template_settings: Any,
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the answer to a conversation. Raises TokenizerError without a template."""
@@ -343,7 +341,7 @@ class AsyncLLM:
         text_side = TextSide(tokenizer=self._client.tokenizer, template=self._client.template)
         text = rendered(text_side, messages, template_settings)
         ids = self._client.tokenizer.encode(text, add_special_tokens=False)
-        deltas = self._stream(ids, sampling_params, request_id, priority)
+        deltas = self._stream(ids, sampling_params, request_id)
         try:
             async for delta in deltas:
                 yield delta
@@ -374,48 +372,47 @@ class AsyncLLM:
         ids: Sequence[int],
         sampling_params: SamplingParams | None,
         request_id: str | None,
-        priority: int,
     ) -> AsyncGenerator[TextDelta, None]:
         return self._client.generate(
             ids,
             sampling_params or default_sampling(self._client.card, num_prompt_tokens=len(ids)),
             request_id=request_id or secrets.token_hex(8),
-            priority=priority,
         )
 
 
 class _Job:
     """One prompt on its way: its streams and what they said so far."""
 
-    def __init__(
-        self, prompt: str | None, requests: tuple[Request, ...], text_side: TextSide
-    ) -> None:
+    def __init__(self, prompt: str | None, requests: tuple[Request, ...]) -> None:
         self.requests = requests
         self._prompt = prompt
-        self._streams = {
-            request.request_id: OutputStream(text_side.tokenizer, request) for request in requests
-        }
-        self._deltas: dict[str, list[TextDelta]] = {id_: [] for id_ in self._streams}
-        self.open_ids = set(self._streams)
+        self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in requests)
+        self._num_open = len(requests)
 
-    def push(self, output: RequestOutput) -> bool:
-        """Take an output; True where a stop string ended the stream before the engine knew."""
-        stream_id = output.request_id
-        stream = self._streams[stream_id]
-        delta = stream.push(output)
-        if delta is not None:
-            self._deltas[stream_id].append(delta)
-        if stream.finished:
-            self.open_ids.discard(stream_id)
-        return stream.wants_abort and stream.finished
+    @property
+    def is_done(self) -> bool:
+        """Whether all streams have ended."""
+        return self._num_open == 0
+
+    def take(self, delta: TextDelta) -> None:
+        """Keep what a stream said."""
+        self._deltas[delta.index].append(delta)
+        if delta.finish_reason is not None:
+            self._num_open -= 1
 
     def answer(self) -> Answer:
         """All of it, once no stream is open."""
         return Answer(
             prompt=self._prompt,
             prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),
-            outputs=tuple(_completion(deltas) for deltas in self._deltas.values()),
+            outputs=tuple(_completion(deltas) for deltas in self._deltas),
         )
+
+
+def _with_room_for_any_request(config: EngineConfig) -> EngineConfig:
+    """LLM itself counts what waits, and a request larger than that goes alone: none is refused."""
+    room = max(config.scheduler.max_queued_requests, MAX_N)
+    return replace(config, scheduler=replace(config.scheduler, max_queued_requests=room))
 
 
 def rendered(

@@ -21,7 +21,6 @@ def make_requests(
     sampling: SamplingParams,
     *,
     request_id: str,
-    priority: int = 0,
     arrival_ms: float,
 ) -> tuple[Request, ...]:
     """The n streams of one caller's request; stream i has the id "<request_id>/<i>".
@@ -65,7 +64,6 @@ def make_requests(
             stop_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
             max_total_tokens=len(prompt) + limit,
             arrival_ms=arrival_ms,
-            priority=priority,
         )
         for stream in range(sampling.n)
     )

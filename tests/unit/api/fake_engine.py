@@ -113,7 +113,6 @@ class FakeEngine:
         sampling: SamplingParams,
         *,
         request_id: str,
-        priority: int = 0,
     ) -> AsyncIterator[TextDelta]:
         self.asked.append(
             Asked(prompt_ids=list(prompt_ids), sampling=sampling, request_id=request_id)

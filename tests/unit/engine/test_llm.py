@@ -120,11 +120,11 @@ def test_an_interrupted_call_leaves_the_engine_fit_for_the_next(llm: LLM) -> Non
 
     long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     before = llm.generate("Hello", GREEDY)
-    next_outputs = llm._next_outputs
-    llm._next_outputs = interrupt  # type: ignore[method-assign, assignment]
+    next_message = llm._next_message
+    llm._next_message = interrupt  # type: ignore[method-assign, assignment]
     with pytest.raises(Interrupted):
         llm.generate(["Hello", "there"], long)
-    llm._next_outputs = next_outputs  # type: ignore[method-assign]
+    llm._next_message = next_message  # type: ignore[method-assign]
     assert llm.generate("Hello", GREEDY) == before
 
 
@@ -132,6 +132,13 @@ def test_more_prompts_than_may_wait_are_handed_in_little_by_little(model: Path) 
     with LLM(model, threads=1, max_num_seqs=2, max_queued_requests=2) as small:
         answers = small.generate([[0, 5, 6]] * 9, GREEDY)
     assert len({answer.token_ids for answer in answers}) == 1
+
+
+def test_several_choices_a_prompt_never_overfill_the_queue_by_themselves(model: Path) -> None:
+    params = SamplingParams(n=5, seed=1, max_tokens=3, ignore_eos=True)
+    with LLM(model, threads=1, max_num_seqs=2, max_queued_requests=3) as small:
+        answers = small.generate([[0, 5, 6]] * 4, params)
+    assert [len(answer.outputs) for answer in answers] == [5] * 4
 
 
 def test_a_progress_bar_is_drawn_where_it_is_asked_for(

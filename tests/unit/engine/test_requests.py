@@ -31,7 +31,7 @@ CARD = ModelCard(
 
 def _made(prompt: Any, **settings: Any) -> Any:
     sampling = SamplingParams(**settings)
-    return make_requests(CARD, prompt, sampling, request_id="r", priority=3, arrival_ms=5.0)
+    return make_requests(CARD, prompt, sampling, request_id="r", arrival_ms=5.0)
 
 
 def test_one_stream_each_with_one_seed() -> None:
@@ -42,7 +42,7 @@ def test_one_stream_each_with_one_seed() -> None:
     assert len({request.sampling.seed for request in requests}) == 1
     assert requests[0].sampling.seed is not None
     assert requests[0].prompt_ids.dtype == np.int32
-    assert (requests[0].priority, requests[0].arrival_ms) == (3, 5.0)
+    assert requests[0].arrival_ms == 5.0
 
 
 def test_the_end_is_the_context_or_what_was_asked_for() -> None:
