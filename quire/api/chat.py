@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
-from quire.api.fields import CHAT, flag, show
+from quire.api.fields import CHAT, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
 from quire.api.logprobs import chat_logprobs
 from quire.api.prompts import encode
@@ -23,6 +23,7 @@ from quire.api.sampling import limited, sampling_of
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter, RequestError
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
+from quire.base.show import show
 from quire.engine.output import TextDelta, TokenText
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

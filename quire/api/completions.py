@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
-from quire.api.fields import COMPLETIONS, flag, show
+from quire.api.fields import COMPLETIONS, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
 from quire.api.logprobs import completion_logprobs
 from quire.api.prompts import checked_ids, encode
@@ -23,6 +23,7 @@ from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter
+from quire.base.show import show
 from quire.engine.output import TextDelta
 from quire.engine.requests import make_requests
 
@@ -182,11 +183,11 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
         )
     for kind in (str, list):
         if isinstance(prompt[0], kind):
-            odd = next((entry for entry in prompt if not isinstance(entry, kind)), None)
-            if odd is not None:
+            odd = [entry for entry in prompt if not isinstance(entry, kind)]
+            if odd:
                 raise InvalidParameter(
-                    f"prompt mixes kinds: it begins with {show(prompt[0])} and holds {show(odd)}; "
-                    "give only texts, only token ids, or only lists of ids",
+                    f"prompt mixes kinds: it begins with {show(prompt[0])} and holds "
+                    f"{show(odd[0])}; give only texts, only token ids, or only lists of ids",
                     param="prompt",
                 )
             return prompt

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from quire.base.errors import InvalidParameter
+from quire.base.show import show
 
 SAMPLING = frozenset(
     {
@@ -139,12 +140,6 @@ def ignored_header(names: tuple[str, ...]) -> str:
     return ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in shown)
 
 
-def show(value: Any) -> str:
-    """A value as an error message shows it, cut short."""
-    text = repr(value[:20] if isinstance(value, list | str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def flag(given: Mapping[str, Any], name: str) -> bool:
     """A boolean field, False where it was not given."""
     value = given.get(name, False)
@@ -161,7 +156,7 @@ def _check_unserved(name: str, value: Any) -> None:
         for allowed in rule.allowed
     )
     if not fine:
-        allowed = " or ".join(["null", *(repr(value) for value in rule.allowed)])
+        allowed = " or ".join(["null", *map(show, rule.allowed)])
         raise InvalidParameter(
             f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)",
             param=name,
@@ -170,7 +165,7 @@ def _check_unserved(name: str, value: Any) -> None:
 
 def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
     near = get_close_matches(name[:64], honoured, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {show(near[0])}? " if near else ""
     return InvalidParameter(
         f"{show(name)} is not a field of this request; {hint}leave it out, or start the server "
         "with --unknown-fields warn",

@@ -18,11 +18,12 @@ from starlette.responses import Response
 
 from quire.api.answers import Answers, Choice, Prompt, Usage
 from quire.api.body import read_object
-from quire.api.fields import flag, ignored_header, known_fields, show
+from quire.api.fields import flag, ignored_header, known_fields
 from quire.api.gone import until_gone
 from quire.api.serving import Engine, Serving
 from quire.api.stream import Chunks, EventStream
 from quire.base.errors import InvalidParameter, UnknownModel
+from quire.base.show import show
 
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
 

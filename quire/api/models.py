@@ -12,9 +12,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.fields import show
 from quire.api.serving import Serving
 from quire.base.errors import UnknownModel
+from quire.base.show import show
 from quire.engine.card import ModelCard
 
 

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from quire.api.fields import show
 from quire.api.serving import Engine
 from quire.base.errors import ContextTooLong, InvalidParameter
+from quire.base.show import show
 
 # Tokenizing so many characters takes about a millisecond.
 _SHORT_CHARS = 4096

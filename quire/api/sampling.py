@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.api.fields import SAMPLING, flag, show
+from quire.api.fields import SAMPLING, flag
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from quire.base.show import show
 
 # OpenAI's default for completions; chats default to the rest of the context.
 COMPLETION_TOKENS = 16

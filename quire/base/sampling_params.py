@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.base.errors import InvalidParameter
+from quire.base.show import show
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
@@ -94,7 +95,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidParameter(
-                    f"stop holds {_show(text)}; each entry must be a string of 1 to "
+                    f"stop holds {show(text)}; each entry must be a string of 1 to "
                     f"{MAX_STOP_STRING_CHARS} characters",
                     param="stop",
                 )
@@ -125,15 +126,10 @@ class SamplingParams:
         return replace(self, seed=secrets.randbelow(2**53))
 
 
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _whole(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidParameter(
-            f"{name} is {_show(value)}; a whole number from {low} to {high} is allowed",
+            f"{name} is {show(value)}; a whole number from {low} to {high} is allowed",
             param=name,
         )
 
@@ -149,5 +145,5 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
     if not fine:
         least = f"above {low}" if open_low else f"from {low}"
         raise InvalidParameter(
-            f"{name} is {_show(value)}; a finite number {least} to {high} is allowed", param=name
+            f"{name} is {show(value)}; a finite number {least} to {high} is allowed", param=name
         )

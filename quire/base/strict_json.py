@@ -11,7 +11,11 @@ import json
 from collections import Counter
 from typing import Any
 
+from quire.base.show import show
+
 MAX_DIGITS = 40
+MAX_DEPTH = 64
+_TOO_DEEP = f"it is nested too deeply (more than {MAX_DEPTH} levels)"
 
 
 def parse_object(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
@@ -30,10 +34,23 @@ def parse_object(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError(_TOO_DEEP) from error
+    _check_depth(document)
     if not isinstance(document, dict):
-        raise ValueError(f"it holds a {type(document).__name__}; an object is expected")
+        raise ValueError(f"it is {show(document)}; an object is expected")
     return document
+
+
+def _check_depth(document: Any) -> None:
+    """However deep the parser's own stack is: who walks the document later may have less."""
+    level = [document] if isinstance(document, list | dict) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        inner = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for items in inner for item in items if isinstance(item, list | dict)]
+    if level:
+        raise ValueError(_TOO_DEEP)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -41,7 +58,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = sorted(key for key, count in counts.items() if count > 1)[:5]
-        raise ValueError(f"key {', '.join(map(repr, twice))} is given twice; keep one")
+        raise ValueError(f"key {', '.join(map(show, twice))} is given twice; keep one")
     return document
 
 

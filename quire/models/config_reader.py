@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.base.errors import ConfigError
+from quire.base.show import show
 from quire.base.strict_json import parse_object
 
 MAX_CONFIG_BYTES = 4 << 20
-MAX_SHOWN_CHARS = 60
 
 Number = TypeVar("Number", int, float)
 
@@ -137,7 +137,7 @@ class ConfigReader:
         value = self.take(key)
         fine = any(one == value and type(one) is type(value) for one in allowed)
         if value is not None and not fine:
-            self.note(f"{key} is {shown(value)}: {reason}")
+            self.note(f"{key} is {show(value)}: {reason}")
 
     def pass_over(self, keys: Iterable[str]) -> None:
         """Keys that cannot change an answer."""
@@ -152,7 +152,7 @@ class ConfigReader:
         for key in self._values:
             if key not in self._seen and self.has(key):
                 self.note(
-                    f"unknown key {key!r} (value {shown(self._values[key])}): it might change "
+                    f"unknown key {key!r} (value {show(self._values[key])}): it might change "
                     "answers, so it is not ignored; remove it if it does not matter"
                 )
 
@@ -170,10 +170,4 @@ class ConfigReader:
         return fallback
 
     def _wrong(self, key: str, value: Any, allowed: str) -> None:
-        self.note(f"{key} is {shown(value)}; {allowed} is allowed")
-
-
-def shown(value: Any) -> str:
-    """A value as text, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+        self.note(f"{key} is {show(value)}; {allowed} is allowed")

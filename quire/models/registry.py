@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quire.base.errors import ConfigError
-from quire.models.config_reader import ConfigReader, load_config, shown
+from quire.base.show import show
+from quire.models.config_reader import ConfigReader, load_config
 from quire.models.generation import with_generation_defaults
 from quire.models.llama import build_llama
 from quire.models.llama_config import read_llama
@@ -103,12 +104,12 @@ def _architecture(names: object, model_type: object, folder: Path) -> str:
             if family.model_type == model_type:
                 return name
         raise ConfigError(
-            f"{folder / 'config.json'}: no architectures, and model_type is {shown(model_type)}; "
+            f"{folder / 'config.json'}: no architectures, and model_type is {show(model_type)}; "
             f"these run: {known}"
         )
     if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
         return str(names[0])
     raise ConfigError(
-        f"{folder / 'config.json'}: architectures is {shown(names)}, which is not supported; "
+        f"{folder / 'config.json'}: architectures is {show(names)}, which is not supported; "
         f"these run: {known}"
     )

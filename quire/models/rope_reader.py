@@ -8,7 +8,8 @@ unknown. Knows no formula (rope.py has them).
 
 from __future__ import annotations
 
-from quire.models.config_reader import ConfigReader, shown
+from quire.base.show import show
+from quire.models.config_reader import ConfigReader
 from quire.models.spec import RopeSettings
 
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -57,13 +58,13 @@ def _read_section(section: ConfigReader, theta: float, max_positions: int) -> Ro
 def _read_kind(section: ConfigReader) -> str:
     old, new = section.take("type"), section.take("rope_type")
     if old is not None and new is not None and old != new:
-        section.note(f"type is {shown(old)} and rope_type {shown(new)}; they must agree")
+        section.note(f"type is {show(old)} and rope_type {show(new)}; they must agree")
     kind = new if new is not None else old
     if kind is None:
         section.note(f"rope_type is missing; one of {', '.join(KINDS)} is needed")
         return "default"
     if kind not in KINDS:
-        section.note(f"rope_type is {shown(kind)}, not supported; {', '.join(KINDS)} are")
+        section.note(f"rope_type is {show(kind)}, not supported; {', '.join(KINDS)} are")
         # The other keys belong to a kind nobody here knows: one problem is enough.
         section.pass_over_all()
         return "default"

@@ -31,9 +31,9 @@ def test_an_object_is_read() -> None:
     [
         (b"", "empty"),
         (b"   ", "empty"),
-        (b"[1]", "list"),
-        (b'"text"', "str"),
-        (b"null", "NoneType"),
+        (b"[1]", "it is [1]; an object"),
+        (b'"text"', 'it is "text"; an object'),
+        (b"null", "it is null; an object"),
         (b"{", "not JSON"),
         (b'{"a": 1}{"b": 2}', "not JSON"),
         (b"{'a': 1}", "not JSON"),
@@ -47,6 +47,8 @@ def test_an_object_is_read() -> None:
         (b'{"a": 1' + b"0" * 5_000 + b"}", "digits"),
         (b"[" * 10_000 + b"]" * 10_000, "nested"),
         (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested"),
+        (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "more than 64 levels"),
+        (b'{"a":' + b'{"b":' * 500 + b"1" + b"}" * 501, "more than 64 levels"),
         (b'{"a": "x\ny"}', "not JSON"),
         (b"\xef\xbb\xbf{}", ""),
     ],
@@ -131,5 +133,16 @@ def test_a_caller_who_leaves_while_sending_is_nobodys_error() -> None:
         )
         assert scope_reply.status == 0
         assert site.metric("quire_disconnects_total") == 1
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("depth", [62, 64, 300, 970, 980, 990])
+@pytest.mark.parametrize("padding", [0, 140_000])
+def test_values_nested_deeply_are_the_callers_fault_in_any_thread(depth: int, padding: int) -> None:
+    async def exchange() -> None:
+        raw = b'{"prompt":"a","user":"' + b"x" * padding + b'","n":' + b"[" * depth + b"]" * depth
+        reply = await Site().post("/v1/completions", raw + b"}")
+        assert reply.status == 400
 
     asyncio.run(exchange())

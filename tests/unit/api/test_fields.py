@@ -60,7 +60,7 @@ def test_a_value_that_only_looks_like_the_default_is_refused(name: str, value: A
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(InvalidParameter, match="did you mean 'temperature'") as caught:
+    with pytest.raises(InvalidParameter, match='did you mean "temperature"') as caught:
         given({"temprature": 1})
     assert caught.value.param == "temprature"
 

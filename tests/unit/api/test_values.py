@@ -276,3 +276,12 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
     assert reply.status == 400
     assert "no chat template" in reply.error["message"]
     assert "/v1/completions" in reply.error["message"]
+
+
+@pytest.mark.parametrize("prompt", [["a", None], [[1], None], ["a", 1], [None, "a"], [None]])
+def test_a_list_of_prompts_that_holds_null_is_refused(prompt: Any) -> None:
+    async def exchange() -> None:
+        reply = await Site().post("/v1/completions", {"prompt": prompt})
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+
+    asyncio.run(exchange())

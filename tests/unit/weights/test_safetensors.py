@@ -113,7 +113,7 @@ def test_deeply_nested_headers_are_refused(tmp_path: Path) -> None:
 
 def test_duplicate_names_are_refused(tmp_path: Path) -> None:
     text = json.dumps(FINE["a"])
-    assert "'a' is given twice" in refused(tmp_path, f'{{"a": {text}, "a": {text}}}'.encode())
+    assert '"a" is given twice' in refused(tmp_path, f'{{"a": {text}, "a": {text}}}'.encode())
 
 
 @pytest.mark.parametrize("dtype", ["I64", "F8_E4M3", "f32", "BOOL", "", 5, None, ["F32"]])
