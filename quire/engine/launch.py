@@ -5,7 +5,8 @@
 
 Imports the standard library and the config records only. The engine gets its config as one line
 of JSON on its standard input, which then stays open: its end tells the engine that we are gone.
-A fresh interpreter, never a fork. The sockets lie in a folder that only this user can enter.
+A fresh interpreter, never a fork, that imports nothing from the current folder. The sockets lie
+in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ from typing import Any, get_type_hints
 from quire.base.errors import SettingError
 from quire.config.groups import EngineConfig
 
+# Where our own package lies: installed, or a checkout that the new interpreter would not find.
+_PACKAGES = str(Path(__file__).resolve().parents[2])
+# -P: nothing is imported from the current folder, which may hold anything (a model's files). Our
+# packages' folder comes after the standard library and before whatever else is installed.
+_START = """
+import sys
+installed = (at for at, path in enumerate(sys.path) if path.endswith("-packages"))
+sys.path.insert(next(installed, len(sys.path)), sys.argv.pop(1))
+from quire.engine.process import main
+sys.exit(main())
+"""
+
 
 class EngineProcess:
     """A running engine process and the folder of its sockets."""
@@ -35,7 +48,7 @@ class EngineProcess:
     def launch(cls, config: EngineConfig) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
         folder = Path(tempfile.mkdtemp(prefix="quire-"))
-        command = [sys.executable, "-m", "quire.engine.process", "--endpoint", str(folder)]
+        command = [sys.executable, "-P", "-c", _START, _PACKAGES, "--endpoint", str(folder)]
         try:
             popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         except OSError as error:

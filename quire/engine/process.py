@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process --endpoint FOLDER`.
+"""The engine process: `main` with `--endpoint FOLDER`.
 
 Started by launch.py with the config as the first line of standard input. Ends when told so, when
 it fails (exit code 1, after telling the client), and at once when its parent is gone: standard
@@ -64,7 +64,3 @@ def _leave_with_parent(folder: Path) -> None:
         pass
     shutil.rmtree(folder, ignore_errors=True)  # its owner can no longer do it
     os._exit(_PARENT_GONE)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

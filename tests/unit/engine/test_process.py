@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import quire
 from quire import LLM, SamplingParams
 from quire.base.errors import CapacityError, ConfigError, TokenizerError, WeightsError, WorkerError
 from quire.base.records import FinishReason
@@ -206,6 +207,39 @@ def test_an_engine_does_not_outlive_its_parent(model: Path, tmp_path: Path) -> N
     while _is_alive(int(process_id)) or Path(folder).exists():
         assert time.monotonic() < give_up_s, "the engine outlived its parent"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["queue", "numpy", "types", "quire"])
+def test_nothing_is_imported_from_the_current_folder(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(
+        "import sys; print('poisoned', file=sys.stderr, flush=True); sys.exit(9)\n"
+    )
+    root = str(Path(quire.__file__).parents[1])
+    script = (
+        "import sys\n"
+        "sys.path.append(sys.argv[2])\n"
+        "import asyncio\n"
+        "from quire.config.flags import engine_config\n"
+        "from quire.engine.client import EngineClient\n"
+        "async def play():\n"
+        "    client = EngineClient.spawn(engine_config({'model': sys.argv[1]}))\n"
+        "    await client.ready()\n"
+        "    await client.close()\n"
+        "asyncio.run(play())\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, str(model), root],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "poisoned" not in done.stderr
 
 
 def test_the_finish_reason_survives_the_border(model: Path) -> None:
