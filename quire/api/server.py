@@ -23,6 +23,7 @@ import uvicorn
 import uvloop
 
 from quire.api.app import build_app
+from quire.api.connection import Connection
 from quire.api.serving import Engine, Serving
 from quire.base.errors import QuireError
 from quire.base.log import Log
@@ -169,7 +170,7 @@ def _server(serving: Serving) -> _Server:
     return _Server(
         uvicorn.Config(
             build_app(serving),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -37,10 +37,13 @@ class RunningServer:
         *flags: str,
         wait: bool = True,
         environment: dict[str, str] | None = None,
+        files: int | None = None,
     ) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by kill)
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", *flags]
+        if files is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(
             command,
             stdout=self._out,
