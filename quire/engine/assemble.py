@@ -21,6 +21,7 @@ from quire.config.machine import machine_memory, num_usable_cpus
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
+from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.record import RecordingRunner
 from quire.execute.executor import Executor, Progress
@@ -57,10 +58,12 @@ def assemble(
     clock: Clock,
     report: Callable[[str], None],
     progress: Progress | None = None,
+    beat: Callable[[int], None] | None = None,
 ) -> Engine:
     """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
 
-    `report` gets a line about what goes wrong later without ending the engine.
+    `report` gets a line about what goes wrong later without ending the engine. `beat` is called
+    about once a second during a long step, in a thread of its own, with the operations done.
     """
     folder = model_folder(config.model)
     spec = open_model(folder)
@@ -102,6 +105,8 @@ def assemble(
     runner: Runner = model_runner
     if config.executor.record_plans is not None:
         runner = RecordingRunner(model_runner, Path(config.executor.record_plans))
+    if beat is not None:
+        runner = BeatingRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
     scheduler = Scheduler(limits, cache, FirstCome(), cost=cost)
     card = _card(config, spec, program, folder, executor, memory, max_num_seqs=num_slots)
     core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)

@@ -8,6 +8,7 @@ unbounded: what is under way is bounded by the requests that were taken.
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import zmq
@@ -15,6 +16,7 @@ import zmq
 from quire.base.wire import Wire
 from quire.engine.messages import (
     Abort,
+    Beat,
     Failed,
     FromEngine,
     Hello,
@@ -38,11 +40,11 @@ def to_engine_wire() -> Wire:
 
 def from_engine_wire() -> Wire:
     """What an engine may say."""
-    return Wire(Hello, Loading, Ready, Outputs, Refused, Failed)
+    return Wire(Hello, Loading, Ready, Outputs, Beat, Refused, Failed)
 
 
 class EngineSide:
-    """The engine's end: an inbox, and `emit`. Used by one thread."""
+    """The engine's end: an inbox for one thread, and `emit` for any."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -50,6 +52,7 @@ class EngineSide:
         self._in.connect(socket_address(folder, "in"))
         self._out = open_socket(self._context, zmq.PUSH)
         self._out.connect(socket_address(folder, "out"))
+        self._sending = threading.Lock()  # the loop and the heartbeat both do
         self._read, self._written = to_engine_wire(), from_engine_wire()
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
@@ -60,7 +63,8 @@ class EngineSide:
 
     def emit(self, message: FromEngine) -> None:
         """Queue a message to the client."""
-        self._out.send(self._written.encode(message), copy=False)
+        with self._sending:
+            self._out.send(self._written.encode(message), copy=False)
 
     def close(self) -> None:
         """Give what is queued a second to leave."""

@@ -26,6 +26,7 @@ from quire.engine.launch import EngineProcess
 from quire.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Beat,
     Failed,
     Fault,
     FromEngine,
@@ -71,8 +72,8 @@ class EngineClient:
     engine's lines about its start (the memory sum). `stats` is the latest known (all zeros at
     first); `on_stats`, where set, is called with those of every step. `loading` is (done, total)
     bytes of the weights. `dead` is set when the engine is gone,
-    for whatever reason but close(). `watchdog_s`: without a step for so long while work is
-    pending, health() says no.
+    for whatever reason but close(). `watchdog_s`: without progress for so long (a step
+    that ends, or operations done within one) while work is pending, health() says no.
     """
 
     card: ModelCard
@@ -96,6 +97,7 @@ class EngineClient:
         self._streams: OpenStreams[_Queue] = OpenStreams()
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
         self._progress_ms = 0.0
+        self._ops_done = -1
 
     @classmethod
     def spawn(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
@@ -190,7 +192,7 @@ class EngineClient:
         self._send_abort(self._callers.get(request_id, ()))
 
     def health(self) -> Health:
-        """Progress: ok only in state ready, and if steps advance while work is pending."""
+        """Progress: ok only in state ready, and if something is computed while work is pending."""
         reason = ""
         quiet_ms = self._clock.now_ms() - self._progress_ms
         if self._state == "dead":
@@ -199,7 +201,8 @@ class EngineClient:
             reason = f"the engine is {self._state}"
         elif self._streams and quiet_ms > self._watchdog_ms:
             reason = (
-                f"{len(self._streams)} requests are open and no step ended for {quiet_ms:.0f} ms"
+                f"{len(self._streams)} requests are open and nothing was computed for "
+                f"{quiet_ms:.0f} ms"
             )
         return Health(
             ok=not reason,
@@ -230,6 +233,10 @@ class EngineClient:
             for queue, delta in said:
                 queue.put_nowait(delta)
             self._send_abort(past_end)
+        elif isinstance(message, Beat):
+            if message.ops_done != self._ops_done:
+                self._progress_ms = self._clock.now_ms()
+            self._ops_done = message.ops_done
         elif isinstance(message, Refused):
             for queue in self._streams.end(message.request_ids):
                 queue.put_nowait(message.fault)

@@ -1,7 +1,8 @@
 """Runs one engine from its config to its end, in whatever thread or process calls it.
 
-`run_engine` is an edge: what goes wrong in it is sent to the client as Failed. EngineThread runs it
-in this process, with a queue for its inbox. Knows no event loop and no sockets.
+`run_engine` is an edge: what goes wrong in it is sent to the client as Failed; its `emit` may be
+called in several threads at once. EngineThread runs it in this process, with a queue for its
+inbox. Knows no event loop and no sockets.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.engine.assemble import assemble
 from quire.engine.core import Inbox, serve
 from quire.engine.messages import (
     PROTOCOL_VERSION,
+    Beat,
     Failed,
     FromEngine,
     Hello,
@@ -42,7 +44,13 @@ def run_engine(
     runner, clock = None, Clock()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
-        engine = assemble(config, clock=clock, report=report, progress=_loading(emit))
+        engine = assemble(
+            config,
+            clock=clock,
+            report=report,
+            progress=_loading(emit),
+            beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
+        )
         runner = engine.core.runner
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(engine.core, inbox, emit, clock.now_ms)

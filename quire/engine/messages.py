@@ -1,7 +1,8 @@
 """What client and engine say to each other, whatever carries it.
 
 Frozen records. Client to engine: Submit, Abort, Stop. Engine to client: Hello first, Loading
-while it starts, then Ready or Failed; after Ready, Outputs, Refused, and Failed at the end.
+while it starts, then Ready or Failed; after Ready, Outputs, Refused, Beat
+while a step is long, and Failed at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from quire.base.records import EngineStats, Request, StepOutputs
 from quire.engine.card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,13 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A long step goes on. ops_done: operations of the executor so far; more is progress."""
+
+    ops_done: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """An error of quire's tree, carried by class name and words."""
 
@@ -94,7 +102,7 @@ class Failed:
 
 
 ToEngine = Submit | Abort | Stop
-FromEngine = Hello | Loading | Ready | Outputs | Refused | Failed
+FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | Failed
 
 
 def fault_of(error: BaseException) -> Fault:

@@ -43,5 +43,9 @@ class Executor(Protocol):
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row of `logits` (which may be overwritten)."""
 
+    @property
+    def ops_done(self) -> int:
+        """Operations finished so far, asked from any thread: progress within a step."""
+
     def close(self) -> None:
         """Free threads and memory; further calls are errors."""

@@ -146,7 +146,7 @@ class NativeExecutor:
 
     @property
     def ops_done(self) -> int:
-        """Operations finished so far; a watchdog sees progress within a step by it."""
+        """Operations finished so far, asked from any thread: progress within a step."""
         return self._native.ops_done
 
     def abort(self) -> None:

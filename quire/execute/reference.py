@@ -69,6 +69,7 @@ class ReferenceExecutor:
             for buffer in program.buffers
         ]
         self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+        self.ops_done = 0  # operations finished so far; read by other threads
         self._is_closed = False
         self._counts: Mapping[Rows, int] = {}
         self._sample_rows: Int32s = np.empty(0, np.int32)
@@ -140,6 +141,7 @@ class ReferenceExecutor:
         self._counts = counts
         for op in self._program.segments[segment]:
             RUNNERS[op.kind](self, op, batch)
+            self.ops_done += 1
 
     def _read(self, view: View) -> Float32s:
         rows = self._counts[view.buffer.rows]

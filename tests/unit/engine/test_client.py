@@ -24,6 +24,7 @@ from quire.engine.client import EngineClient
 from quire.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Beat,
     Failed,
     FromEngine,
     Hello,
@@ -386,11 +387,26 @@ def test_health_says_no_when_work_is_pending_and_no_step_ends(model: Path) -> No
         await asyncio.sleep(0.2)
         health = rig.client.health()
         assert not health.ok
-        assert "1 requests are open and no step ended" in health.reason
+        assert "1 requests are open and nothing was computed" in health.reason
         rig.link.tokens("r/0", 42, step=1)
         assert rig.client.health().ok
         assert rig.client.health().steps_total == 1
         rig.link.tokens("r/0", finish_reason=FinishReason.STOP, step=2)
+        await task
+
+    run(model, story, watchdog_s=0.1)
+
+
+def test_operations_done_within_a_long_step_are_progress(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        task = await _started(rig, rig.ask())
+        rig.link.say(Beat(ops_done=5))
+        for ops_done, ok in [(9, True), (9, False), (10, True)]:
+            await asyncio.sleep(0.2)
+            assert not rig.client.health().ok
+            rig.link.say(Beat(ops_done=ops_done))
+            assert rig.client.health().ok is ok
+        rig.link.tokens("r/0", finish_reason=FinishReason.STOP)
         await task
 
     run(model, story, watchdog_s=0.1)
