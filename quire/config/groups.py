@@ -142,7 +142,7 @@ class ServerConfig:
     )
     watchdog_s: float = setting(
         60.0,
-        "seconds without a step while work is pending after which /health says no",
+        "seconds without progress while work is pending after which /health says no",
         flag="watchdog-seconds",
     )
 

@@ -11,7 +11,7 @@ scheduler, no transport and no JSON.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
 from quire.text.detokenizer import Detokenizer, Span
@@ -81,11 +81,15 @@ class OutputStream:
         self._cached_tokens = 0
         self._times: RequestTimes | None = None
 
-    def push(self, output: RequestOutput) -> TextDelta | None:
-        """Take an output; None while there is no text to show and the stream goes on."""
+    def push(self, output: RequestOutput, step_ms: float = 0.0) -> TextDelta | None:
+        """Take an output; None while there is no text to show and the stream goes on.
+
+        step_ms: when the step it came from ended, on the engine's clock. Only events carry times,
+        so the stream keeps the time of its last token itself: it may end before the engine knows.
+        """
         if self.finished:
             return None
-        self._note(output)
+        self._note(output, step_ms)
         shown_ids = output.token_ids if output.stop_id is None else output.token_ids[:-1]
         spans = self._detokenizer.spans(shown_ids)
         if output.finish_reason is not None:
@@ -109,12 +113,15 @@ class OutputStream:
         why = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
         return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
 
-    def _note(self, output: RequestOutput) -> None:
+    def _note(self, output: RequestOutput, step_ms: float) -> None:
         self._waiting_ids += output.token_ids
         if self._request.sampling.logprobs is not None:
             self._waiting_logprobs += output.logprobs
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
-        self._times = output.times or self._times
+        times = output.times or self._times
+        if times is not None and output.token_ids and step_ms > times.last_token_ms:
+            times = replace(times, last_token_ms=step_ms)
+        self._times = times
 
     def _watch(self, spans: list[Span]) -> tuple[str, int]:
         """The text that is certain, and the token that completed the stop string if one did."""

@@ -52,7 +52,7 @@ class OpenStreams(Generic[Owner]):
             if found is None:
                 continue
             stream, owner = found
-            delta = _pushed(stream, output)
+            delta = _pushed(stream, output, message.stats.last_step_ms)
             if stream.finished:
                 del self._open[output.request_id]
                 if stream.wants_abort:
@@ -72,8 +72,8 @@ class OpenStreams(Generic[Owner]):
         return list({id(owner): owner for owner in owners}.values())
 
 
-def _pushed(stream: OutputStream, output: RequestOutput) -> TextDelta | None:
+def _pushed(stream: OutputStream, output: RequestOutput, step_ms: float) -> TextDelta | None:
     try:
-        return stream.push(output)
+        return stream.push(output, step_ms)
     except Exception as error:  # noqa: BLE001  told to its owner; the step's other streams go on
         return stream.fail(error, engine_knows=output.finish_reason is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from quire.base.errors import (
     OverloadedError,
     WorkerError,
 )
-from quire.base.records import NO_INTS, EngineStats, FinishReason, RequestOutput, StepOutputs
+from quire.base.records import (
+    NO_INTS,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    RequestTimes,
+    StepOutputs,
+)
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig, ModelConfig
 from quire.engine.card import ModelCard
@@ -100,7 +108,8 @@ class ScriptedLink:
         """Say it by the engine's own name of the stream."""
         output = RequestOutput(request_id=stream_id, token_ids=token_ids, **more)
         outputs = StepOutputs(step=step, request_ids=[], token_ids=NO_INTS, events=(output,))
-        self.say(Outputs(outputs=outputs, stats=EngineStats(steps_total=step)))
+        stats = EngineStats(steps_total=step, last_step_ms=100.0 * step)
+        self.say(Outputs(outputs=outputs, stats=stats))
 
 
 class Rig:
@@ -274,6 +283,25 @@ def test_a_stop_string_ends_the_stream_before_the_engine_knows(model: Path) -> N
     run(model, story)
 
 
+def test_a_stream_that_ends_here_knows_when_its_last_token_came(model: Path) -> None:
+    times = RequestTimes(
+        arrival_ms=1.0, first_scheduled_ms=2.0, first_token_ms=100.0, last_token_ms=100.0
+    )
+
+    async def story(rig: Rig) -> None:
+        ids = rig.client.tokenizer.encode("one two three", add_special_tokens=False)
+        task = await _started(rig, rig.ask(stop=("two",)))
+        rig.link.tokens("r/0", ids[0], step=1, times=times)
+        for step, token_id in enumerate(ids[1:], 2):
+            rig.link.tokens("r/0", token_id, step=step)
+        last = (await task)[-1]
+        assert last.stop_reason == "two"
+        assert last.times == replace(times, last_token_ms=100.0 * last.num_output_tokens)
+        assert last.num_output_tokens > 1
+
+    run(model, story)
+
+
 def test_an_abort_by_id_ends_the_generator_with_the_engines_last_word(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask())
@@ -435,10 +463,10 @@ def test_what_nobody_has_read_yet_is_not_pending_once_the_engine_has_finished_it
 def test_text_that_cannot_be_made_ends_its_stream_and_no_other(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def push(stream: OutputStream, output: RequestOutput) -> TextDelta | None:
+    def push(stream: OutputStream, output: RequestOutput, step_ms: float) -> TextDelta | None:
         if 41 in output.token_ids:
             raise ValueError("no such token")
-        return real_push(stream, output)
+        return real_push(stream, output, step_ms)
 
     real_push = OutputStream.push
     monkeypatch.setattr(OutputStream, "push", push)
