@@ -28,8 +28,6 @@ from quire.engine.output import TextDelta, TokenText
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
-# Rendering fewer characters than this takes less than handing them to a thread.
-_SHORT_CHARS = 16 * 1024
 
 
 class Chat:
@@ -214,9 +212,7 @@ async def _rendered(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> st
             f"model {engine.card.name!r} has no chat template; use /v1/completions, or put a "
             "chat_template.jinja into the model's folder"
         )
-    num_chars = sum(len(message["content"]) for message in messages)
-    if num_chars <= _SHORT_CHARS:
-        return template.render(messages)
+    # A template is a stranger's program: however little it is given, it may take its time.
     return await asyncio.to_thread(template.render, messages)
 
 

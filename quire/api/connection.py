@@ -45,7 +45,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, piece: bytes) -> None:
         """Refuse a head that is too large before the parser has put it together."""
         if self._deaf or self.transport.is_closing():
             return
@@ -54,8 +54,8 @@ class Connection(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
                 return
-            self._head_bytes += len(data)  # of the last piece, part may be the body
-        super().data_received(data)
+            self._head_bytes += len(piece)  # of the last piece, part may be the body
+        super().data_received(piece)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser for each header."""

@@ -40,6 +40,7 @@ _CAUSED_BY_INPUT = (
     LookupError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
 
 

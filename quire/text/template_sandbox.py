@@ -14,9 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from typing import Any, cast
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2 import (
+    Environment,
+    TemplateError,
+    TemplateSyntaxError,
+    nodes,
+    pass_context,
+    pass_environment,
+)
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,8 +36,31 @@ MAX_OUTPUT_CHARS = 16_000_000
 MAX_WORK = 1_000_000
 _MAX_NUMBER = 1_000_000
 _MAX_WIDTH = 10_000
+# What of a text or list counts as a round: so the sum of all that is made is bounded, too.
+_CHARS_A_ROUND = 256
+_ENTRIES_A_ROUND = 64
 _COUNTED = "counted loop"  # names with a space: no template can write them
 _MEASURED = "measured text"
+_WRITABLE = "writable value"
+# No chat template needs these, and bounding each is more than it is worth.
+_UNBOUNDED_FILTERS = (
+    "batch",
+    "filesizeformat",
+    "pprint",
+    "random",
+    "slice",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
+# These look at the entries of a list; all others may write it out as text.
+_FILTERS_OF_LISTS = frozenset(
+    [
+        "attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "join",
+        "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse",
+        "select", "selectattr", "sort", "sum", "unique",
+    ]
+)  # fmt: skip
 _BRACE_WIDTH = re.compile(r":[^{}]*(\d{5,}|\{)")
 _WIDTH = re.compile(r"%[^%a-zA-Z]*?(\*|\d{5,})")
 
@@ -71,18 +103,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _GenerationBlock],
+            finalize=_writable,
         )
-        del self.globals["lipsum"], self.filters["random"]  # an answer must not depend on luck
+        del self.globals["lipsum"]  # an answer must not depend on luck
         self.globals["range"] = _bounded_range
         self.globals["namespace"] = _namespace
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: now().strftime(format)
         self.filters["tojson"] = _to_json
         self.filters[_COUNTED] = _counted
-        self.filters[_MEASURED] = measured
-        for name in ("center", "indent"):
+        self.filters[_MEASURED] = _measured
+        for name in _UNBOUNDED_FILTERS:
+            del self.filters[name]
+        for name in ("center", "indent", "round", "truncate"):
             self.filters[name] = _narrow(self.filters[name])
+        self.filters[_WRITABLE] = _writable
+        self.filters["join"] = _join
         self.filters["replace"] = _replace
         self.filters["format"] = _format
 
@@ -105,7 +144,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_product(left, right)
         if operator == "%" and isinstance(left, str):
             _check_format(left)
-        return measured(super().call_binop(context, operator, left, right))
+            _writable(right)
+        return _measured(context, super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls count as work; numbers handed to methods and sizes of results are bounded."""
@@ -116,14 +156,37 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             _check_text_call(owner, __obj, args)
-        return measured(super().call(__context, __obj, *args, **kwargs))
+            for value in args:
+                _writable(value)
+        return _measured(__context, super().call(__context, __obj, *args, **kwargs))
+
+    def call_filter(
+        self,
+        name: str,
+        value: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        context: Context | None = None,
+        eval_ctx: EvalContext | None = None,
+    ) -> Any:
+        """A filter called by its name, as `map` does: counted like one that is written out."""
+        assert context is not None, "templates always have one"
+        value = _counted(context, value) if name in _FILTERS_OF_LISTS else _writable(value)
+        return _measured(context, super().call_filter(name, value, args, kwargs, context, eval_ctx))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`str.format` as Jinja guards it, with bounded widths."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None and _BRACE_WIDTH.search(value.__self__):
+        if wrapped is None:
+            return None
+        if _BRACE_WIDTH.search(value.__self__):
             raise LimitExceeded(f"the format {_shown(value.__self__)} has an unbounded width")
-        return wrapped
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _writable([*args, *kwargs.values()])
+            return wrapped(*args, **kwargs)
+
+        return bounded
 
 
 class _GenerationBlock(Extension):
@@ -147,6 +210,14 @@ class _PutCounters(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
+        node.nodes = [_filtered(part, _WRITABLE) for part in node.nodes]
+        return _filtered(node, _MEASURED)
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        if node.node is not None:
+            bound = _COUNTED if node.name in _FILTERS_OF_LISTS else _WRITABLE
+            node.node = _filtered(node.node, bound)
         return _filtered(node, _MEASURED)
 
     def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:
@@ -175,10 +246,13 @@ def _work_of(context: Context) -> Work:
 @pass_context
 def _counted(context: Context, items: Any) -> Any:
     work = _work_of(context)
+    if isinstance(items, str):
+        work.add(len(items) // _CHARS_A_ROUND)
+        return items
     if isinstance(items, Sized):
         work.add(len(items))
         return items
-    return _counting(work, items)
+    return _counting(work, items) if isinstance(items, Iterator) else items
 
 
 def _counting(work: Work, items: Iterable[Any]) -> Iterator[Any]:
@@ -187,10 +261,34 @@ def _counting(work: Work, items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def measured(value: Any) -> Any:
-    """The value itself. Raises LimitExceeded if it is a text or list past MAX_OUTPUT_CHARS."""
-    if isinstance(value, str | list | tuple) and len(value) > MAX_OUTPUT_CHARS:
-        raise LimitExceeded(f"a {type(value).__name__} of more than {MAX_OUTPUT_CHARS} entries")
+@pass_context
+def _measured(context: Context, value: Any) -> Any:
+    """The value itself, its size counted. Raises LimitExceeded past MAX_OUTPUT_CHARS."""
+    if isinstance(value, str | list | tuple):
+        if len(value) > MAX_OUTPUT_CHARS:
+            raise LimitExceeded(f"a {type(value).__name__} of more than {MAX_OUTPUT_CHARS} entries")
+        size = _CHARS_A_ROUND if isinstance(value, str) else _ENTRIES_A_ROUND
+        _work_of(context).add(len(value) // size)
+    return value
+
+
+def _writable(value: Any) -> Any:
+    """The value itself. Raises LimitExceeded if it is a list whose text would be too large.
+
+    A list of few entries may hold one long text, or another list, many times over.
+    """
+    if not isinstance(value, list | tuple | dict):
+        return value
+    waiting, num_chars = [value], 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
+        num_chars += len(item) + 2 if isinstance(item, str | list | tuple | dict) else 8
+        if num_chars > MAX_OUTPUT_CHARS or len(waiting) > MAX_OUTPUT_CHARS:
+            raise LimitExceeded(f"a list whose text has more than {MAX_OUTPUT_CHARS} characters")
     return value
 
 
@@ -234,7 +332,7 @@ def _check_text_call(owner: str, method: Any, args: tuple[Any, ...]) -> None:
 
 def _check_replacement(places: Sized, text: str) -> None:
     """`text` put at up to as many places as there are entries, as replace and join do."""
-    if (len(places) + 1) * len(text) > 8 * MAX_OUTPUT_CHARS:
+    if (len(places) + 1) * len(text) > MAX_OUTPUT_CHARS:
         raise LimitExceeded(f"{len(text)} characters put in up to {len(places)} places")
 
 
@@ -258,6 +356,7 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
     """Jinja's `format` filter: printf style."""
     template = str(value)
     _check_format(template)
+    _writable([*args, *kwargs.values()])
     return template % (kwargs or args)
 
 
@@ -266,6 +365,19 @@ def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
     text = str(value)
     _check_replacement(text, str(new))
     return text.replace(str(old), str(new), -1 if count is None else count)
+
+
+@pass_environment
+def _join(environment: Environment, value: Any, d: str = "", attribute: Any = None) -> str:
+    """Jinja's `join` filter."""
+    entries = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    texts, num_chars = [], 0
+    for entry in entries:
+        texts.append(str(_writable(entry)))
+        num_chars += len(texts[-1]) + len(str(d))
+        if num_chars > MAX_OUTPUT_CHARS:
+            raise LimitExceeded(f"a text of more than {MAX_OUTPUT_CHARS} characters")
+    return str(d).join(texts)
 
 
 def _bounded_range(*args: int) -> range:
@@ -297,6 +409,7 @@ def _to_json(
     """JSON as it is, without Jinja's HTML escapes."""
     if isinstance(indent, int):
         _check_widths((indent,))
+    _writable(value)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -114,7 +114,18 @@ def test_loop_facts_and_recursion_survive_the_counting() -> None:
     assert _template(lazy).render(SEVERAL) == "userFalseassistantFalseuserTrue"
 
 
-@pytest.mark.parametrize("source", ["{{ 'a' | random }}", "{% if %}", "{{ x", "{% for %}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' | random }}",
+        "{{ ['a'] | batch(300000000, 'y') | list }}",
+        "{{ 'ab' | slice(30000000) | list }}",
+        "{{ 'a' | wordwrap(1, wrapstring='x' * 1000000) }}",
+        "{% if %}",
+        "{{ x",
+        "{% for %}",
+    ],
+)
 def test_a_template_that_does_not_compile_names_its_line(source: str) -> None:
     with pytest.raises(TokenizerError, match=r"chat template 'default', line 3"):
         _template("a\nb\n" + source)
@@ -194,6 +205,24 @@ _GROW = "{% set ns = namespace(s='ab') %}{% for i in range(99) %}"
         "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}"
         "{% endfor %}",
         "{{ 'a'.ljust(10 ** 11) }}",
+        "{{ range(1000000) | join('x' * 2000) | length }}",
+        "{{ (['x' * 1000000] * 1000) | join | length }}",
+        "{{ ('a' * 4000) | replace('', 'b' * 30000) | length }}",
+        "{{ 1.5 | round(3000000, 'ceil') }}",
+        "{{ 'a b' | truncate(10 ** 9) }}",
+        "{% for i in range(300) %}{% set x = range(1000000) | list %}{% endfor %}",
+        "{% set ns = namespace(l=[]) %}{% for i in range(1000) %}"
+        "{% set ns.l = ns.l + ['x' * 1000000] %}{% endfor %}",
+        "{{ [['x' * 1000000] * 1000] }}",
+        "{{ [['x' * 1000000] * 1000] | string | length }}",
+        "{{ [['x' * 1000000] * 1000] | tojson | length }}",
+        "{{ ('a' ~ [['x' * 1000000] * 1000]) | length }}",
+        "{{ '%s' % [['x' * 1000000] * 1000] }}",
+        "{{ '{}'.format([['x' * 1000000] * 1000]) }}",
+        "{{ (['x' * 1000000] * 1000) | map('list') | list | length }}",
+        "{{ (['x' * 1000000] * 1000) | map('upper') | list | length }}",
+        "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}"
+        "{% endfor %}{{ ns.l }}",
         "{{ 'a' | center(10 ** 11) }}",
         "{{ 'a' | indent(10 ** 11) }}",
         "{{ '%100000000000d' % 3 }}",
