@@ -2,6 +2,7 @@
 
     2026-01-31T12:00:00.123Z info engine: ready model=box num_blocks=512 took_ms=310
 
+What is not printable is written as an escape, wherever it stands, so an event is always one line.
 Knows no levels to be configured and no global logger: a Log is handed to whoever reports. A line
 is written by one call, so lines of several processes on one stream do not mix.
 """
@@ -11,9 +12,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TextIO
+from typing import Protocol, TextIO
 
 Field = str | int | float | bool | None
+
+
+class Report(Protocol):
+    """Told what went wrong without ending anything; a Log's `error` is one."""
+
+    def __call__(self, what: str, **fields: Field) -> None: ...
 
 
 class Log:
@@ -38,7 +45,9 @@ class Log:
     def _write(self, level: str, what: str, fields: dict[str, Field]) -> None:
         now_s = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
-        parts = [f"{stamp}.{int(now_s * 1000) % 1000:03d}Z {level} {self.component}: {what}"]
+        parts = [
+            f"{stamp}.{int(now_s * 1000) % 1000:03d}Z {level} {self.component}: {_escaped(what)}"
+        ]
         parts += [f"{name}={_show(value)}" for name, value in fields.items()]
         stream = sys.stderr if self._stream is None else self._stream
         stream.write(" ".join(parts) + "\n")
@@ -50,4 +59,13 @@ def _show(value: Field) -> str:
         return f"{value:.6g}"
     text = str(value)
     plain = text != "" and text.isprintable() and not any(c in text for c in ' ="')
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    return text if plain else _escaped(json.dumps(text, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """The text without line breaks, terminal controls and what no encoding can write."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

@@ -39,7 +39,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the engine does what it should: ready, and something is computed while work is pending.
+    """Whether the engine does what it should: ready, and busy while work is pending.
 
     ok is True only in state "ready". reason is empty where ok. pending counts open streams.
     """

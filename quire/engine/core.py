@@ -7,6 +7,7 @@ with an error each, and nobody else; with nothing to do the loop waits in its in
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.base.errors import QuireError, WorkerError
+from quire.base.log import Field, Report
 from quire.base.records import (
     NO_INTS,
     EngineStats,
@@ -65,7 +67,7 @@ class Inbox(Protocol):
 class EngineCore:
     """One scheduler, one runner, and the plans in flight between them.
 
-    `report` gets a line about each thing that went wrong without ending the engine.
+    `report` is told each thing that went wrong without ending the engine.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class EngineCore:
         runner: Runner,
         *,
         plans_in_flight: int,
-        report: Callable[[str], None],
+        report: Report,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -126,7 +128,7 @@ class EngineCore:
             result = self.runner.collect(handle)
         except Exception as error:  # whatever an executor raises fails this step, not the engine
             self._failed_steps += 1
-            self.report(f"step {plan.step} failed: {type(error).__name__}: {error}")
+            self.report("step failed", step=plan.step, **told(error))
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise WorkerError(
                     f"{self._failed_steps} steps in a row failed, the last with "
@@ -135,6 +137,14 @@ class EngineCore:
             return _all_rows_failed(plan, error)
         self._failed_steps = 0
         return result
+
+
+def told(error: Exception) -> dict[str, Field]:
+    """An error as fields of a report; one nobody expected with the place it comes from."""
+    fields: dict[str, Field] = {"error": f"{type(error).__name__}: {error}"}
+    if not isinstance(error, QuireError):
+        fields["traceback"] = "".join(traceback.format_exception(error))
+    return fields
 
 
 def serve(

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable
 
 from quire.base.clock import Clock
-from quire.base.log import Log
+from quire.base.errors import QuireError
+from quire.base.log import Log, Report
 from quire.config.groups import EngineConfig
 from quire.engine.assemble import assemble
-from quire.engine.core import Inbox, serve
+from quire.engine.core import Inbox, serve, told
 from quire.engine.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -38,7 +39,7 @@ def run_engine(
     inbox: Inbox,
     emit: Callable[[FromEngine], None],
     *,
-    report: Callable[[str], None],
+    report: Report,
 ) -> bool:
     """Start, serve until Stop, end. False: it failed, and the client was told why."""
     runner, clock = None, Clock()
@@ -56,6 +57,8 @@ def run_engine(
         serve(engine.core, inbox, emit, clock.now_ms)
         return True
     except Exception as error:  # noqa: BLE001  the edge: the client is told, the engine ends
+        if not isinstance(error, QuireError):  # the client is told what; the log keeps where
+            report("the engine failed", **told(error))
         emit(Failed(fault=fault_of(error)))
         return False
     finally:

@@ -20,7 +20,7 @@ from quire.base.log import Log
 from quire.engine.channel import EngineSide
 from quire.engine.host import run_engine
 from quire.engine.launch import config_from_json
-from quire.engine.messages import Failed, FromEngine, Ready
+from quire.engine.messages import FromEngine, Ready
 
 _PARENT_GONE = 3
 
@@ -46,8 +46,6 @@ def main() -> int:
     def emit(message: FromEngine) -> None:
         if isinstance(message, Ready):
             log.event("ready", model=message.card.name, fingerprint=message.card.fingerprint)
-        elif isinstance(message, Failed):
-            log.error(message.fault.message, kind=message.fault.kind)
         channel.emit(message)
 
     try:

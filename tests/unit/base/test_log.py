@@ -27,6 +27,16 @@ def test_values_with_spaces_quotes_and_line_ends_stay_on_the_line() -> None:
     assert stream.getvalue().count("\n") == 1
 
 
+def test_an_event_is_one_line_whatever_its_words_hold() -> None:
+    stream = io.StringIO()
+    words = "two\nlines\u2028and \x1b[31mred\udc80"
+    Log("api", stream).error(words, why=words, where="\x85")
+    line = stream.getvalue().encode().decode()
+    assert len(line.splitlines()) == 1
+    assert line.count("two\\nlines\\u2028and \\x1b[31mred\\udc80") == 1
+    assert "\x1b" not in line
+
+
 def test_a_warning_says_so() -> None:
     stream = io.StringIO()
     Log("api", stream).warning("slow")

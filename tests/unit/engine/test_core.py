@@ -38,9 +38,12 @@ class Rig:
             Scheduler(limits, CacheManager(16, 16, prefix_caching=True), FirstCome()),
             runner,
             plans_in_flight=plans_in_flight,
-            report=self.reports.append,
+            report=self._report,
         )
         self._clock = count()
+
+    def _report(self, what: str, **fields: object) -> None:
+        self.reports.append(" ".join([what, *map(str, fields.values())]))
 
     def now_ms(self) -> float:
         return float(next(self._clock))
@@ -101,6 +104,7 @@ def test_a_failed_step_ends_its_requests_with_an_error_and_nobody_else(
     assert _token_ids(rest["b/0"]) == [3, 4, 5, 6]
     assert len(rig.reports) == 1
     assert "buffers are gone" in rig.reports[0]
+    assert "scripted_executor.py" in rig.reports[0]  # where it comes from
     assert rig.core.stats().blocks_used == 0
     assert rig.core.scheduler.check_integrity() == []
 
