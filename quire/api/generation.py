@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from quire.api.answers import Answers, Choice, Prompt, Usage
 from quire.api.body import read_object
 from quire.api.fields import flag, ignored_header, known_fields
-from quire.api.gone import until_gone
+from quire.api.gone import Deadline, body_in_time, until_gone
 from quire.api.serving import Engine, Serving
 from quire.api.stream import Chunks, EventStream
 from quire.base.errors import InvalidParameter, UnknownModel
@@ -63,7 +63,7 @@ class Asked:
     max_output_tokens: int | None
 
 
-Reader = Callable[[Asked], Awaitable[Job]]
+Reader = Callable[[Asked], Coroutine[Any, Any, Job]]
 
 
 async def generate(
@@ -72,7 +72,12 @@ async def generate(
     """The response to a request for tokens. Raises RequestError and the engine's errors."""
     engine = serving.engine()
     config = serving.config
-    body = await read_object(request, limit_bytes=config.max_body_bytes)
+    deadline = Deadline(config.request_timeout_s)
+    body = await body_in_time(
+        read_object(request, limit_bytes=config.max_body_bytes),
+        leaving=serving.leaving,
+        deadline=deadline,
+    )
     given, ignored = known_fields(body, honoured, warn_unknown=config.unknown_fields == "warn")
     request_id = f"{prefix}-{secrets.token_hex(12)}"
     headers = {"x-request-id": request_id}
@@ -93,13 +98,13 @@ async def generate(
         include_usage=_include_usage(given, stream=stream),
         max_output_tokens=config.max_output_tokens,
     )
-    job = await read(asked)
+    job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
     answers = Answers(engine, serving.metrics, job.prompts, request_id)
     request.state.answers = answers
     if stream:
-        return EventStream(serving, answers, job.writer, headers)
+        return EventStream(serving, answers, job.writer, headers, deadline)
     choices = await until_gone(
-        answers.whole(), request.receive, over=serving.over, limit_s=config.request_timeout_s
+        answers.whole(), request.receive, over=serving.over, deadline=deadline
     )
     content = msgspec.json.encode(job.writer.whole(choices, answers.usage))
     return Response(content, headers=headers, media_type="application/json")

@@ -16,9 +16,26 @@ from quire.base.errors import ShuttingDown, TimedOut
 
 T = TypeVar("T")
 
+# A body that takes longer than this is not on its way.
+BODY_TIME_S = 60.0
+
 
 class ClientGone(Exception):
     """The caller closed the connection; nobody is left to answer."""
+
+
+class Deadline:
+    """When a request's time is over, counted from its making. `limit_s` None: never."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self._began_s = asyncio.get_running_loop().time()
+
+    def left_s(self) -> float | None:
+        """Seconds that are left, at least 0."""
+        if self.limit_s is None:
+            return None
+        return max(0.0, self.limit_s - (asyncio.get_running_loop().time() - self._began_s))
 
 
 async def until_gone(
@@ -26,32 +43,58 @@ async def until_gone(
     receive: Receive,
     *,
     over: asyncio.Future[None],
-    limit_s: float | None,
+    deadline: Deadline,
 ) -> T:
-    """The result of `work`, cancelled when the caller leaves, `over` is set, or `limit_s` passed.
+    """The result of `work`, cancelled when the caller leaves, `over` is set, or time is over.
 
     Raises ClientGone, ShuttingDown and TimedOut for these three, else what `work` raises. The
     request's body must have been read before.
     """
-    task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
-    ends: set[asyncio.Future[Any]] = {task, watch, over}
+    late = (
+        f"the request ran for its whole time limit of {deadline.limit_s} s (--request-timeout); "
+        "ask for fewer tokens, or try again when less is asked"
+    )
+    return await _first_of(work, watch, over=over, limit_s=deadline.left_s(), late=late)
+
+
+async def body_in_time(
+    work: Coroutine[Any, Any, T], *, leaving: asyncio.Future[None], deadline: Deadline
+) -> T:
+    """What reading a body gives: in time, and while the server takes requests.
+
+    Raises TimedOut and ShuttingDown, else what `work` raises.
+    """
+    left_s = deadline.left_s()
+    limit_s = BODY_TIME_S if left_s is None else min(left_s, BODY_TIME_S)
+    late = f"the request's body did not come within {limit_s:g} s; send it faster, or send less"
+    return await _first_of(work, None, over=leaving, limit_s=limit_s, late=late)
+
+
+async def _first_of(
+    work: Coroutine[Any, Any, T],
+    watch: asyncio.Future[None] | None,
+    *,
+    over: asyncio.Future[None],
+    limit_s: float | None,
+    late: str,
+) -> T:
+    task = asyncio.ensure_future(work)
+    waiting: list[asyncio.Future[Any]] = [task] if watch is None else [task, watch]
+    ends: set[asyncio.Future[Any]] = {*waiting, over}
     try:
         await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if over.done():
-            raise ShuttingDown("the server is shutting down and its grace time is over; try again")
-        if watch.done():
+            raise ShuttingDown("the server is shutting down and ended this request; try again")
+        if watch is not None and watch.done():
             raise ClientGone
-        raise TimedOut(
-            f"the request ran for its whole time limit of {limit_s:g} s (--request-timeout); ask "
-            "for fewer tokens, or try again when less is asked"
-        )
+        raise TimedOut(late)
     finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -25,7 +25,6 @@ import uvloop
 from quire.api.app import build_app
 from quire.api.connection import Connection
 from quire.api.serving import Engine, Serving
-from quire.base.errors import QuireError
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
 from quire.obs.metrics import Metrics
@@ -58,7 +57,10 @@ def run(
     *,
     announce: Callable[[], None],
 ) -> int:
-    """Serve until told to stop; the exit code. `announce` is called when requests are taken."""
+    """Serve until told to stop; the exit code. `announce` is called when requests are taken.
+
+    Raises what kept the engine from starting.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Life(engine, config, listening, log, announce).run())
 
@@ -105,11 +107,7 @@ class _Life:
             if not starting.done():
                 self._log.event("stopped while the model was loading")
                 return EXIT_FAILED if http.done() else EXIT_DONE
-            try:
-                starting.result()
-            except QuireError as error:
-                self._log.error(str(error), kind=type(error).__name__)
-                return EXIT_FAILED
+            starting.result()
             serving.start(self._engine)
             self._announce()
             await _first(stopped, died, http)

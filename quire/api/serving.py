@@ -60,7 +60,9 @@ class Serving:
         self.metrics = metrics
         self.log = log
         self.draining = False
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.leaving: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
         self.idle = asyncio.Event()
         self.idle.set()
         self._engine: Engine | None = None
@@ -74,6 +76,8 @@ class Serving:
     def drain(self) -> None:
         """Take nothing new; what is open goes on."""
         self.draining = True
+        if not self.leaving.done():
+            self.leaving.set_result(None)
 
     def end_all(self) -> None:
         """Grace is over: end what is open with an error."""

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.answers import Answers, Usage
 from quire.api.errors import error_body
-from quire.api.gone import until_gone
+from quire.api.gone import Deadline, until_gone
 from quire.api.serving import Serving
 from quire.base.errors import QuireError
 from quire.engine.output import TextDelta
@@ -42,13 +42,19 @@ class EventStream(Response):
     """The streamed answers of one request."""
 
     def __init__(
-        self, serving: Serving, answers: Answers, chunks: Chunks, headers: Mapping[str, str]
+        self,
+        serving: Serving,
+        answers: Answers,
+        chunks: Chunks,
+        headers: Mapping[str, str],
+        deadline: Deadline,
     ) -> None:
         super().__init__(headers={**_HEADERS, **headers}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._serving = serving
         self._answers = answers
         self._chunks = chunks
+        self._deadline = deadline
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +63,7 @@ class EventStream(Response):
                 self._write_all(send),
                 receive,
                 over=self._serving.over,
-                limit_s=self._serving.config.request_timeout_s,
+                deadline=self._deadline,
             )
         except QuireError as error:
             if not self._started:

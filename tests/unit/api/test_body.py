@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from quire.api import gone
 from quire.api.body import parse
 from quire.base.errors import RequestError
 from tests.unit.api.fake_engine import Site
@@ -144,5 +145,55 @@ def test_values_nested_deeply_are_the_callers_fault_in_any_thread(depth: int, pa
         raw = b'{"prompt":"a","user":"' + b"x" * padding + b'","n":' + b"[" * depth + b"]" * depth
         reply = await Site().post("/v1/completions", raw + b"}")
         assert reply.status == 400
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("settings", [{"request_timeout_s": 0.01}, {}])
+def test_a_body_that_does_not_come_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
+) -> None:
+    if not settings:
+        monkeypatch.setattr(gone, "BODY_TIME_S", 0.01)
+
+    async def exchange() -> None:
+        site = Site(**settings)
+        reply = await site.call("POST", "/v1/completions", b'{"prompt"', cut_short=True)
+        assert (reply.status, reply.error["code"]) == (504, "timeout")
+        assert "body did not come" in reply.error["message"]
+
+    asyncio.run(exchange())
+
+
+def test_a_body_still_on_its_way_does_not_hold_up_the_end() -> None:
+    async def exchange() -> None:
+        site = Site()
+        waiting = asyncio.create_task(
+            site.call("POST", "/v1/completions", b'{"prompt"', cut_short=True)
+        )
+        await asyncio.sleep(0.01)
+        site.serving.drain()
+        reply = await waiting
+        assert (reply.status, reply.error["code"]) == (503, "shutting_down")
+        assert site.serving.idle.is_set()
+
+    asyncio.run(exchange())
+
+
+def test_the_time_limit_counts_what_is_done_before_the_engine_is_asked() -> None:
+    async def exchange() -> None:
+        site = Site(request_timeout_s=0.05)
+        stuck = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def render(_: object) -> str:
+            asyncio.run_coroutine_threadsafe(stuck.wait(), loop).result()
+            return ""
+
+        site.engine.template.render = render
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        reply = await site.post("/v1/chat/completions", body)
+        assert (reply.status, reply.error["code"]) == (504, "timeout")
+        stuck.set()
 
     asyncio.run(exchange())
