@@ -1,4 +1,5 @@
-// Binds the digests of token blocks; quire/cache/digest.py has the plain twin of hash_chains.
+// Binds the digests of token blocks (quire/cache/digest.py has the plain twin of hash_chains) and of
+// contents.
 // Shapes and bounds are checked here, so that native/src can trust its pointers. Nothing is kept
 // between calls.
 
@@ -18,6 +19,7 @@ namespace {
 using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Int32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Uint64Pairs = nb::ndarray<const uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Digests = nb::ndarray<nb::numpy, uint64_t, nb::shape<-1, 2>, nb::c_contig>;
 
 const uint8_t* key_bytes(const nb::bytes& key) {
@@ -65,6 +67,16 @@ Digests hash_chains(Int32Table tokens, Int32s rows, Int32s firsts, Int32s counts
     return Digests(reinterpret_cast<uint64_t*>(owned), {static_cast<size_t>(total), 2}, owner);
 }
 
+nb::tuple content_digest(const Bytes& bytes) {
+    quire::Content content(bytes.data(), static_cast<int64_t>(bytes.size()));
+    {
+        nb::gil_scoped_release release;
+        for (int64_t piece = 0; piece < content.pieces(); ++piece) content.take(piece);
+    }
+    const quire::Digest digest = content.digest();
+    return nb::make_tuple(digest.low, digest.high);
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& module) {
@@ -75,4 +87,6 @@ void bind_cache(nb::module_& module) {
                nb::arg("key"),
                "Chained digests of token blocks, uint64 [sum(counts), 2]; see\n"
                "quire.cache.digest.HashChains.");
+    module.def("content_digest", &content_digest, nb::arg("content"),
+               "128 bits over every byte of uint8 [n]: (low, high), as Weight.fill returns.");
 }

@@ -79,11 +79,17 @@ void bind_weight(nb::module_& module) {
                          std::to_string(source.size()) + " source bytes; " +
                          std::to_string(count) + " rows take " + std::to_string(needed));
                  }
-                 nb::gil_scoped_release release;
-                 self.fill(pool, first, count, source.data(), type, offset);
+                 quire::Content content(source.data(), needed);
+                 {
+                     nb::gil_scoped_release release;
+                     self.fill(pool, first, count, content, type, offset);
+                 }
+                 const quire::Digest digest = content.digest();
+                 return nb::make_tuple(digest.low, digest.high);
              },
              "pool"_a, "first"_a, "count"_a, "source"_a, "source_dtype"_a, "offset"_a = 0.0f,
-             "Convert rows first .. first + count from raw source bytes [count * columns].")
+             "Convert rows first .. first + count from raw source bytes [count * columns].\n\n"
+             "Returns the content_digest of the source, which is read once for both.")
         .def("row", &quire::Weight::row, "row"_a, "One row as floats, for checks.")
         .def_prop_ro("rows", &quire::Weight::rows)
         .def_prop_ro("columns", &quire::Weight::columns)

@@ -1,10 +1,14 @@
-// SipHash-2-4 with 128 bits of output; chained digests of token blocks.
+// SipHash-2-4 with 128 bits of output; chained digests of token blocks; digests of contents.
 // Knows no index and no block numbers. Words are read as little-endian on every machine, so the
 // plain twin in quire/cache/digest.py gives the same digests everywhere.
 
 #include "quire/hash.h"
 
 #include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace quire {
 namespace {
@@ -76,7 +80,123 @@ inline uint64_t pair(int32_t low, int32_t high) {
            static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32;
 }
 
+constexpr uint8_t kContentKey[16] = {'q', 'u', 'i', 'r', 'e', ' ', 'c', 'o',
+                                     'n', 't', 'e', 'n', 't', '-', '-', '1'};
+constexpr int kSums = 8;            // words of a stripe
+constexpr int kStripesABlock = 16;  // then sums are scrambled
+constexpr uint64_t kScramble = 0x9e3779b1;
+
+// The accumulation of XXH3 (Collet): a word goes into its neighbour's sum as it is, and the product
+// of its halves, after a key for its place was mixed in, into its own.
+class Stripes {
+  public:
+    Stripes() {
+        uint64_t word = 0;
+        for (uint64_t& key : keys_) {  // SplitMix64 from 0
+            uint64_t z = word += 0x9e3779b97f4a7c15ull;
+            z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+            z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+            key = z ^ z >> 31;
+        }
+        for (int i = 0; i < kSums; ++i) sums_[i] = keys_[i];
+    }
+
+    // `bytes` are num_stripes * 64.
+    void absorb(const uint8_t* bytes, int64_t num_stripes) {
+        while (num_stripes > 0) {
+            const int64_t room = kStripesABlock - place_;
+            const int64_t count = num_stripes < room ? num_stripes : room;
+            accumulate(bytes, count, keys_ + place_);
+            bytes += count * 8 * kSums;
+            num_stripes -= count;
+            place_ += count;
+            if (place_ == kStripesABlock) {
+                place_ = 0;
+                for (int i = 0; i < kSums; ++i) {
+                    const uint64_t sum = sums_[i];
+                    sums_[i] = (sum ^ sum >> 47 ^ keys_[kStripesABlock + i]) * kScramble;
+                }
+            }
+        }
+    }
+
+    Digest finish(int64_t size) const {
+        State state(kContentKey);
+        state.absorb(static_cast<uint64_t>(size));
+        for (const uint64_t sum : sums_) state.absorb(sum);
+        state.absorb(last_word(nullptr, 0, 8 + sizeof sums_));
+        return state.finish();
+    }
+
+  private:
+    void accumulate(const uint8_t* bytes, int64_t count, const uint64_t* keys) {
+#if defined(__SSE2__)
+        __m128i sums[kSums / 2];
+        std::memcpy(sums, sums_, sizeof sums);
+        for (int64_t stripe = 0; stripe < count; ++stripe, bytes += 8 * kSums) {
+            for (int i = 0; i < kSums / 2; ++i) {
+                const __m128i words =
+                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i));
+                const __m128i key = _mm_loadu_si128(
+                    reinterpret_cast<const __m128i*>(keys + stripe + 2 * i));
+                const __m128i mixed = _mm_xor_si128(words, key);
+                const __m128i product = _mm_mul_epu32(mixed, _mm_srli_epi64(mixed, 32));
+                const __m128i swapped = _mm_shuffle_epi32(words, _MM_SHUFFLE(1, 0, 3, 2));
+                sums[i] = _mm_add_epi64(sums[i], _mm_add_epi64(product, swapped));
+            }
+        }
+        std::memcpy(sums_, sums, sizeof sums);
+#else
+        for (int64_t stripe = 0; stripe < count; ++stripe, bytes += 8 * kSums) {
+            for (int i = 0; i < kSums; ++i) {
+                const uint64_t word = read_word(bytes + 8 * i);
+                const uint64_t mixed = word ^ keys[stripe + i];
+                sums_[i ^ 1] += word;
+                sums_[i] += (mixed & 0xffffffffu) * (mixed >> 32);
+            }
+        }
+#endif
+    }
+
+    int64_t place_ = 0;  // of the next stripe in its block
+    uint64_t keys_[kStripesABlock + kSums], sums_[kSums];
+};
+
+Digest piece_digest(const uint8_t* bytes, int64_t size) {
+    Stripes stripes;
+    const int64_t whole = size / (8 * kSums);
+    stripes.absorb(bytes, whole);
+    uint8_t rest[8 * kSums] = {};
+    const int64_t at = whole * 8 * kSums;
+    if (at < size) {
+        std::memcpy(rest, bytes + at, static_cast<size_t>(size - at));
+        stripes.absorb(rest, 1);
+    }
+    return stripes.finish(size);
+}
+
 }  // namespace
+
+Content::Content(const uint8_t* bytes, int64_t size)
+    : bytes_(bytes), size_(size),
+      digests_(static_cast<size_t>((size + kPieceBytes - 1) / kPieceBytes)) {}
+
+void Content::take(int64_t piece) {
+    const int64_t first = piece * kPieceBytes, left = size_ - first;
+    digests_[static_cast<size_t>(piece)] =
+        piece_digest(bytes_ + first, left < kPieceBytes ? left : kPieceBytes);
+}
+
+Digest Content::digest() const {
+    State state(kContentKey);
+    state.absorb(static_cast<uint64_t>(size_));
+    for (const Digest& digest : digests_) {
+        state.absorb(digest.low);
+        state.absorb(digest.high);
+    }
+    state.absorb(last_word(nullptr, 0, 8 + sizeof(Digest) * digests_.size()));
+    return state.finish();
+}
 
 Digest siphash128(const uint8_t* message, size_t size, const uint8_t key[16]) {
     State state(key);

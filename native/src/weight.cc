@@ -1,5 +1,5 @@
 // Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels'
-// layout, in one pass over the source. Rounding to bf16 happens here once, to nearest even.
+// layout, in one pass over the source, which is digested on the way. Rounding to bf16 happens here once, to nearest even.
 // Always holds: packed bytes depend on the elements only, never on threads or on how a weight
 // was cut into parts; padding is not written and stays zero.
 
@@ -125,13 +125,26 @@ void turn_words(const char* source, int64_t stride_bytes, int64_t rows, int64_t 
     }
 }
 
+// Fills units 0 .. units in parts, each after its share of the source was digested: what is read
+// for the one lies in the caches for the other.
+template <class Part>
+void deal_with_digest(Pool& pool, Content& content, int64_t units, Part part) {
+    const int64_t pieces = content.pieces();
+    pool.deal(pieces, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) {
+            content.take(i);
+            part(units * i / pieces, units * (i + 1) / pieces);
+        }
+    });
+}
+
 template <class T, class Read>
-void fill_panels(Pool& pool, char* data, Type type, int64_t first, int64_t count,
-                 int64_t columns, Read read) {
+void fill_panels(Pool& pool, Content& content, char* data, Type type, int64_t first,
+                 int64_t count, int64_t columns, Read read) {
     const int64_t bytes = panel_bytes(columns, type);
     const int64_t first_panel = first / kPanel;
     const int64_t panels = (first + count - 1) / kPanel - first_panel + 1;
-    pool.deal(panels, 1, [&](int64_t begin, int64_t end, int) {
+    deal_with_digest(pool, content, panels, [&](int64_t begin, int64_t end) {
         for (int64_t p = first_panel + begin; p < first_panel + end; ++p) {
             T* panel = reinterpret_cast<T*>(data + p * bytes);
             const int64_t low = p * kPanel > first ? p * kPanel : first;
@@ -161,9 +174,10 @@ void fill_panels(Pool& pool, char* data, Type type, int64_t first, int64_t count
 }
 
 template <class T, class Read>
-void fill_rows(Pool& pool, char* data, int64_t first, int64_t count, int64_t columns, Read read) {
+void fill_rows(Pool& pool, Content& content, char* data, int64_t first, int64_t count,
+               int64_t columns, Read read) {
     T* out = reinterpret_cast<T*>(data) + first * columns;
-    pool.deal(count * columns, 65536, [&](int64_t begin, int64_t end, int) {
+    deal_with_digest(pool, content, count * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) out[i] = read(i);
     });
 }
@@ -182,7 +196,7 @@ Weight::Weight(Form form, Type type, int64_t rows, int64_t columns)
     memory_ = Memory(static_cast<std::size_t>(bytes));
 }
 
-void Weight::fill(Pool& pool, int64_t first, int64_t count, const void* source,
+void Weight::fill(Pool& pool, int64_t first, int64_t count, Content& source,
                   Source source_type, float offset) {
     if (first < 0 || count < 0 || first + count > rows_) {
         throw std::out_of_range("rows " + std::to_string(first) + " to " +
@@ -193,20 +207,20 @@ void Weight::fill(Pool& pool, int64_t first, int64_t count, const void* source,
     const auto fill_with = [&](auto read, auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
         if (form_ == Form::matrix) {
-            fill_panels<T>(pool, memory_.data(), type_, first, count, columns_, read);
+            fill_panels<T>(pool, source, memory_.data(), type_, first, count, columns_, read);
         } else {
-            fill_rows<T>(pool, memory_.data(), first, count, columns_, read);
+            fill_rows<T>(pool, source, memory_.data(), first, count, columns_, read);
         }
     };
     const auto fill_as = [&](auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
         switch (source_type) {
             case Source::f32:
-                return fill_with(Convert<Source::f32, T>{source, offset}, element);
+                return fill_with(Convert<Source::f32, T>{source.bytes(), offset}, element);
             case Source::f16:
-                return fill_with(Convert<Source::f16, T>{source, offset}, element);
+                return fill_with(Convert<Source::f16, T>{source.bytes(), offset}, element);
             case Source::bf16:
-                return fill_with(Convert<Source::bf16, T>{source, offset}, element);
+                return fill_with(Convert<Source::bf16, T>{source.bytes(), offset}, element);
         }
     };
     if (type_ == Type::f32) {

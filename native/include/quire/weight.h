@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "quire/hash.h"
 #include "quire/kernels.h"
 #include "quire/memory.h"
 
@@ -22,8 +23,9 @@ class Weight {
     Weight(Form form, Type type, int64_t rows, int64_t columns);
 
     // Converts `count` rows of `columns` elements into rows first .. first + count, adding
-    // `offset` to each element in f32. Throws std::out_of_range past the last row.
-    void fill(Pool& pool, int64_t first, int64_t count, const void* source, Source source_type,
+    // `offset` to each element in f32, and takes all pieces of `source` on the way. Throws
+    // std::out_of_range past the last row.
+    void fill(Pool& pool, int64_t first, int64_t count, Content& source, Source source_type,
               float offset);
 
     Form form() const { return form_; }
