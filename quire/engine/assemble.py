@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quire.base.clock import Clock
 from quire.base.errors import SettingError
+from quire.base.log import Report
 from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from quire.config.machine import machine_memory, num_usable_cpus
@@ -56,13 +57,13 @@ def assemble(
     config: EngineConfig,
     *,
     clock: Clock,
-    report: Callable[[str], None],
+    report: Report,
     progress: Progress | None = None,
     beat: Callable[[int], None] | None = None,
 ) -> Engine:
     """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
 
-    `report` gets a line about what goes wrong later without ending the engine. `beat` is called
+    `report` is told what goes wrong later without ending the engine. `beat` is called
     about once a second during a long step, in a thread of its own, with the operations done.
     """
     folder = model_folder(config.model)
@@ -184,14 +185,19 @@ def _card(
     *,
     max_num_seqs: int,
 ) -> ModelCard:
-    weight_files = sorted(folder.glob("*.safetensors"))
     return ModelCard(
         name=model_name(config.model),
         path=str(folder),
         max_model_len=memory.max_model_len,
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_ids,
-        fingerprint=system_fingerprint(program, weight_files, recipe=executor.recipe),
+        fingerprint=system_fingerprint(
+            program,
+            folder,
+            weights_digest=executor.weights_digest,
+            recipe=executor.recipe,
+            max_model_len=memory.max_model_len,
+        ),
         generation_defaults=dict(spec.generation_defaults),
         dtype=_dtype(config.model, spec).value,
         recipe=executor.recipe,

@@ -24,6 +24,7 @@ class Executor(Protocol):
 
     name: str  # "native", "reference"
     recipe: str  # instruction set or equivalent; part of the fingerprint
+    weights_digest: str  # of every byte of the weights (quire.weights.content)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool (zero-filled). Raises CapacityError where memory does not suffice."""

@@ -26,6 +26,7 @@ from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.native import choose
 from quire.weights.binding import check
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.content import WeightsDigest
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
@@ -76,7 +77,9 @@ class NativeExecutor:
         }
         try:
             self._native = _place_buffers(program, max_rows, self.pool)
-            weights = _pack(program, checkpoint, self.pool, progress)
+            digest = WeightsDigest()
+            weights = _pack(program, checkpoint, self.pool, digest, progress)
+            self.weights_digest = digest.hexdigest()
         except MemoryError as error:
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
@@ -192,7 +195,11 @@ def _place_buffers(
 
 
 def _pack(
-    program: Program, checkpoint: Checkpoint, pool: _native.Pool, progress: Progress | None
+    program: Program,
+    checkpoint: Checkpoint,
+    pool: _native.Pool,
+    digest: WeightsDigest,
+    progress: Progress | None,
 ) -> dict[str, _native.Weight]:
     """All weights in the kernels' layout; source pages are dropped after each tensor."""
     packed: dict[str, _native.Weight] = {}
@@ -202,7 +209,8 @@ def _pack(
         first = 0
         for part in weight.parts:
             stored = checkpoint.tensor(part.source)
-            native.fill(pool, first, part.rows, stored.raw, stored.dtype, weight.offset)
+            content = native.fill(pool, first, part.rows, stored.raw, stored.dtype, weight.offset)
+            digest.add(stored, content)
             checkpoint.release(part.source)
             first += part.rows
             done += part.rows * max(weight.columns, 1) * weight.dtype.itemsize

@@ -27,6 +27,7 @@ from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.reference import choose
 from quire.weights.binding import check
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.content import WeightsDigest
 from quire.weights.dtypes import round_to_bf16
 
 Float32s = NDArray[np.float32]
@@ -62,7 +63,9 @@ class ReferenceExecutor:
             Rows.SAMPLES: max_samples,
             Rows.SEQUENCES: max_sequences,
         }
-        self._weights = _load(program, checkpoint, progress)
+        digest = WeightsDigest()
+        self._weights = _load(program, checkpoint, digest, progress)
+        self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._buffers = [
             np.full((self._limits[buffer.rows], buffer.width), np.nan, np.float32)
@@ -247,22 +250,23 @@ RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] 
 
 
 def _load(
-    program: Program, checkpoint: Checkpoint, progress: Progress | None
+    program: Program, checkpoint: Checkpoint, digest: WeightsDigest, progress: Progress | None
 ) -> dict[str, Float32s]:
     """All weights in float32: [rows, columns], or [rows] for a vector."""
     loaded: dict[str, Float32s] = {}
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        loaded[name] = _load_weight(weight, checkpoint)
+        loaded[name] = _load_weight(weight, checkpoint, digest)
         done += weight.size * weight.dtype.itemsize
         if progress is not None:
             progress(done, total)
     return loaded
 
 
-def _load_weight(weight: Weight, checkpoint: Checkpoint) -> Float32s:
+def _load_weight(weight: Weight, checkpoint: Checkpoint, digest: WeightsDigest) -> Float32s:
     parts = [checkpoint.read_f32(part.source) for part in weight.parts]
     for part in weight.parts:
+        digest.add(checkpoint.tensor(part.source))
         checkpoint.release(part.source)
     values = np.concatenate(parts) + np.float32(weight.offset)
     return round_to_bf16(values) if weight.dtype is DType.BF16 else values

@@ -1,38 +1,49 @@
 """system_fingerprint: a digest of all an answer depends on beside the request itself.
 
-Weights (names, sizes, headers and a sample of the content: a changed file is noticed, a gigabyte
-is not read), the program that runs with the numerics version, the executor's recipe (instruction
-set), the parallel degree and the KV dtype. Two engines with one fingerprint give one answer.
+Every byte of the weights (as the executor digested them), the files of a model's folder that
+decide how text becomes tokens and back and what is asked by default, the program that runs with
+the numerics version, the executor's recipe (instruction set), the parallel degree, the KV dtype
+and the context length. Two engines with one fingerprint give one answer.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
-_HEAD_BYTES = 256 * 1024
-_SAMPLE_BYTES = 4 * 1024
-_NUM_SAMPLES = 64
+# Of a model's folder, beside weights: what the config, tokenizer and template readers open.
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 
 
 def system_fingerprint(
     program: Program,
-    weight_files: Iterable[Path],
+    folder: Path,
     *,
+    weights_digest: str,
     recipe: str,
+    max_model_len: int,
     parallel_degree: int = 1,
 ) -> str:
     """ "fp_" and 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (
-        weights_digest(weight_files),
+        weights_digest,
+        files_digest(folder),
         program_digest(program),
         recipe,
+        str(max_model_len),
         str(parallel_degree),
         ",".join(cache.dtype for cache in program.caches),
     ):
@@ -40,16 +51,12 @@ def system_fingerprint(
     return f"fp_{digest.hexdigest()}"
 
 
-def weights_digest(files: Iterable[Path]) -> str:
-    """Of each file its name, size, first 256 KiB (the header) and 64 evenly spaced pieces."""
+def files_digest(folder: Path) -> str:
+    """Names, sizes and bytes of those of FILES that are there."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(files, key=lambda path: path.name):
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name}\0{num_bytes}\0".encode())
-        with path.open("rb") as file:
-            digest.update(os.pread(file.fileno(), _HEAD_BYTES, 0))
-            spread = max(num_bytes - _SAMPLE_BYTES, 0)
-            for index in range(_NUM_SAMPLES):
-                offset = spread * (index + 1) // _NUM_SAMPLES
-                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+    for pattern in FILES:
+        for path in sorted(folder.glob(pattern)):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
+            digest.update(content)
     return digest.hexdigest()

@@ -34,6 +34,7 @@ class _Executor:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.name, self.recipe = inner.name, inner.recipe
+        self.weights_digest = inner.weights_digest
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         self._inner.allocate_cache(num_blocks, block_size)

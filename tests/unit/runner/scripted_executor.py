@@ -23,6 +23,7 @@ class ScriptedExecutor:
 
     name = "scripted"
     recipe = "none"
+    weights_digest = "none"
 
     def __init__(self, choose: Callable[[NDArray[np.int32]], NDArray[np.int32]] = next_ids) -> None:
         self.batches: list[ForwardBatch] = []

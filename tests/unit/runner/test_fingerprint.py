@@ -2,74 +2,88 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.models.registry import build_program, open_model
+from quire.program import serialize
 from quire.program.ops import DType
-from quire.runner.fingerprint import system_fingerprint, weights_digest
+from quire.program.program import Program
+from quire.runner.fingerprint import FILES, system_fingerprint
 from tests.tiny_models import write_tiny_llama
 
+PLAIN: dict[str, Any] = {"weights_digest": "w", "recipe": "avx512", "max_model_len": 64}
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("fingerprint") / "model")
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with every file that FILES can name."""
+    folder = write_tiny_llama(tmp_path / "model")
+    for pattern in FILES:
+        file = folder / pattern.replace("*", "some")
+        file.parent.mkdir(exist_ok=True)
+        if not file.exists():
+            file.write_text("{}")
+    return folder
+
+
+def _program(folder: Path, *, dtype: DType = DType.F32, max_positions: int = 64) -> Program:
+    return build_program(open_model(folder), dtype=dtype, max_positions=max_positions)
 
 
 def test_it_is_the_same_each_time_and_names_nothing_of_the_place(folder: Path) -> None:
-    program = build_program(open_model(folder), dtype=DType.F32, max_positions=64)
-    files = list(folder.glob("*.safetensors"))
-    one = system_fingerprint(program, files, recipe="avx512")
-    assert one == system_fingerprint(program, files, recipe="avx512")
+    program = _program(folder)
+    one = system_fingerprint(program, folder, **PLAIN)
     assert one.startswith("fp_")
     assert len(one) == 3 + 16
-    moved = folder.parent / "elsewhere"
-    moved.mkdir()
-    for file in files:
-        (moved / file.name).write_bytes(file.read_bytes())
-    assert one == system_fingerprint(program, list(moved.iterdir()), recipe="avx512")
+    moved = shutil.copytree(folder, folder.parent / "elsewhere")
+    (moved / "README.md").write_text("no answer depends on this")
+    assert one == system_fingerprint(program, moved, **PLAIN)
 
 
-def test_it_changes_with_recipe_degree_dtype_and_program(folder: Path) -> None:
-    spec = open_model(folder)
-    program = build_program(spec, dtype=DType.F32, max_positions=64)
-    files = list(folder.glob("*.safetensors"))
+@pytest.mark.parametrize("pattern", FILES)
+def test_each_file_counts_to_a_byte_in_its_middle_and_whether_it_is_there(
+    folder: Path, pattern: str
+) -> None:
+    program, file = _program(folder), folder / pattern.replace("*", "some")
+    file.write_bytes(bytes(range(256)) * 6000)
+    before = system_fingerprint(program, folder, **PLAIN)
+    content = bytearray(file.read_bytes())
+    assert len(content) > 2**20
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    after = system_fingerprint(program, folder, **PLAIN)
+    file.unlink()
+    assert len({before, after, system_fingerprint(program, folder, **PLAIN)}) == 3
+
+
+def test_it_changes_with_weights_recipe_degree_length_dtype_and_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, program = open_model(folder), _program(folder)
+    other = build_program(replace(spec, norm_eps=1e-3), dtype=DType.F32, max_positions=64)
+    (cache,) = program.caches
     prints = [
-        system_fingerprint(program, files, recipe="avx512"),
-        system_fingerprint(program, files, recipe="avx2"),
-        system_fingerprint(program, files, recipe="avx512", parallel_degree=2),
+        system_fingerprint(program, folder, **PLAIN),
+        system_fingerprint(program, folder, **PLAIN | {"weights_digest": "other"}),
+        system_fingerprint(program, folder, **PLAIN | {"recipe": "avx2"}),
+        system_fingerprint(program, folder, **PLAIN | {"max_model_len": 63}),
+        system_fingerprint(program, folder, **PLAIN, parallel_degree=2),
+        system_fingerprint(_program(folder, dtype=DType.BF16), folder, **PLAIN),
+        system_fingerprint(other, folder, **PLAIN),
         system_fingerprint(
-            build_program(spec, dtype=DType.BF16, max_positions=64), files, recipe="avx512"
-        ),
-        system_fingerprint(
-            build_program(replace(spec, norm_eps=1e-3), dtype=DType.F32, max_positions=64),
-            files,
-            recipe="avx512",
+            replace(program, caches=(replace(cache, dtype=DType.BF16),)), folder, **PLAIN
         ),
     ]
+    monkeypatch.setattr(serialize, "NUMERICS_VERSION", serialize.NUMERICS_VERSION + 1)
+    prints.append(system_fingerprint(program, folder, **PLAIN))
     assert len(set(prints)) == len(prints)
 
 
-def test_the_context_length_does_not_change_it(folder: Path) -> None:
-    spec = open_model(folder)
-    short, long = (build_program(spec, dtype=DType.F32, max_positions=n) for n in (64, 128))
-    assert system_fingerprint(short, [], recipe="x") == system_fingerprint(long, [], recipe="x")
-
-
-@pytest.mark.parametrize("place", [0, 1000, -1])
-def test_a_changed_byte_a_name_or_a_length_changes_the_weights(tmp_path: Path, place: int) -> None:
-    content = bytearray(range(256)) * 40
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(content)
-    before = weights_digest([file])
-    content[place] ^= 1
-    file.write_bytes(content)
-    assert weights_digest([file]) != before
-    file.write_bytes(content + b"\0")
-    assert weights_digest([file]) != before
-    content[place] ^= 1
-    file.write_bytes(content)
-    assert weights_digest([file]) == before
-    assert weights_digest([file.rename(tmp_path / "other.safetensors")]) != before
+def test_the_models_own_limit_of_positions_does_not_change_it(folder: Path) -> None:
+    short, long = (_program(folder, max_positions=n) for n in (64, 128))
+    assert system_fingerprint(short, folder, **PLAIN) == system_fingerprint(long, folder, **PLAIN)
