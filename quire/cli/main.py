@@ -1,4 +1,4 @@
-"""The `quire` command: finds the verb, runs it, and turns errors into one line and an exit code.
+"""The `quire` command: finds the verb, runs it, and turns errors into words and an exit code.
 
 Each verb is a module of this folder with `add_arguments(parser)` and `run(arguments) -> int`, and
 is imported only when it is used: start-up is felt. Exit codes: 0 done, 1 the engine or a server
@@ -73,7 +73,9 @@ def command_parser(complete_verbs: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     for name, purpose in VERBS.items():
-        sub_parser = verbs.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+        sub_parser = verbs.add_parser(
+            name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}."
+        )
         if name in complete_verbs:
             verb(name).add_arguments(sub_parser)
     return parser
@@ -102,8 +104,7 @@ def _tolerate_any_encoding() -> None:
 
 
 def _complain(verb_name: str, text: str) -> None:
-    line = " ".join(text.split())
-    print(f"quire {verb_name}: {line}", file=sys.stderr)
+    print(f"quire {verb_name}: {text.strip()}", file=sys.stderr)
 
 
 if __name__ == "__main__":

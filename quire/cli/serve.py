@@ -2,7 +2,7 @@
 
 Takes the port, starts the engine process, and only then imports what HTTP needs, so that both
 processes' imports overlap. Prints a short block when requests are taken. Exit code: 0 after a
-clean stop, 1 where the server could not start or the engine died, 2 for wrong settings.
+clean stop, 1 where the engine or the server died; what cannot be served is raised, as by any verb.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.config.flags import add_flags, built
 from quire.config.groups import (
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from quire.engine.client import EngineClient
     from quire.engine.launch import EngineProcess
 
-_EXIT_SETTINGS = 2
 _PROGRESS_S = 0.2
 
 
@@ -58,23 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until stopped; the exit code."""
+    """Serve until stopped; the exit code. Raises SettingError, ModelError or CapacityError."""
     from quire.api.listen import listen, url_of
     from quire.engine.launch import EngineProcess
 
-    try:
-        server = _with_key_of_environment(built(ServerConfig, arguments))
-        engine = EngineConfig(
-            model=built(ModelConfig, arguments),
-            cache=built(CacheConfig, arguments),
-            scheduler=built(SchedulerConfig, arguments),
-            executor=built(ExecutorConfig, arguments),
-        )
-        listening = listen(server)
-        process = EngineProcess.launch(engine)
-    except SettingError as error:
-        print(f"quire serve: {error}", file=sys.stderr)
-        return _EXIT_SETTINGS
+    server = _with_key_of_environment(built(ServerConfig, arguments))
+    engine = EngineConfig(
+        model=built(ModelConfig, arguments),
+        cache=built(CacheConfig, arguments),
+        scheduler=built(SchedulerConfig, arguments),
+        executor=built(ExecutorConfig, arguments),
+    )
+    listening = listen(server)
+    process = EngineProcess.launch(engine)
     return _serve(server, engine, listening, process, url=url_of(listening))
 
 

@@ -121,7 +121,7 @@ def test_the_engines_death_while_a_whole_answer_is_awaited_is_a_status(tiny: Pat
     with RunningServer(tiny, "--threads", "1") as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=GIVE_UP_S) as caller:
             raw = json.dumps(LONG).encode()
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
             caller.sendall(head.encode() + raw)
             server.until(lambda: server.metric("quire_running_requests") == 1, "it runs")
             kill(server.engine_pid)
@@ -187,13 +187,15 @@ def test_beyond_loopback_it_wants_a_key_or_to_be_told(tiny: Path) -> None:
         (("--kv-cache-memory", "9000TiB"), "kv-cache-memory"),
     ],
 )
-def test_what_cannot_be_served_is_told_and_the_exit_is_1(
+def test_what_cannot_be_served_is_told_once_and_the_exit_is_2(
     tiny: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     model = [] if arguments[0].startswith("/") else [str(tiny)]
     ended = serve(*model, *arguments, "--port", "0")
-    assert ended.returncode == 1
-    assert words in ended.stderr
+    assert ended.returncode == 2
+    log, *complaints = ended.stderr.split("quire serve: ")
+    assert [words in complaint for complaint in complaints] == [True]
+    assert [line.split(" ")[1] for line in log.splitlines()] == ["info"]  # "loading"
     assert "Traceback" not in ended.stderr
 
 

@@ -1,4 +1,4 @@
-"""The quire command: verbs, exit codes, one line for errors, and what start-up may import."""
+"""The quire command: verbs, exit codes, words for errors, and what start-up may import."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
     assert caught.value.code == 0
-    assert f"usage: quire {verb}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: quire {verb}" in shown
+    assert VERBS[verb][1:] in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ class _Failing:
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_errors_become_one_line_and_a_code(
+def test_errors_become_their_words_and_a_code(
     error: BaseException,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +104,7 @@ def test_errors_become_one_line_and_a_code(
     assert main(["chat"]) == code
     shown = capsys.readouterr().err
     if isinstance(error, QuireError):
-        assert shown == f"quire chat: {' '.join(str(error).split())}\n"
+        assert shown == f"quire chat: {error}\n"
     else:
         assert shown == ""
 
