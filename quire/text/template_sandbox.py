@@ -116,7 +116,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters[_COUNTED] = _counted
         self.filters[_MEASURED] = _measured
-        for name in (*_UNBOUNDED_FILTERS, "wordwrap", "xmlattr"):
+        for name in _UNBOUNDED_FILTERS:
             del self.filters[name]
         for name in ("center", "indent", "round", "truncate"):
             self.filters[name] = _narrow(self.filters[name])
