@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.api.answers import Answers
 from quire.api.auth import Keys
+from quire.api.callers import Callers
 from quire.api.errors import MethodNotAllowed, UnknownRoute, error_response
 from quire.api.gone import ClientGone
 from quire.api.serving import Serving
@@ -33,6 +34,7 @@ class Edge:
         self._app = app
         self._serving = serving
         self._keys = Keys(serving.config.api_key)
+        self._callers = Callers(serving.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,6 +51,7 @@ class Edge:
 
     async def _answer(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         try:
+            self._callers.check(scope["headers"])
             self._keys.check(scope["path"], _authorization(scope))
             await self._app(scope, receive, exchange.send)
         except ClientGone:
@@ -56,7 +59,10 @@ class Edge:
             self._serving.metrics.disconnect()
         except HTTPException as error:
             refusal: QuireError = (
-                MethodNotAllowed(f"{scope['method']} is not allowed at this path")
+                MethodNotAllowed(
+                    f"{scope['method']} is not allowed at this path",
+                    allowed=(error.headers or {}).get("Allow", ""),
+                )
                 if error.status_code == 405
                 else UnknownRoute("nothing is served at this path; GET / lists what is")
             )

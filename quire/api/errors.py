@@ -47,7 +47,15 @@ class UnknownRoute(RequestError):
 
 
 class MethodNotAllowed(RequestError):
-    """The path is served, but not by this method."""
+    """The path is served, but not by this method. `allowed` names those that are."""
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class ForeignPage(RequestError):
+    """A browser asks for a page that is not of this server, which has no key."""
 
 
 SHAPES: dict[type[QuireError], ErrorShape] = {
@@ -62,6 +70,7 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     MethodNotAllowed: ErrorShape(
         status=405, type="invalid_request_error", code="method_not_allowed"
     ),
+    ForeignPage: ErrorShape(status=403, type="invalid_request_error", code="foreign_page"),
     NotAuthorized: ErrorShape(status=401, type="invalid_request_error", code="invalid_api_key"),
     OverloadedError: ErrorShape(status=503, type="server_error", code="overloaded"),
     ShuttingDown: ErrorShape(status=503, type="server_error", code="shutting_down"),
@@ -92,6 +101,8 @@ def error_body(error: QuireError) -> dict[str, Any]:
 def error_response(error: QuireError, *, request_id: str) -> Response:
     """A response for an error, with the headers its class calls for."""
     headers = {"x-request-id": request_id}
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = error.allowed
     if isinstance(error, NotAuthorized):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:

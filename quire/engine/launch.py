@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,9 @@ from quire.engine.process import main
 sys.exit(main())
 """
 
+# A socket's address has at most 107 bytes; what we put behind the folder takes under 30.
+_MOST_FOLDER_BYTES = 70
+
 
 class EngineProcess:
     """A running engine process and the folder of its sockets."""
@@ -47,10 +51,10 @@ class EngineProcess:
     @classmethod
     def launch(cls, config: EngineConfig) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
-        folder = Path(tempfile.mkdtemp(prefix="quire-"))
+        folder = _socket_folder()
         command = [sys.executable, "-P", "-c", _START, _PACKAGES, "--endpoint", str(folder)]
         try:
-            popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+            popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=_environment())
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise SettingError(f"the engine process cannot be started: {error}") from error
@@ -81,6 +85,25 @@ class EngineProcess:
             self._popen.kill()
             self._popen.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _socket_folder() -> Path:
+    """A new folder of ours for sockets, whose addresses may not be long."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _MOST_FOLDER_BYTES:
+        folder = "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="quire-", dir=folder))
+    except OSError as error:
+        raise SettingError(
+            f"no folder for sockets can be made in {folder}: {error.strerror}; set TMPDIR to one "
+            f"that can be written to, with a path of at most {_MOST_FOLDER_BYTES} bytes"
+        ) from error
+
+
+def _environment() -> dict[str, str]:
+    """Ours without the key: the engine talks to nobody but us."""
+    return {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
 
 
 def config_to_json(config: EngineConfig) -> str:

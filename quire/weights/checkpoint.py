@@ -73,6 +73,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_single(path, path)
     if not path.is_dir():
         raise WeightsError(f"{path}: no such folder; give the folder of a model")
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (path / name).exists() and not (path / name).is_file():
+            raise WeightsError(f"{path / name} is not a plain file; put the model's file there")
     if (path / SINGLE_FILE).exists():
         return _open_single(path, path / SINGLE_FILE)
     if (path / INDEX_FILE).exists():

@@ -9,6 +9,7 @@ bytes its dtype and shape need, and all dtypes are f32, f16 or bf16. Values are 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -88,7 +89,7 @@ class SafetensorsFile:
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             if size < LENGTH_BYTES:
                 raise WeightsError(
                     f"{path}: the file has {size} bytes, too short for safetensors; fetch it again"

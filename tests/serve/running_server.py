@@ -148,7 +148,7 @@ class RunningServer:
         """An open stream on a raw socket; leaving closes it, complete or not."""
         raw = json.dumps({**body, "stream": True}).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(raw)}\r\n\r\n"
         )
         with socket.socket() as connection:

@@ -248,7 +248,7 @@ WIRE_CASES: dict[str, bytes] = {
     "a broken chunk": (
         b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"
     ),
-    "a path of odd bytes": b"GET /%ff%00%0d%0a HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a path of odd bytes": b"GET /%ff%00%0d%0a HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
 

@@ -64,7 +64,9 @@ def test_a_caller_who_leaves_while_waiting_for_a_whole_answer_frees_its_blocks(
     before = counts(server)
     raw = json.dumps(long_request(COMPLETIONS)).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + raw)
         server.until(lambda: server.metric("quire_kv_blocks_used") > 0, "blocks taken")
     wait_until_free(server)

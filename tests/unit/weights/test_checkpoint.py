@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,13 @@ def test_an_unknown_name_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = bind(write_tiny_llama(tmp_path))
     with pytest.raises(WeightsError, match="no tensor named 'x'"):
         checkpoint.tensor("x")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_not_a_plain_file_is_refused_before_it_is_opened(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / name)  # opening a pipe would wait for ever
+    with pytest.raises(WeightsError, match="not a plain file"):
+        open_checkpoint(tmp_path)

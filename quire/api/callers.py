@@ -1,0 +1,53 @@
+"""Who may ask a server without keys: programs, and pages this server could have sent itself.
+
+A page from anywhere can make a browser on this machine send requests to a loopback address, and a
+name that its owner points at loopback makes them look like that page's own. Browsers say where a
+request comes from: `Origin` must be the address asked, and `Host`, on a server that only this
+machine reaches, a name that only this machine has. Programs send no Origin. Always holds: with
+keys nothing is refused here, because a page does not have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from quire.api.errors import ForeignPage
+from quire.api.listen import is_loopback
+from quire.base.show import show
+from quire.config.groups import ServerConfig
+
+_SCHEMES = ("http://", "https://")
+
+
+class Callers:
+    """The check of one server."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._is_open = not config.api_key
+        self._is_local = is_loopback(config.host)
+        self._host = config.host.lower()
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Return if a request with these headers may be answered; raise ForeignPage if not."""
+        if not self._is_open:
+            return
+        found = {name: value.decode("latin-1").strip().lower() for name, value in headers}
+        host, origin = found.get(b"host"), found.get(b"origin")
+        if host is not None and self._is_local and not self._is_ours(host):
+            raise ForeignPage(
+                f"the request's Host is {show(host)}; this server has no key and is asked as "
+                "localhost or by its loopback address only; ask it so, or start it with --api-key"
+            )
+        if origin is not None and origin not in [scheme + (host or "") for scheme in _SCHEMES]:
+            raise ForeignPage(
+                f"the request comes from a page of {show(origin)}; this server has no key and "
+                "answers no pages but its own; start it with --api-key to let pages with the key in"
+            )
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit("//" + host).hostname or ""
+        except ValueError:
+            return False
+        return is_loopback(name) or name == self._host or name.endswith(".localhost")
