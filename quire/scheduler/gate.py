@@ -20,10 +20,10 @@ class Gate(Protocol):
 
 
 class GroupGate:
-    """Forks (stream > 0) wait until stream 0 of their group has computed the prompt they share.
+    """Forks wait until the leader of their group has computed the prompt they share.
 
     Only before their first admission, and only while that leader lives: a fork whose leader has
-    ended, or that was preempted, computes on its own.
+    ended with nobody in its place, or that was preempted, computes on its own.
     """
 
     def holds(self, ticket: Ticket, state: RunningState, now_ms: float) -> bool:

@@ -15,7 +15,8 @@ from quire.base.errors import InvalidParameter
 class SchedulerLimits:
     """max_num_seqs: requests that run at once. max_num_batched_tokens: token rows of one step.
     max_model_len: prompt and output of one request, in tokens. plans_in_flight: how many plans
-    may be out at once. max_queued_requests: how many may wait before new ones are refused.
+    may be out at once. max_queued_requests: how many may wait, beside those that can start at
+    once, before new ones are refused.
     step_budget_ms: predicted milliseconds of one step, 0 for no such limit.
 
     Raises InvalidParameter, which names the field.

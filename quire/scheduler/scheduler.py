@@ -76,7 +76,7 @@ class Scheduler:
         self._admissions = Admissions(self._state, cache, (GroupGate(), *gates))
         self._queue = WaitingQueue()
         self._tickets: dict[str, Ticket] = {}
-        self._leaders: dict[str, Ticket] = {}  # live streams 0 by group
+        self._leaders: dict[str, Ticket] = {}  # by group
         self._flights: deque[Flight] = deque()
         self._retired: list[int] = []  # slots given back since the last plan
         # Whether an admission may succeed: set by events, so that a blocked queue costs nothing.
@@ -96,13 +96,15 @@ class Scheduler:
         """Queue a request.
 
         Raises ContextTooLong for one that can never fit, OverloadedError while the queue is
-        full, InvalidParameter for an empty prompt, no room for output, or an id in use.
+        full, InvalidParameter for an empty prompt, no room for output, an id in use, or a group
+        of more streams than an idle engine takes.
         """
         limit = self._limit_of(request)
-        if len(self._queue) >= self._limits.max_queued_requests:
+        limits = self._limits
+        if len(self._queue) >= limits.max_queued_requests + len(self._state.free_slots):
             raise OverloadedError(
                 f"{len(self._queue)} requests are waiting, at most "
-                f"{self._limits.max_queued_requests} may; try again later"
+                f"{limits.max_queued_requests} may beside those that can start; try again later"
             )
         ticket = Ticket(
             request=request,
@@ -112,10 +114,12 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self._tickets[request.request_id] = ticket
+        leader = self._leaders.get(request.group_id)
         if request.stream == 0:
             self._leaders[request.group_id] = ticket
-        else:
-            ticket.leader = self._leaders.get(request.group_id)
+        elif leader is not None:
+            ticket.leader = leader
+            leader.forks.append(ticket)
         self._enqueue(ticket)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -212,6 +216,13 @@ class Scheduler:
             raise InvalidParameter(
                 f"request id {request.request_id!r} is in use; ids of live requests must differ",
                 param="request_id",
+            )
+        most = self._limits.max_num_seqs + self._limits.max_queued_requests
+        if request.sampling.n > most:
+            raise InvalidParameter(
+                f"n is {request.sampling.n}; {self._limits.max_num_seqs} may run and "
+                f"{self._limits.max_queued_requests} may wait here: at most {most} are allowed",
+                param="n",
             )
         if prompt < 1:
             raise InvalidParameter(
@@ -345,6 +356,18 @@ class Scheduler:
         del self._tickets[ticket.request.request_id]
         if self._leaders.get(ticket.request.group_id) is ticket:
             del self._leaders[ticket.request.group_id]
+            self._hand_over(ticket)
+
+    def _hand_over(self, leader: Ticket) -> None:
+        """A leader is gone. Before its prompt was computed, a fork takes its place."""
+        waiting = [fork for fork in leader.forks if fork.alive and not fork.was_admitted]
+        if not waiting or not math.isnan(leader.first_token_ms):
+            return  # the forks find the prompt's blocks, or compute it side by side
+        heir = waiting.pop(0)
+        heir.leader, heir.forks = None, waiting
+        for fork in waiting:
+            fork.leader = heir
+        self._leaders[heir.request.group_id] = heir
 
     def _last_steps(self, index: Index) -> NDArray[np.int64]:
         """The last plan that is out and names slot index[i]; 0 for none."""

@@ -7,7 +7,7 @@ step needs lies in arrays (quire.scheduler.state). Knows no policy and no blocks
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ class Ticket:
     """A live request.
 
     token_ids: all tokens known when it last entered the queue. limit: most tokens it may have.
-    leader: the live stream 0 of its group where it is a fork. chain: digests of token_ids,
+    leader: who computes the prompt it shares, where it is a fork: stream 0 of its group, or an
+    heir. forks: whose leader it is, unless they have ended. chain: digests of token_ids,
     made once while it waits.
     """
 
@@ -32,6 +33,7 @@ class Ticket:
     limit: int
     token_ids: NDArray[np.int32]
     leader: Ticket | None = None
+    forks: list[Ticket] = field(default_factory=list)
     chain: Chain | None = None
     slot: int = NO_SLOT  # NO_SLOT: it waits
     alive: bool = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from quire.base.errors import ContextTooLong, InvalidParameter, OverloadedError, WorkerError
 from quire.base.records import FinishReason, RowError, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
@@ -240,13 +242,35 @@ def test_faulty_requests_are_refused_by_name() -> None:
 
 
 def test_a_full_queue_refuses_and_says_how_full_it_is() -> None:
-    engine = scheduler(max_queued_requests=2)
-    engine.add(make_request("a", range(4), max_tokens=1))
-    engine.add(make_request("b", range(4), max_tokens=1))
-    with pytest.raises(OverloadedError, match="2 requests are waiting, at most 2"):
-        engine.add(make_request("c", range(4), max_tokens=1))
+    engine = scheduler(max_queued_requests=2, max_num_seqs=1)
+    for name in "abc":  # one can start at once
+        engine.add(make_request(name, range(4), max_tokens=9))
+    with pytest.raises(OverloadedError, match="3 requests are waiting, at most 2"):
+        engine.add(make_request("d", range(4), max_tokens=1))
     plan_of(engine)
-    engine.add(make_request("c", range(4), max_tokens=1))
+    with pytest.raises(OverloadedError, match="2 requests are waiting, at most 2"):
+        engine.add(make_request("d", range(4), max_tokens=1))
+    engine.abort("b")
+    engine.add(make_request("d", range(4), max_tokens=1))
+
+
+def test_requests_that_can_start_at_once_are_not_refused_and_do_not_count_as_waiting() -> None:
+    engine = scheduler(max_queued_requests=1, max_num_seqs=8)
+    for number in range(9):
+        engine.add(make_request(f"r{number}", range(4), max_tokens=1))
+    with pytest.raises(OverloadedError):
+        engine.add(make_request("r9", range(4), max_tokens=1))
+
+
+def test_more_streams_than_can_ever_be_taken_are_the_callers_mistake_at_any_time() -> None:
+    engine = scheduler(max_queued_requests=1, max_num_seqs=2)
+    sampling = SamplingParams(n=4, seed=0, max_tokens=1)
+    four = replace(make_request("a", range(4), max_tokens=1), sampling=sampling)
+    for name in "bcd":
+        with pytest.raises(InvalidParameter, match=r"n is 4; 2 may run and 1 may wait") as told:
+            engine.add(four)
+        assert told.value.param == "n"
+        engine.add(make_request(name, range(4), max_tokens=1))
 
 
 def test_limits_below_one_are_refused_by_name() -> None:

@@ -138,6 +138,27 @@ def test_a_fork_never_waits_for_a_leader_that_is_gone() -> None:
     assert len(harness.tokens["g1"]) == 8
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_heir_leads_when_the_leader_is_gone_before_its_prompt_is_computed(
+    prefix_caching: bool, steps: int
+) -> None:
+    harness = Harness(Setup(max_num_seqs=16, num_blocks=128, prefix_caching=prefix_caching))
+    add_group(harness, range(40), 9, max_tokens=4)
+    harness.add(make_request("other", range(50, 54), max_tokens=1))
+    for _ in range(min(steps, 2)):
+        harness.step()
+    harness.abort("g0")
+    if steps == 3:  # the heir goes, too
+        harness.step()
+        harness.abort("g1")
+    before = len(harness.plans)
+    harness.drain()
+    rows = sum(plan.num_tokens for plan in harness.plans[before:])
+    assert rows <= 40 + 4 + 8 * 4  # one prompt, the other's, a row a fork and output token
+    harness.check_end()
+
+
 def test_a_leader_that_ends_with_its_first_token_leaves_its_prompt_to_be_found() -> None:
     harness = Harness(Setup())
     add_group(harness, range(10), 2, max_tokens=1)
