@@ -123,6 +123,13 @@ class EngineCore:
         """Counters and gauges as of now."""
         return self.scheduler.stats()
 
+    def audit(self) -> None:
+        """Compare the books, put right what can be, and report. Only while there is no work."""
+        found = self.scheduler.check_integrity(repair=True)
+        left = set(self.scheduler.check_integrity()) if found else set()
+        for problem in found:
+            self.report("audit of the KV books", problem=problem, repaired=problem not in left)
+
     def _result(self, plan: StepPlan, handle: Handle) -> StepResult:
         try:
             result = self.runner.collect(handle)
@@ -153,7 +160,7 @@ def serve(
     emit: Callable[[FromEngine], None],
     now_ms: Callable[[], float],
 ) -> None:
-    """Run until a Stop comes; audit the KV books when there was nothing to do for a while."""
+    """Run until a Stop comes; audit the books when there was nothing to do for a while."""
     stuck, audited = False, True
     while True:
         if core.has_work:
@@ -171,8 +178,7 @@ def serve(
             if outputs is not None:
                 emit(Outputs(outputs=outputs, stats=core.stats()))
         elif not messages and not audited:
-            for problem in core.scheduler.check_integrity():
-                core.report(f"audit of the KV books: {problem}")
+            core.audit()
             audited = True
 
 

@@ -146,7 +146,7 @@ def test_failed_steps_apart_from_each_other_are_not() -> None:
 def test_the_streams_of_a_request_are_taken_together_or_not_at_all() -> None:
     rig = Rig(max_queued=2)
     with pytest.raises(OverloadedError):
-        rig.core.add([request("a", stream=index) for index in range(3)])
+        rig.core.add([request("a", stream=index) for index in range(7)])
     assert not rig.core.has_work
     rig.core.add([request("a", stream=index) for index in range(2)])
     assert set(rig.finish()) == {"a/0", "a/1"}
@@ -190,22 +190,40 @@ def test_the_loop_waits_for_ever_where_there_is_nothing_to_do() -> None:
 
 def test_the_loop_does_not_wait_while_there_is_work_and_audits_once_afterwards() -> None:
     rig = Rig()
-    rig.core.scheduler.check_integrity = lambda: ["a block too few"]  # type: ignore[method-assign]
+    rig.core.scheduler.check_integrity = (  # type: ignore[method-assign]
+        lambda *, repair=False: ["a block too few"]
+    )
     work: list[list[ToEngine]] = [[Submit(requests=(request("a", output=2),))], [], [], []]
     inbox = Inbox(*work)
     sent = _served(rig, inbox)
     # Nothing to do; a step before and after the second look; the audit; nothing left to audit.
     assert inbox.waits == [None, 0.0, AUDIT_AFTER_S, None, None]
-    assert rig.reports == ["audit of the KV books: a block too few"]
+    assert rig.reports == ["audit of the KV books a block too few False"]
     assert [type(message) for message in sent] == [Outputs, Outputs]
+
+
+def test_a_leaked_block_is_given_back_by_the_audit_and_told_once() -> None:
+    rig = Rig()
+    pool = rig.core.scheduler._cache.pool
+    pool.allocate(1)  # nobody names it
+    assert rig.core.stats().blocks_used == 1
+    rig.core.audit()
+    assert rig.core.stats().blocks_used == 0
+    assert rig.reports
+    assert all(report.endswith("True") for report in rig.reports)
+    told = len(rig.reports)
+    rig.core.audit()
+    assert len(rig.reports) == told
+    rig.core.add([request("a", prompt=48)])
+    assert _token_ids(rig.finish()["a/0"]) == [48, 49, 0, 1]
 
 
 def test_the_loop_tells_who_was_refused_and_why() -> None:
     rig = Rig(max_queued=1)
-    both = (request("a", stream=0), request("a", stream=1))
-    (refused,) = _served(rig, Inbox([Submit(requests=both)]))
+    streams = tuple(request("a", stream=index) for index in range(6))
+    (refused,) = _served(rig, Inbox([Submit(requests=streams)]))
     assert isinstance(refused, Refused)
-    assert refused.request_ids == ("a/0", "a/1")
+    assert refused.request_ids == tuple(stream.request_id for stream in streams)
     assert refused.fault.kind == "OverloadedError"
 
 
