@@ -9,6 +9,7 @@
 #include "quire/sampling.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
@@ -65,5 +66,12 @@ void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Fl
 }  // namespace
 
 void bind_sampling(nb::module_& module) {
-    module.def("choose", &choose, "Choose a token for each row; see quire/sampling/native.py.");
+    module.def("choose", &choose,
+               "pool"_a, nb::kw_only(), "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a,
+               "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a,
+               "seeds"_a, "streams"_a, "positions"_a, "num_prompt_tokens"_a, "num_logprobs"_a,
+               "history_starts"_a, "history"_a, "bias_starts"_a, "bias_ids"_a, "bias_values"_a,
+               "banned_starts"_a, "banned_ids"_a, "token_ids"_a, "logprobs"_a, "top_ids"_a,
+               "top_logprobs"_a,
+               "Choose a token for each row; see quire/sampling/native.py.");
 }

@@ -2,8 +2,8 @@
 
 Rows need not share parameters. The semantics, in this order, for a row with raw logits l [V]:
 
-1. log-probabilities (where asked for) are of l itself: l - logsumexp(l), the sum taken over
-   fixed chunks in order.
+1. log-probabilities (where asked for) are of l itself: l - logsumexp(l), the sum exact in any
+   order (sampling/noise.py).
 2. l[id] += bias for each logit_bias entry.
 3. repetition penalty r over the distinct tokens of prompt and output: l > 0 ? l / r : l * r.
    then for tokens of the output: l -= frequency * count + presence.

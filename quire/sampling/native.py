@@ -39,17 +39,17 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> Token
         return choice
     _native.choose(
         pool,
-        logits,
-        *(np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _FIELDS),
-        choice.token_ids,
-        choice.logprobs,
-        choice.top_ids,
-        choice.top_logprobs,
+        logits=logits,
+        **{name: np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _FIELDS},
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+        top_ids=choice.top_ids,
+        top_logprobs=choice.top_logprobs,
     )
     return choice
 
 
-_FIELDS: tuple[tuple[str, type[np.generic]], ...] = (  # in the order of native/bind/sampling.cc
+_FIELDS: tuple[tuple[str, type[np.generic]], ...] = (
     ("temperature", np.float32),
     ("top_k", np.int32),
     ("top_p", np.float32),
