@@ -57,6 +57,15 @@ void bind_pool(nb::module_& module) {
                  new (self) quire::Pool(num_threads, quire::kernels_for(isa));
              },
              "num_threads"_a, nb::kw_only(), "isa"_a = "")
+        .def("deal",
+             [](quire::Pool& self, int64_t n, const nb::callable& body) {
+                 nb::gil_scoped_release release;
+                 self.deal(n, 1, [&](int64_t begin, int64_t end, int thread) {
+                     nb::gil_scoped_acquire acquire;
+                     body(begin, end, thread);
+                 });
+             },
+             "n"_a, "body"_a, "body(begin, end, thread) over 0 .. n, chunks of one (for tests).")
         .def_prop_ro("num_threads", &quire::Pool::num_threads)
         .def_prop_ro("isa", [](const quire::Pool& self) { return self.kernels().isa; });
 }

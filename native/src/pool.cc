@@ -1,12 +1,14 @@
 // The thread pool. Workers spin briefly for the next job, then sleep, so that an idle engine
 // costs no CPU. Knows nothing of kernels. Always holds: every thread computes with rounding to
-// nearest and denormals kept, whatever the calling process has set.
+// nearest and denormals kept, whatever the calling process has set; what a body throws, on whatever
+// thread, is thrown to the caller once all threads have left the job.
 
 #include "quire/pool.h"
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -122,6 +124,9 @@ struct Pool::State {
     std::atomic<int> workers_asleep{0};
     std::atomic<bool> caller_asleep{false};
 
+    // What a worker's body threw first; the caller takes it once the job is closed.
+    std::exception_ptr thrown;
+
     std::vector<Run> runs;
     std::vector<std::thread> workers;
 
@@ -185,7 +190,12 @@ struct Pool::State {
             seen = job_of(gate.load());
             if (stopping.load()) return;
             if (!enter()) continue;
-            body(context, thread);
+            try {
+                body(context, thread);
+            } catch (...) {
+                std::lock_guard<std::mutex> lock(mutex);
+                if (!thrown) thrown = std::current_exception();
+            }
             leave();
         }
     }
@@ -226,8 +236,16 @@ Pool::~Pool() {
 void Pool::run_raw(RunBody body, void* context) {
     FloatMode mode;
     state_->open(body, context);
-    body(context, 0);
-    state_->close();
+    std::exception_ptr thrown;
+    try {
+        body(context, 0);
+    } catch (...) {
+        thrown = std::current_exception();
+    }
+    state_->close();  // whatever happened: `context` may go only when nobody is in the job
+    if (!thrown) thrown = state_->thrown;
+    state_->thrown = nullptr;
+    if (thrown) std::rethrow_exception(thrown);
 }
 
 void Pool::deal_raw(int64_t n, int64_t grain, DealBody body, void* context) {

@@ -302,8 +302,13 @@ void Program::run(int64_t segment_index, const StepInputs& inputs) {
     const Segment& segment = segments_[static_cast<size_t>(segment_index)];
     check(segment, inputs);
     if (poison_) poison(segment);
+    struct Numbered {
+        std::atomic<int64_t>& runs;
+        const int64_t number = runs.fetch_add(1) + 1;
+        ~Numbered() { runs.fetch_add(1); }
+    } const run{runs_};
     for (const OpSpec& op : segment.ops) {
-        if (abort_.exchange(false)) {
+        if (aborted_.load(std::memory_order_relaxed) == run.number) {
             throw Aborted(std::string("the step was told to stop before ") + name_of(op.kind));
         }
         run_op(op, inputs);

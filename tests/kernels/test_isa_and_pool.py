@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,6 +61,25 @@ def test_idle_workers_sleep_and_wake_to_the_same_results() -> None:
             assert time.monotonic() < deadline, "idle workers never slept"
             time.sleep(0.005)
         np.testing.assert_array_equal(op({0: x}, num_rows=4)[1], expected)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_body_throws_reaches_the_caller_and_the_pool_goes_on(failing: int) -> None:
+    pool = _native.Pool(2)
+    started = [threading.Event(), threading.Event()]
+
+    def body(begin: int, end: int, thread: int) -> None:
+        started[thread].set()
+        assert started[1 - thread].wait(30), "the other thread never came"
+        if thread == failing:
+            raise KeyError(f"thread {thread}")
+
+    with pytest.raises(KeyError, match=f"thread {failing}"):
+        pool.deal(2, body)
+    for _ in range(50):
+        seen: list[int] = []
+        pool.deal(40, lambda begin, end, thread, seen=seen: seen.extend(range(begin, end)))
+        assert sorted(seen) == list(range(40))
 
 
 def test_closed_pools_leave_no_threads() -> None:

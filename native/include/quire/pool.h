@@ -24,7 +24,8 @@ class Pool {
     // body(begin, end, thread) over 0..n in chunks of at most `grain`. Each thread walks one
     // contiguous run from its front; who is done takes chunks from the far end of another's, and
     // a worker that has not even started is not waited for.
-    // With at most one chunk, or one thread, the caller does all of it.
+    // With at most one chunk, or one thread, the caller does all of it. What a body throws is thrown
+    // here, after all threads have left.
     template <class Body>
     void deal(int64_t n, int64_t grain, Body&& body) {
         deal_raw(n, grain,

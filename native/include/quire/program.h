@@ -91,8 +91,9 @@ class Program {
     // Runs a segment. Throws std::invalid_argument where an input is out of range (nothing is
     // computed then), Aborted where abort() was called.
     void run(int64_t segment, const StepInputs& inputs);
-    // May be called from another thread.
-    void abort() { abort_.store(true); }
+    // May be called from another thread. Stops the run in progress, if there is one, and never a
+    // later one.
+    void abort() { aborted_.store(runs_.load()); }
     int64_t ops_done() const { return ops_done_.load(); }
 
     // Fill the buffers a segment writes first with NaN before each of its runs.
@@ -133,7 +134,8 @@ class Program {
     CacheShape shape_{};
     int64_t layers_ = 0, num_blocks_ = 0;
     bool poison_ = false;
-    std::atomic<bool> abort_{false};
+    // Twice the runs ended, and one more during a run: an abort outside of any names none.
+    std::atomic<int64_t> runs_{0}, aborted_{-1};
     std::atomic<int64_t> ops_done_{0};
 };
 
