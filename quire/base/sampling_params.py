@@ -23,6 +23,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1_024
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**63 - 1
+# Below, logits that are divided by it leave the range of f32, and of sense long before.
+MIN_REPETITION_PENALTY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, -1, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -97,6 +99,12 @@ class SamplingParams:
                 raise InvalidParameter(
                     f"stop holds {show(text)}; each entry must be a string of 1 to "
                     f"{MAX_STOP_STRING_CHARS} characters",
+                    param="stop",
+                )
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise InvalidParameter(
+                    f"stop holds {ascii(text)}, with a lone surrogate: half of a character, which "
+                    "no text can hold; send whole characters",
                     param="stop",
                 )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:

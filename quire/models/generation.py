@@ -91,7 +91,7 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
         ("temperature", 0.0, 100.0),
         ("top_p", 1e-9, 1.0),
         ("min_p", 0.0, 1.0),
-        ("repetition_penalty", 1e-9, 100.0),
+        ("repetition_penalty", 0.01, 100.0),
     ):
         if reader.has(key):
             defaults[key] = reader.number(key, low, high)

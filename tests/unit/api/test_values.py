@@ -94,7 +94,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("top_k", -2), ("top_k", 1.5), ("top_k", 10**20), ("top_k", [1]),
     ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", 1e999), ("top_p", "x"),
     ("min_p", -0.01), ("min_p", 1.1), ("min_p", {}),
-    ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 1e999),
+    ("repetition_penalty", 0), ("repetition_penalty", 1e-39), ("repetition_penalty", -1), ("repetition_penalty", 1e999),
     ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3),
     ("frequency_penalty", "x"), ("frequency_penalty", 10**39),
     ("seed", 2**63), ("seed", 1.5), ("seed", "1"), ("seed", -(2**63) - 1), ("seed", 1e3),
