@@ -103,7 +103,7 @@ class SamplingParams:
                 )
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise InvalidParameter(
-                    f"stop holds {ascii(text)}, with a lone surrogate: half of a character, which "
+                    f"stop holds {text!a}, with a lone surrogate: half of a character, which "
                     "no text can hold; send whole characters",
                     param="stop",
                 )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from quire.base.errors import InvalidParameter
-from quire.models.registry import box_path, build_program, open_model
+from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.ops import DType
 from quire.program.table import format_program
@@ -53,10 +53,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):
         _check(name, value, low, limit if name == "tokens" else 1_000_000)
     _check("depth", args.depth, 0, limit - args.tokens)
-    dtype = DType.BF16 if spec.dtype == "bf16" else DType.F32
-    if args.dtype != "auto":
-        dtype = DType(args.dtype)
-    program = build_program(spec, dtype=dtype, max_positions=limit)
+    program = build_program(spec, dtype=compute_dtype(spec, args.dtype), max_positions=limit)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

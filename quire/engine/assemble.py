@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from quire.base.clock import Clock
 from quire.base.errors import SettingError
@@ -24,12 +26,12 @@ from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
-from quire.engine.record import RecordingRunner
+from quire.engine.record import RecordingRunner, open_record
 from quire.execute.executor import Executor, Progress
 from quire.execute.layout import lay_out
-from quire.models.registry import build_program, open_model
+from quire.models.registry import build_program, compute_dtype, open_model
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType, Rows
+from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
@@ -41,7 +43,6 @@ from quire.weights.checkpoint import Checkpoint, open_checkpoint
 
 # Rows of one slice of the head: logits of more are never in memory at once.
 MAX_SAMPLES = 64
-_DTYPES = {"f32": DType.F32, "f16": DType.F32, "bf16": DType.BF16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,32 @@ def assemble(
     `report` is told what goes wrong later without ending the engine. `beat` is called
     about once a second during a long step, in a thread of its own, with the operations done.
     """
+    with ExitStack() as undo:
+        record = None
+        if config.executor.record_plans is not None:  # found out early: packing may take minutes
+            record = undo.enter_context(open_record(Path(config.executor.record_plans)))
+        engine = _assembled(
+            config, clock=clock, report=report, progress=progress, beat=beat, record=record
+        )
+        undo.pop_all()
+        return engine
+
+
+def _assembled(
+    config: EngineConfig,
+    *,
+    clock: Clock,
+    report: Report,
+    progress: Progress | None,
+    beat: Callable[[int], None] | None,
+    record: BinaryIO | None,
+) -> Engine:
     folder = model_folder(config.model)
     spec = open_model(folder)
-    dtype = _dtype(config.model, spec)
     checkpoint = open_checkpoint(folder)
-    memory = _memory(config, spec, dtype)
-    program = build_program(spec, dtype=dtype, max_positions=memory.max_model_len)
+    longest = _longest_program(config.model, spec)
+    memory = _memory(config, spec, longest)
+    program = replace(longest, max_positions=memory.max_model_len)
     executor = _executor(config, program, checkpoint, progress)
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
     num_slots = min(config.scheduler.max_num_seqs, memory.num_blocks)
@@ -104,8 +125,8 @@ def assemble(
         else None
     )
     runner: Runner = model_runner
-    if config.executor.record_plans is not None:
-        runner = RecordingRunner(model_runner, Path(config.executor.record_plans))
+    if record is not None:
+        runner = RecordingRunner(model_runner, record, report=report)
     if beat is not None:
         runner = BeatingRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
     scheduler = Scheduler(limits, cache, FirstCome(), cost=cost)
@@ -114,18 +135,19 @@ def assemble(
     return Engine(core=core, card=card, notes=tuple(memory.text().splitlines()))
 
 
-def _dtype(config: ModelConfig, spec: ModelSpec) -> DType:
-    return _DTYPES[spec.dtype] if config.dtype == "auto" else DType(config.dtype)
-
-
-def _memory(config: EngineConfig, spec: ModelSpec, dtype: DType) -> MemoryPlan:
-    wanted = config.model.max_model_len
+def _longest_program(config: ModelConfig, spec: ModelSpec) -> Program:
+    """The program for as many positions as were asked for, or as the model has."""
+    wanted = config.max_model_len
     if wanted is not None and wanted > spec.max_positions:
         raise SettingError(
             f"--max-model-len is {wanted}; the model allows at most {spec.max_positions} "
             "(max_position_embeddings); lower it or leave it out"
         )
-    program = build_program(spec, dtype=dtype, max_positions=wanted or spec.max_positions)
+    dtype = compute_dtype(spec, config.dtype)
+    return build_program(spec, dtype=dtype, max_positions=wanted or spec.max_positions)
+
+
+def _memory(config: EngineConfig, spec: ModelSpec, program: Program) -> MemoryPlan:
     needs = MemoryNeeds(
         weights_bytes=program.weight_bytes,
         step_bytes=_step_bytes(program, config.scheduler),
@@ -133,7 +155,7 @@ def _memory(config: EngineConfig, spec: ModelSpec, dtype: DType) -> MemoryPlan:
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         model_max_len=spec.max_positions,
-        max_model_len=wanted,
+        max_model_len=config.model.max_model_len,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
     )
     return plan_memory(needs, machine_memory())
@@ -199,7 +221,7 @@ def _card(
             max_model_len=memory.max_model_len,
         ),
         generation_defaults=dict(spec.generation_defaults),
-        dtype=_dtype(config.model, spec).value,
+        dtype=compute_dtype(spec, config.model.dtype).value,
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,

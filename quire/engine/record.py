@@ -7,6 +7,7 @@ plans must give the recorded results, bit for bit: that is what `replay` holds.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -15,6 +16,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from quire.base.errors import SettingError
+from quire.base.log import Report
 from quire.base.records import StepPlan, StepResult
 from quire.base.wire import Wire, WireError
 from quire.engine.core import Runner
@@ -32,12 +35,17 @@ class StepRecord:
 
 
 class RecordingRunner:
-    """A Runner that writes down each plan and result, and changes nothing else."""
+    """A Runner that writes down each plan and result, and changes nothing else.
 
-    def __init__(self, runner: Runner, path: Path) -> None:
+    Where the file can no longer be written (a full disk), the record ends, `report` is told so,
+    and the steps go on.
+    """
+
+    def __init__(self, runner: Runner, file: BinaryIO, *, report: Report) -> None:
         self._runner = runner
         self._wire = Wire(StepRecord)
-        self._file: BinaryIO = path.open("wb")
+        self._file = file
+        self._report = report
         self._plans: dict[int, StepPlan] = {}
 
     def submit(self, plan: StepPlan) -> Handle:
@@ -47,7 +55,7 @@ class RecordingRunner:
         return handle
 
     def collect(self, handle: Handle) -> StepResult:
-        """As the runner's; the step is in the file when this returns or raises."""
+        """As the runner's; the step is in the file when this returns or raises, if any can be."""
         plan, result = self._plans.pop(id(handle)), None
         try:
             result = self._runner.collect(handle)
@@ -57,7 +65,8 @@ class RecordingRunner:
 
     def close_file(self) -> None:
         """End the record; the runner stays open."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was reported then
+            self._file.close()
 
     def close(self) -> None:
         """End the record and close the runner."""
@@ -65,9 +74,26 @@ class RecordingRunner:
         self._runner.close()
 
     def _write(self, record: StepRecord) -> None:
+        if self._file.closed:
+            return
         frame = self._wire.encode(record)
-        self._file.write(_LENGTH.pack(len(frame)) + frame)
-        self._file.flush()  # what was recorded survives a crash
+        try:
+            self._file.write(_LENGTH.pack(len(frame)) + frame)
+            self._file.flush()  # what was recorded survives a crash
+        except OSError as error:
+            self._report("the record of plans ends", step=record.plan.step, error=str(error))
+            self.close_file()
+
+
+def open_record(path: Path) -> BinaryIO:
+    """A new file for a RecordingRunner. Raises SettingError where it cannot be written."""
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise SettingError(
+            f"--record-plans {path} cannot be written: {error.strerror}; name a file in a folder "
+            "that exists and is yours"
+        ) from error
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:

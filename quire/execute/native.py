@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.base.errors import CapacityError, WorkerError
+from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.execute.executor import Progress
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import RopeTable
@@ -46,7 +46,8 @@ class NativeExecutor:
 
     isa: an instruction set by name; empty takes QUIRE_ISA, else the machine's best. poison fills
     buffers with NaN before each run, for tests. Raises WeightsError where the checkpoint is not
-    what the program needs, CapacityError where memory does not suffice.
+    what the program needs, CapacityError where memory does not suffice, SettingError for an
+    instruction set this machine does not have.
     """
 
     name = "native"
@@ -65,7 +66,10 @@ class NativeExecutor:
         poison: bool = False,
     ) -> None:
         check(program, checkpoint)
-        self.pool = _native.Pool(num_threads, isa=isa)
+        try:
+            self.pool = _native.Pool(num_threads, isa=isa)
+        except RuntimeError as error:  # its words name the instruction sets, or the threads
+            raise SettingError(str(error)) from error
         self.recipe: str = self.pool.isa
         self._program = program
         self._max_samples = max_samples

@@ -54,6 +54,16 @@ def open_model(path: Path) -> ModelSpec:
     return with_generation_defaults(spec, generation) if generation.is_file() else spec
 
 
+def compute_dtype(spec: ModelSpec, asked: str = "auto") -> DType:
+    """What activations, weights and cache are held in: as asked, else as the checkpoint has it.
+
+    asked: "auto" or a DType's name. float16 checkpoints compute in float32, which holds them.
+    """
+    if asked != "auto":
+        return DType(asked)
+    return DType.BF16 if spec.dtype == "bf16" else DType.F32
+
+
 def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
     """The program of `spec`, computing in `dtype`, for up to `max_positions` positions.
 

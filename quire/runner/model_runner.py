@@ -45,7 +45,7 @@ class ModelRunner:
         num_slots: int,
         max_model_len: int,
         block_size: int,
-        max_samples: int = 64,
+        max_samples: int,
         overlap: bool = False,
     ) -> None:
         self.executor = executor

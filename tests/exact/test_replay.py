@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import WorkerError
-from quire.engine.record import RecordingRunner, StepRecord, read_records, replay
+from quire.base.log import Log
+from quire.engine.record import RecordingRunner, StepRecord, open_record, read_records, replay
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import Model, make_runner, run_case
 from tests.exact.workload import Case, draw_case
@@ -64,7 +65,7 @@ def _recorded(model: Model, case: Case, path: Path) -> list[StepRecord]:
     """The case run once more from its own plans, through a recorder."""
     outcome = run_case(model, case)
     runner = make_runner(model.executor(case.settings.num_threads), case.settings)
-    recorder = RecordingRunner(runner, path)
+    recorder = RecordingRunner(runner, open_record(path), report=Log("test").error)
     for plan, _ in outcome.plans:
         recorder.collect(recorder.submit(plan))
     recorder.close_file()

@@ -33,7 +33,9 @@ class Rig:
             plans_in_flight=plans_in_flight,
             max_queued_requests=max_queued,
         )
-        runner = ModelRunner(self.executor, num_slots=4, max_model_len=64, block_size=16)
+        runner = ModelRunner(
+            self.executor, num_slots=4, max_model_len=64, block_size=16, max_samples=64
+        )
         self.core = EngineCore(
             Scheduler(limits, CacheManager(16, 16, prefix_caching=True), FirstCome()),
             runner,

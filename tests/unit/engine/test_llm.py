@@ -217,6 +217,26 @@ def test_plans_are_recorded_where_it_is_asked_for(model: Path, tmp_path: Path) -
     assert tuple(ids) == answer.token_ids
 
 
+def test_a_record_that_cannot_be_written_is_a_wrong_setting_found_before_packing(
+    model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingError, match=r"--record-plans .*no/plans cannot be written"):
+        LLM(model, record_plans=str(tmp_path / "no" / "plans"))
+    for file in model.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[:20] if "safetensors" in file.name else content)
+    with pytest.raises(SettingError, match="--record-plans"):
+        LLM(tmp_path, record_plans=str(tmp_path))
+
+
+def test_an_instruction_set_this_machine_lacks_is_a_wrong_setting(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_ISA", "abacus")
+    with pytest.raises(SettingError, match='QUIRE_ISA is "abacus"; this machine can run'):
+        LLM(model, threads=1)
+
+
 def test_the_async_engine_streams_the_same_and_can_be_left(model: Path, llm: LLM) -> None:
     (expected,) = llm.generate("Hello", GREEDY)
 

@@ -100,3 +100,8 @@ def test_the_models_defaults_never_ask_for_more_than_there_is_room() -> None:
     assert default_sampling(CARD, num_prompt_tokens=32).max_tokens is None
     assert default_sampling(CARD).temperature == 0.6
     assert default_sampling(CARD).top_k == 20
+
+
+def test_a_stop_string_that_is_no_text_is_refused_by_name() -> None:
+    with pytest.raises(InvalidParameter, match=r"'a\\ud800', with a lone surrogate"):
+        SamplingParams(stop=("a\ud800",))

@@ -18,7 +18,8 @@ BLOCK_SIZE = 4
 
 
 def _runner(executor: ScriptedExecutor, **settings: Any) -> ModelRunner:
-    return ModelRunner(executor, num_slots=8, max_model_len=64, block_size=BLOCK_SIZE, **settings)
+    sizes = {"num_slots": 8, "max_model_len": 64, "block_size": BLOCK_SIZE, "max_samples": 64}
+    return ModelRunner(executor, **{**sizes, **settings})
 
 
 def _ints(*values: int) -> NDArray[np.int32]:

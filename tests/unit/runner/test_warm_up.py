@@ -31,7 +31,11 @@ def test_warm_up_stays_within_the_limits_however_small(
 ) -> None:
     executor = ScriptedExecutor()
     runner = ModelRunner(
-        executor, num_slots=max_num_seqs, max_model_len=max_model_len, block_size=16
+        executor,
+        num_slots=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=16,
+        max_samples=64,
     )
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
@@ -47,7 +51,7 @@ def test_warm_up_stays_within_the_limits_however_small(
 
 def test_every_kind_of_token_choice_and_several_rows_are_warmed() -> None:
     executor = ScriptedExecutor()
-    runner = ModelRunner(executor, num_slots=8, max_model_len=512, block_size=16)
+    runner = ModelRunner(executor, num_slots=8, max_model_len=512, block_size=16, max_samples=64)
     warm_up(
         runner,
         SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512),
@@ -60,7 +64,9 @@ def test_every_kind_of_token_choice_and_several_rows_are_warmed() -> None:
 
 
 def test_a_clock_that_ticks_evenly_gives_a_fixed_cost_only() -> None:
-    runner = ModelRunner(ScriptedExecutor(), num_slots=2, max_model_len=512, block_size=16)
+    runner = ModelRunner(
+        ScriptedExecutor(), num_slots=2, max_model_len=512, block_size=16, max_samples=64
+    )
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=512)
     cost = measure_cost(runner, limits, 64, CountingClock())
     assert (cost.fixed_ms, cost.token_ms, cost.position_ms) == (1.0, 0.0, 0.0)
