@@ -102,7 +102,7 @@ class CompletionWriter:
         self._prompts = prompts
         self._num_top = num_top
         self._include_usage = include_usage
-        self._sent_chars: dict[tuple[int, int], int] = {}
+        self._begun: set[tuple[int, int]] = set()
         self._frame: dict[str, Any] = {
             "id": envelope.id,
             "object": "text_completion",
@@ -131,20 +131,18 @@ class CompletionWriter:
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """One chunk; the first of a choice begins with the echo."""
-        sent_chars = self._sent_chars.get((prompt, delta.index))
-        text = delta.text
-        if sent_chars is None:
-            sent_chars = 0
-            text = self._prompts[prompt].echo + text
+        echo, text = self._prompts[prompt].echo, delta.text
+        if (prompt, delta.index) not in self._begun:
+            self._begun.add((prompt, delta.index))
+            text = echo + text
         choice: dict[str, Any] = {
             "index": self._index(prompt, delta.index),
             "text": text,
-            "logprobs": self._logprobs(delta.logprobs, sent_chars),
+            "logprobs": self._logprobs(delta.logprobs, len(echo)),
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
-        self._sent_chars[prompt, delta.index] = sent_chars + len(text)
         yield self._chunk([choice])
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
@@ -162,10 +160,10 @@ class CompletionWriter:
     def _index(self, prompt: int, index: int) -> int:
         return prompt * self._prompts[0].sampling.n + index
 
-    def _logprobs(self, tokens: Any, start_chars: int) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Any, echo_chars: int) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        return completion_logprobs(tokens, start_chars=start_chars, num_top=self._num_top)
+        return completion_logprobs(tokens, echo_chars=echo_chars, num_top=self._num_top)
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:

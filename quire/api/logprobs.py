@@ -24,16 +24,12 @@ def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    tokens: Sequence[TokenText], *, start_chars: int, num_top: int
+    tokens: Sequence[TokenText], *, echo_chars: int, num_top: int
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion; `start_chars` is where the first token's text begins.
+    """The `logprobs` of a completion; `echo_chars` is how many characters of echo come before.
 
     top_logprobs holds the `num_top` best and the chosen token, so up to num_top + 1 entries.
     """
-    offsets = []
-    for token in tokens:
-        offsets.append(start_chars)
-        start_chars += len(token.text)
     return {
         "tokens": [_name(token) for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -41,7 +37,7 @@ def completion_logprobs(
             {_name(other): _finite(other.logprob) for other in (*token.top[:num_top], token)}
             for token in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": [echo_chars + token.start_chars for token in tokens],
     }
 
 

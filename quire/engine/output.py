@@ -23,7 +23,8 @@ from quire.text.tokenizer import Tokenizer
 class TokenText:
     """A token with its log-probability, as text and as bytes (which may be part of a character).
 
-    top: the best alternatives, the likeliest first; their own `top` is empty.
+    top: the best alternatives, the likeliest first; their own `top` is empty. start_chars: how
+    many characters of the stream's text come before the token's own (0 for alternatives).
     """
 
     token_id: int
@@ -31,6 +32,7 @@ class TokenText:
     raw: bytes
     logprob: float
     top: tuple[TokenText, ...] = ()
+    start_chars: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class OutputStream:
         self._waiting_ids: list[int] = []
         self._waiting_logprobs: list[TokenLogprobs] = []
         self._num_delivered = 0
+        self._chars_of: dict[int, int] = {}  # characters by the token that completed them
+        self._num_chars = 0  # of the delivered tokens
         self._cached_tokens = 0
         self._times: RequestTimes | None = None
 
@@ -94,6 +98,9 @@ class OutputStream:
         spans = self._detokenizer.spans(shown_ids)
         if output.finish_reason is not None:
             spans += self._detokenizer.flush_spans()
+        if self._request.sampling.logprobs is not None:
+            for part, token in spans:
+                self._chars_of[token] = self._chars_of.get(token, 0) + len(part)
         text, last_token = self._watch(spans)
         if self._stops.matched is not None:
             self.wants_abort = output.finish_reason is None
@@ -175,7 +182,10 @@ class OutputStream:
         """A delta that brings the stream's delivered tokens to `num_tokens`."""
         num_new = num_tokens - self._num_delivered
         token_ids = tuple(self._waiting_ids[:num_new])
-        logprobs = tuple(map(self._token_text, self._waiting_logprobs[:num_new]))
+        logprobs = tuple(
+            self._token_text(token, self._num_delivered + at)
+            for at, token in enumerate(self._waiting_logprobs[:num_new])
+        )
         del self._waiting_ids[:num_new], self._waiting_logprobs[:num_new]
         self._num_delivered = num_tokens
         return TextDelta(
@@ -193,8 +203,11 @@ class OutputStream:
             error=error,
         )
 
-    def _token_text(self, token: TokenLogprobs) -> TokenText:
+    def _token_text(self, token: TokenLogprobs, index: int) -> TokenText:
+        start_chars = self._num_chars
+        self._num_chars += self._chars_of.pop(index, 0)
         return TokenText(
+            start_chars=start_chars,
             token_id=token.token_id,
             text=self._tokenizer.token_text(token.token_id),
             raw=self._tokenizer.token_bytes(token.token_id),

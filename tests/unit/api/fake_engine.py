@@ -143,7 +143,10 @@ class FakeEngine:
         self, at: int, text: str, index: int, num_prompt_tokens: int, sampling: SamplingParams
     ) -> TextDelta:
         last = at == len(self.script) - 1
-        token = TokenText(token_id=at, text=text, raw=text.encode(), logprob=-0.5)
+        start_chars = len("".join(self.script[:at]))
+        token = TokenText(
+            token_id=at, text=text, raw=text.encode(), logprob=-0.5, start_chars=start_chars
+        )
         other = TokenText(token_id=99, text="no", raw=b"n\xff", logprob=float("-inf"))
         return TextDelta(
             index=index,

@@ -325,3 +325,18 @@ def test_the_story_comes_out_as_published() -> None:
     deltas = _run(tokenizer, request, _outputs(greedy["ids"], list(range(200))))
     assert _whole(deltas)[0] == greedy["text"]
     assert _whole(deltas)[1] == tuple(greedy["ids"])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("cut", [(), (1,), (2,), (1, 2, 3, 4)])
+def test_a_token_knows_where_in_the_text_its_own_begins(kind: str, cut: Sequence[int]) -> None:
+    tokenizer = _tokenizer(kind)
+    if kind == "byte-level":
+        text, starts = "€ x", [0, 0, 0, 1, 2]
+        ids = [tokenizer.token_id(letter) for letter in ("â", "Ĥ", "¬", "Ġ", "x")]
+    else:
+        ids = [tokenizer.token_id(name) for name in ("▁the", "<0xE2>", "<0x82>", "<0xAC>", "▁a")]
+        text, starts = "the€ a", [0, 3, 3, 3, 4]
+    deltas = _run(tokenizer, _request(logprobs=0), _outputs(ids, cut, logprobs=True))
+    assert "".join(delta.text for delta in deltas) == text
+    assert [token.start_chars for delta in deltas for token in delta.logprobs] == starts
