@@ -1,8 +1,9 @@
 """`quire chat`: a conversation in the terminal, streamed as it is said.
 
 On a terminal it prompts and keeps a line history; fed by a pipe it reads a question a line and
-writes an answer each. Lines that begin with / are commands. Ctrl-C stops an answer (what was
-said stays part of the conversation), Ctrl-D ends the program.
+writes an answer each, and its exit code is 2 if one could not be served. Lines that begin with /
+are commands. Ctrl-C stops an answer (what was said stays part of the conversation), Ctrl-D ends
+the program.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from quire.cli.options import (
     given_sampling,
 )
 from quire.cli.speakers import LocalSpeaker, RemoteSpeaker, Speaker
+
+_EXIT_REFUSED = 2
 
 HELP = """\
 /help          this text
@@ -60,10 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         if interactive:
             print(f"{speaker.name}. /help lists the commands, Ctrl-D leaves.")
         lines = _typed_lines() if interactive else _piped_lines(sys.stdin)
-        Conversation(speaker, sys.stdout, sys.stderr, system=arguments.system).run(lines)
+        talk = Conversation(speaker, sys.stdout, sys.stderr, system=arguments.system)
+        talk.run(lines)
     finally:
         speaker.close()
-    return 0
+    return _EXIT_REFUSED if talk.num_refused and not interactive else 0
 
 
 def _speaker(arguments: argparse.Namespace) -> Speaker:
@@ -84,7 +88,7 @@ class Conversation:
     """Messages so far, and the loop that adds to them. Writes answers to `out`, notes to `notes`.
 
     What a request cannot be served for is noted and its message forgotten; only a broken engine
-    or server ends the loop, with its error.
+    or server ends the loop, with its error. `num_refused` counts such requests.
     """
 
     def __init__(self, speaker: Speaker, out: TextIO, notes: TextIO, *, system: str = "") -> None:
@@ -93,6 +97,7 @@ class Conversation:
         self._notes = notes
         self._system = system
         self.messages: list[dict[str, str]] = []
+        self.num_refused = 0
         self._reset()
 
     def run(self, lines: Iterator[str]) -> None:
@@ -137,6 +142,7 @@ class Conversation:
             self._end_line(said)
             if isinstance(error, WorkerError) and not isinstance(error, StepRowError):
                 raise
+            self.num_refused += 1
             self.messages.pop()
             self._note(f"{error} (/reset forgets the conversation)")
             return

@@ -98,16 +98,26 @@ class RemoteSpeaker:
     def __init__(
         self, url: str, *, model: str, api_key: str | None, sampling: Mapping[str, Any]
     ) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise InvalidParameter(f"{url!r} is not an address: {error}", param="url") from error
+        if parts.scheme not in ("http", "https") or not host:
             raise InvalidParameter(f"{url!r} is not an http:// or https:// address", param="url")
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = host, port
         path = parts.path.rstrip("/")
         self._path = path if path.endswith("/v1") else path + "/v1"
-        self._shown_url = f"{parts.scheme}://{parts.netloc}"
+        self._shown_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
+            if not api_key.isascii() or not api_key.isprintable():  # and is not shown
+                raise InvalidParameter(
+                    "the API key has characters that no HTTP header can hold; give it without "
+                    "line breaks and in ASCII",
+                    param="api_key",
+                )
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._sampling = dict(sampling)
         self.name = model or self._first_model()
@@ -152,7 +162,7 @@ class RemoteSpeaker:
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._path + path, content, self._headers)
             response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise WorkerError(
                 f"no server answers at {self._shown_url} ({error}); start one with `quire serve`"
             ) from error

@@ -185,3 +185,26 @@ def test_flags_of_an_engine_of_our_own_contradict_an_address(server: FakeServer)
     done = quire_command("chat", "--url", server.url, "--max-num-seqs", "3", given="")
     assert done.returncode == 2
     assert "--max-num-seqs configures an engine in this process" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--url", "http://127.0.0.1:99999"),
+        ("--url", "http://[::1"),
+        ("--url", "http://127.0.0.1:1", "--api-key", "sec\nret"),
+        ("--url", "http://127.0.0.1:1", "--api-key", "sécret"),
+    ],
+)
+def test_wrong_addresses_and_keys_are_one_line_without_the_key(flags: tuple[str, ...]) -> None:
+    done = quire_command("chat", "m", *flags, given="Hi\n")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "cret" not in done.stderr
+
+
+def test_a_piped_line_that_cannot_be_served_is_told_by_the_exit_code(server: FakeServer) -> None:
+    server.status, server.answer = 400, b'{"error": {"message": "because of this"}}'
+    done = quire_command("chat", "m", "--url", server.url, given="Hi\n")
+    assert done.returncode == 2
+    assert "because of this" in done.stderr
