@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 _Int32s = NDArray[np.int32]
 _View = tuple[int, int, int]
 
+MAX_HEAD_DIM: int
+
 class Aborted(RuntimeError): ...
 
 class Pool:

@@ -18,6 +18,7 @@ void bind_isa(nb::module_& module) {
         nb::arg("name") = "",
         "The instruction set used for `name`; empty: QUIRE_ISA, else the best of this machine.\n"
         "Raises RuntimeError where the machine or the build lacks it.");
+    module.attr("MAX_HEAD_DIM") = quire::kMaxHeadDim;  // columns of a head that kernels hold
     module.def("available_isas", &quire::available_isas,
                "Instruction sets this machine can run, best first.");
 }

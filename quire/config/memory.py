@@ -13,6 +13,8 @@ from quire.config.machine import MachineMemory
 
 # Kept free for the interpreter, tokenizer, HTTP and the rest of the machine.
 RESERVE_BYTES = 256 * 1024 * 1024
+# Tokens and block ids of a running request are int32, in the scheduler's books and the worker's.
+SLOT_ENTRY_BYTES = 2 * 4
 # Share of what is left that the KV cache takes when nobody says otherwise.
 DEFAULT_SHARE = 0.6
 
@@ -21,8 +23,8 @@ DEFAULT_SHARE = 0.6
 class MemoryNeeds:
     """What is known before anything is allocated.
 
-    weights_bytes: as packed by the executor. step_bytes: buffers of the largest step.
-    token_bytes: KV of one token over all layers.
+    weights_bytes: as the executor holds them. step_bytes: buffers of the largest step.
+    token_bytes: KV of one token over all layers, as the executor holds it.
     """
 
     weights_bytes: int
@@ -68,15 +70,18 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     asked for do not fit: with what is needed, what there is, and what to lower.
     """
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
+    slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
+    fixed_bytes += slot_bytes
     left_bytes = memory.available_bytes - fixed_bytes
     block_bytes = needs.block_size * needs.token_bytes
     if left_bytes < block_bytes:
         raise CapacityError(
             f"the model does not fit: {mib(fixed_bytes + block_bytes)} are needed "
             f"({mib(needs.weights_bytes)} weights, {mib(needs.step_bytes)} step buffers, "
+            f"{mib(slot_bytes)} slot tables, "
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
             f"{mib(memory.available_bytes)} are available ({memory.limit}); free memory, take a "
-            "smaller model, or lower --max-num-batched-tokens"
+            "smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
     if needs.kv_cache_memory_bytes is None:
@@ -88,7 +93,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             raise CapacityError(
                 f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}, but of "
                 f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
-                f"are left beside weights, step buffers and reserve ({mib(fixed_bytes)}); lower "
+                f"are left beside weights, buffers, tables and reserve ({mib(fixed_bytes)}); lower "
                 "--kv-cache-memory"
             )
         if num_blocks < 1:
@@ -102,6 +107,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         MemoryLine(what=f"available ({memory.limit})", num_bytes=memory.available_bytes),
         MemoryLine(what="weights", num_bytes=-needs.weights_bytes),
         MemoryLine(what="step buffers", num_bytes=-needs.step_bytes),
+        MemoryLine(what="slot tables", num_bytes=-slot_bytes),
         MemoryLine(what="reserve", num_bytes=-RESERVE_BYTES),
         MemoryLine(
             what=f"KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
@@ -123,6 +129,13 @@ def mib(num_bytes: int) -> str:
     if abs(num_bytes) < 2**20:
         return f"{num_bytes / 2**10:.1f} KiB"
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
+    """Rows of all slots, as long as a request can be: no longer than what the rest could hold."""
+    most_tokens = max(left_bytes, 0) // needs.token_bytes
+    num_tokens = min(needs.max_model_len or needs.model_max_len, most_tokens)
+    return needs.max_num_seqs * (num_tokens + _blocks(num_tokens, needs)) * SLOT_ENTRY_BYTES
 
 
 def _context(needs: MemoryNeeds, num_blocks: int) -> tuple[int, tuple[str, ...]]:

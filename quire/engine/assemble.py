@@ -19,7 +19,7 @@ from quire.base.clock import Clock
 from quire.base.errors import SettingError
 from quire.base.log import Report
 from quire.cache.manager import CacheManager
-from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig
 from quire.config.machine import machine_memory, num_usable_cpus
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
@@ -27,8 +27,7 @@ from quire.engine.core import EngineCore, Runner
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.record import RecordingRunner, open_record
-from quire.execute.executor import Executor, Progress
-from quire.execute.layout import lay_out
+from quire.execute.executor import Executor, ExecutorClass, Progress
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.models.spec import ModelSpec
 from quire.program.ops import Rows
@@ -39,7 +38,7 @@ from quire.runner.warm_up import measure_cost, warm_up
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
-from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.checkpoint import open_checkpoint
 
 # Rows of one slice of the head: logits of more are never in memory at once.
 MAX_SAMPLES = 64
@@ -91,9 +90,19 @@ def _assembled(
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)
     longest = _longest_program(config.model, spec)
-    memory = _memory(config, spec, longest)
+    make = _executor_class(config.executor)
+    make.check_program(longest)
+    memory = _memory(config, spec, longest, make)
     program = replace(longest, max_positions=memory.max_model_len)
-    executor = _executor(config, program, checkpoint, progress)
+    executor = make(
+        program,
+        checkpoint,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_samples=MAX_SAMPLES,
+        max_sequences=config.scheduler.max_num_seqs,
+        num_threads=config.executor.num_threads or num_usable_cpus(),
+        progress=progress,
+    )
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
     num_slots = min(config.scheduler.max_num_seqs, memory.num_blocks)
     model_runner = ModelRunner(
@@ -147,11 +156,21 @@ def _longest_program(config: ModelConfig, spec: ModelSpec) -> Program:
     return build_program(spec, dtype=dtype, max_positions=wanted or spec.max_positions)
 
 
-def _memory(config: EngineConfig, spec: ModelSpec, program: Program) -> MemoryPlan:
+def _memory(
+    config: EngineConfig, spec: ModelSpec, program: Program, make: ExecutorClass
+) -> MemoryPlan:
+    held = make.memory_for(
+        program,
+        {
+            Rows.TOKENS: config.scheduler.max_num_batched_tokens,
+            Rows.SAMPLES: MAX_SAMPLES,
+            Rows.SEQUENCES: config.scheduler.max_num_seqs,
+        },
+    )
     needs = MemoryNeeds(
-        weights_bytes=program.weight_bytes,
-        step_bytes=_step_bytes(program, config.scheduler),
-        token_bytes=sum(cache.token_bytes for cache in program.caches),
+        weights_bytes=held.weights_bytes,
+        step_bytes=held.step_bytes,
+        token_bytes=held.token_bytes,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         model_max_len=spec.max_positions,
@@ -161,40 +180,15 @@ def _memory(config: EngineConfig, spec: ModelSpec, program: Program) -> MemoryPl
     return plan_memory(needs, machine_memory())
 
 
-def _step_bytes(program: Program, scheduler: SchedulerConfig) -> int:
-    """Buffers of the largest step, rotary tables included."""
-    rows = {
-        Rows.TOKENS: scheduler.max_num_batched_tokens,
-        Rows.SAMPLES: MAX_SAMPLES,
-        Rows.SEQUENCES: scheduler.max_num_seqs,
-    }
-    rotary_columns = sum(rope.rotary_dim for rope in program.ropes)
-    return lay_out(program, rows).arena_bytes + 4 * program.max_positions * rotary_columns
-
-
-def _executor(
-    config: EngineConfig, program: Program, checkpoint: Checkpoint, progress: Progress | None
-) -> Executor:
-    settings: ExecutorConfig = config.executor
-    make: Callable[..., Executor]
+def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
     # One of the two, and only when it is wanted: start-up is felt.
     if settings.executor == "native":
         from quire.execute.native import NativeExecutor
 
-        make = NativeExecutor
-    else:
-        from quire.execute.reference import ReferenceExecutor
+        return NativeExecutor
+    from quire.execute.reference import ReferenceExecutor
 
-        make = ReferenceExecutor
-    return make(
-        program,
-        checkpoint,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        max_samples=MAX_SAMPLES,
-        max_sequences=config.scheduler.max_num_seqs,
-        num_threads=settings.num_threads or num_usable_cpus(),
-        progress=progress,
-    )
+    return ReferenceExecutor
 
 
 def _card(

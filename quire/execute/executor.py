@@ -6,17 +6,53 @@ nothing of requests, scheduling or text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.program.batch import ForwardBatch
+from quire.program.ops import Rows
+from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.weights.checkpoint import Checkpoint
 
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorMemory:
+    """Bytes an executor will take: all weights, the buffers of the largest step (tables of angles
+    included), and keys and values of one token over all layers."""
+
+    weights_bytes: int
+    step_bytes: int
+    token_bytes: int
+
+
+class ExecutorClass(Protocol):
+    """What a class of executors says of a program before a byte is loaded, and makes of it."""
+
+    def check_program(self, program: Program) -> None:
+        """Raises ModelError, which lists what executors of this class cannot hold."""
+
+    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+        """What one takes for steps of at most `max_rows`."""
+
+    def __call__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        max_sequences: int,
+        num_threads: int = 1,
+        progress: Progress | None = None,
+    ) -> Executor: ...
 
 
 class Executor(Protocol):

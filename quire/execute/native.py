@@ -7,7 +7,7 @@ native call without the GIL. Knows nothing of requests; adds no arithmetic of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.base.errors import CapacityError, SettingError, WorkerError
-from quire.execute.executor import Progress
+from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
+from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.layout import lay_out
-from quire.execute.rope_table import RopeTable
+from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Op, OpKind, Rows, View, Weight
 from quire.program.program import Program
@@ -33,6 +33,7 @@ Int32s = NDArray[np.int32]
 NativeOp = tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]
 
 SEGMENTS = ("trunk", "head")
+MAX_ROPES = 256
 ROW_CODES: Mapping[Rows, int] = MappingProxyType(
     {Rows.TOKENS: 0, Rows.SAMPLES: 1, Rows.SEQUENCES: 2}
 )
@@ -65,6 +66,7 @@ class NativeExecutor:
         isa: str = "",
         poison: bool = False,
     ) -> None:
+        self.check_program(program)
         check(program, checkpoint)
         try:
             self.pool = _native.Pool(num_threads, isa=isa)
@@ -164,6 +166,25 @@ class NativeExecutor:
         """Free threads and memory; further calls are errors."""
         del self._native, self.pool
 
+    @staticmethod
+    def check_program(program: Program) -> None:
+        """Raise ModelError listing what the kernels cannot hold, before anything is packed."""
+        problems = [*_cache_problems(program), *_op_problems(program)]
+        if problems:
+            raise ModelError(
+                f"{program.name}: the native executor cannot hold this model "
+                "(--executor reference can):" + "".join(f"\n  - {problem}" for problem in problems)
+            )
+
+    @staticmethod
+    def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+        """Weights and cache in the program's dtypes; buffers share one arena."""
+        return ExecutorMemory(
+            weights_bytes=program.weight_bytes,
+            step_bytes=lay_out(program, max_rows).arena_bytes + rope_bytes(program),
+            token_bytes=sum(cache.token_bytes for cache in program.caches),
+        )
+
     # ---- private
 
     def _run(self, segment: str, batch: ForwardBatch, sample_rows: Int32s) -> None:
@@ -180,6 +201,30 @@ class NativeExecutor:
             )
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
+
+
+def _cache_problems(program: Program) -> Iterator[str]:
+    if len(program.caches) != 1:
+        yield f"it has {len(program.caches)} KV caches; one is held"
+    for cache in program.caches:
+        if cache.head_dim > _native.MAX_HEAD_DIM:
+            yield (
+                f"its heads have {cache.head_dim} columns (head_dim); at most "
+                f"{_native.MAX_HEAD_DIM} are held"
+            )
+
+
+def _op_problems(program: Program) -> Iterator[str]:
+    unknown = {
+        op.attrs["form"]
+        for ops in program.segments.values()
+        for op in ops
+        if op.kind is OpKind.ACTIVATION and op.attrs["form"] not in ACTIVATION_CODES
+    }
+    for form in sorted(unknown):
+        yield f"its activation is {form!r}; {', '.join(ACTIVATION_CODES)} are known"
+    if len(program.ropes) > MAX_ROPES:
+        yield f"it has {len(program.ropes)} tables of angles; at most {MAX_ROPES} are held"
 
 
 def _place_buffers(

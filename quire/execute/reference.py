@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from quire.base.errors import CapacityError, WorkerError
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch
-from quire.execute.executor import Progress
+from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.reference_attention import attention
-from quire.execute.rope_table import RopeTable
+from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
 from quire.program.program import Program
@@ -131,6 +131,22 @@ class ReferenceExecutor:
         self._is_closed = True
         self._weights, self._buffers = {}, []
         self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+
+    @staticmethod
+    def check_program(program: Program) -> None:
+        """NumPy holds whatever a program can say."""
+
+    @staticmethod
+    def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+        """Everything in float32, each buffer by itself, whatever the program's dtypes."""
+        weights = sum(weight.size for weight in program.weights.values())
+        columns = sum(max_rows[buffer.rows] * buffer.width for buffer in program.buffers)
+        token = sum(2 * c.layers * c.kv_heads * c.head_dim for c in program.caches)
+        return ExecutorMemory(
+            weights_bytes=4 * weights,
+            step_bytes=4 * columns + rope_bytes(program),
+            token_bytes=4 * token,
+        )
 
     # ---- private
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.program.ops import RopeSpec
+from quire.program.program import Program
 
 Float32s = NDArray[np.float32]
 
@@ -52,3 +53,8 @@ class RopeTable:
         cos = np.cos(angles).astype(np.float32) * self._scale
         sin = np.sin(angles).astype(np.float32) * self._scale
         return cos, sin
+
+
+def rope_bytes(program: Program) -> int:
+    """Bytes of a program's tables once they are grown to its last position."""
+    return 4 * program.max_positions * sum(rope.rotary_dim for rope in program.ropes)

@@ -14,9 +14,6 @@ from quire.models.config_reader import ConfigReader
 from quire.models.rope_reader import read_rope
 from quire.models.spec import ModelSpec
 
-# Widest head the attention kernels hold (kMaxHeadDim of native/include/quire/kernels.h).
-MAX_HEAD_DIM = 256
-
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 ACTIVATIONS = {
     "silu": "silu",
@@ -112,7 +109,7 @@ def read_llama(config: ConfigReader, architecture: str) -> ModelSpec:
 
 def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int) -> int:
     if config.has("head_dim"):
-        head_dim = config.whole("head_dim", 2, MAX_HEAD_DIM)
+        head_dim = config.whole("head_dim", 2, 2**16)
     elif hidden_size % num_heads:
         config.note(
             f"hidden_size is {hidden_size}, not a multiple of num_attention_heads {num_heads}, "
@@ -121,11 +118,6 @@ def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int) -> in
         return 2
     else:
         head_dim = hidden_size // num_heads
-        if head_dim > MAX_HEAD_DIM:
-            config.note(
-                f"hidden_size {hidden_size} over num_attention_heads {num_heads} makes heads of "
-                f"{head_dim}; at most {MAX_HEAD_DIM} are supported"
-            )
     if head_dim % 2:
         config.note(f"head_dim is {head_dim}; rotary angles need an even number")
     return head_dim

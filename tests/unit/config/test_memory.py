@@ -23,12 +23,16 @@ NEEDS = MemoryNeeds(
 )
 
 
+# 64 slots of 4,096 tokens and 256 block ids, in the books and in their mirror.
+TABLES = 64 * (4096 + 256) * 2 * 4
+
+
 def _memory(num_bytes: int) -> MachineMemory:
     return MachineMemory(available_bytes=num_bytes, limit="free memory")
 
 
 def _left_for_cache(num_bytes: int) -> MachineMemory:
-    return _memory(NEEDS.weights_bytes + NEEDS.step_bytes + RESERVE_BYTES + num_bytes)
+    return _memory(NEEDS.weights_bytes + NEEDS.step_bytes + RESERVE_BYTES + TABLES + num_bytes)
 
 
 def test_by_default_the_cache_takes_a_share_of_what_is_left() -> None:
@@ -41,8 +45,18 @@ def test_by_default_the_cache_takes_a_share_of_what_is_left() -> None:
 def test_the_lines_are_a_sum() -> None:
     plan = plan_memory(NEEDS, _left_for_cache(1000 * MIB))
     assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
+    by_name = {line.what: -line.num_bytes for line in plan.lines}
+    assert by_name["slot tables"] == TABLES
     assert len(plan.text().splitlines()) == len(plan.lines)
     assert mib(100 * MIB) in plan.text()
+
+
+def test_slot_tables_are_as_long_as_requests_can_be_and_can_be_what_does_not_fit() -> None:
+    asked = replace(NEEDS, max_num_seqs=100_000, max_model_len=4096)
+    with pytest.raises(CapacityError, match=r"slot tables.*lower .* --max-num-seqs"):
+        plan_memory(asked, _left_for_cache(1000 * MIB))
+    small = plan_memory(replace(asked, max_num_seqs=2), _left_for_cache(1000 * MIB))
+    assert small.lines[3].num_bytes == -TABLES // 32
 
 
 def test_the_cache_never_takes_more_than_all_requests_together_can_use() -> None:

@@ -1,0 +1,82 @@
+"""What executors say of a program before loading: what they cannot hold, what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire import _native
+from quire.base.errors import ModelError
+from quire.execute.native import NativeExecutor
+from quire.execute.reference import ReferenceExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType, OpKind, Rows
+from quire.program.program import Program
+from quire.weights.checkpoint import open_checkpoint
+from tests.tiny_models import write_tiny_llama
+
+ROWS = {Rows.TOKENS: 8, Rows.SAMPLES: 2, Rows.SEQUENCES: 2}
+
+
+def _program(folder: Path, *, dtype: DType = DType.BF16, **changes: int) -> Program:
+    write_tiny_llama(folder, **changes)
+    return build_program(open_model(folder), dtype=dtype, max_positions=32)
+
+
+def test_heads_wider_than_the_kernels_hold_are_refused_before_packing(tmp_path: Path) -> None:
+    widest = _program(tmp_path / "widest", head_dim=_native.MAX_HEAD_DIM)
+    NativeExecutor.check_program(widest)
+    wider = _program(tmp_path / "wider", head_dim=_native.MAX_HEAD_DIM + 2)
+    checkpoint = open_checkpoint(tmp_path / "widest")  # not even compared with the program
+    with pytest.raises(ModelError, match=r"258 columns \(head_dim\); at most 256.*") as told:
+        NativeExecutor(wider, checkpoint, max_tokens=1, max_samples=1, max_sequences=1)
+    assert "--executor reference" in str(told.value)
+    ReferenceExecutor.check_program(wider)
+
+
+def test_all_that_cannot_be_held_is_listed(tmp_path: Path) -> None:
+    program = _program(tmp_path, head_dim=300)
+    trunk = tuple(
+        replace(op, attrs={**op.attrs, "form": "mish"}) if op.kind is OpKind.ACTIVATION else op
+        for op in program.segments["trunk"]
+    )
+    wrong = replace(
+        program, caches=program.caches * 2, segments={**program.segments, "trunk": trunk}
+    )
+    with pytest.raises(ModelError) as told:
+        NativeExecutor.check_program(wrong)
+    for part in ("2 KV caches", "300 columns", "'mish'; silu, gelu"):
+        assert part in str(told.value)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_the_reference_takes_f32_for_everything(tmp_path: Path, dtype: DType) -> None:
+    program = _program(tmp_path, dtype=dtype)
+    held = ReferenceExecutor.memory_for(program, ROWS)
+    executor = ReferenceExecutor(
+        program, open_checkpoint(tmp_path), max_tokens=8, max_samples=2, max_sequences=2
+    )
+    executor.allocate_cache(2, 16)
+    assert held.weights_bytes == sum(values.nbytes for values in executor._weights.values())
+    assert held.token_bytes * 32 == executor._cache_k.nbytes + executor._cache_v.nbytes
+    buffers = sum(buffer.nbytes for buffer in executor._buffers)
+    angles = 4 * 32 * sum(rope.rotary_dim for rope in program.ropes)
+    assert held.step_bytes == buffers + angles
+
+
+def test_the_native_executor_takes_the_programs_dtypes(tmp_path: Path) -> None:
+    wide, narrow = (
+        NativeExecutor.memory_for(_program(tmp_path, dtype=dtype), ROWS)
+        for dtype in (DType.F32, DType.BF16)
+    )
+    assert wide.token_bytes == 2 * narrow.token_bytes
+    assert narrow.weights_bytes < 0.6 * wide.weights_bytes
+    assert narrow.step_bytes < wide.step_bytes
+    executor = NativeExecutor(
+        _program(tmp_path), open_checkpoint(tmp_path), max_tokens=1, max_samples=1, max_sequences=1
+    )
+    executor.allocate_cache(2, 16)
+    assert np.asarray(executor._native.cache).nbytes == 32 * narrow.token_bytes
