@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from quire.api.serving import Engine
@@ -58,9 +58,16 @@ class Answers:
     """The answers to the prompts of one request: `deltas` once, `usage` after it."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, prompts: Sequence[Prompt], request_id: str
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        prompts: Sequence[Prompt],
+        request_id: str,
+        *,
+        cache_salt: str = "",
     ) -> None:
         self.prompts = prompts
+        self._cache_salt = cache_salt
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -124,10 +131,18 @@ class Answers:
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         request_id = self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
-        stream = self._engine.generate(prompt.token_ids, prompt.sampling, request_id=request_id)
+        # One seed for all prompts; numbered through, equal prompts still get answers of their own.
+        first = sum(before.sampling.n for before in self.prompts[:at])
+        stream = self._engine.generate(
+            prompt.token_ids,
+            prompt.sampling,
+            request_id=request_id,
+            first_stream=first,
+            cache_salt=self._cache_salt,
+        )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
             async for delta in deltas:
-                yield at, delta
+                yield at, replace(delta, index=delta.index - first) if first else delta
 
     def _count(self, prompt: int, delta: TextDelta) -> None:
         self._last[prompt, delta.index] = delta

@@ -21,11 +21,9 @@ from quire.api.logprobs import completion_logprobs
 from quire.api.prompts import checked_ids, encode
 from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
-from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 from quire.engine.output import TextDelta
-from quire.engine.requests import make_requests
 
 MAX_CHOICES = 1024
 
@@ -207,12 +205,5 @@ async def _ids(engine: Engine, prompt: Any) -> list[int]:
 
 def _refuse_early(engine: Engine, prompts: Sequence[Prompt]) -> None:
     """What one prompt would be refused for, before another has begun to be answered."""
-    now_ms = Clock().now_ms()
     for prompt in prompts:
-        make_requests(
-            engine.card,
-            prompt.token_ids,
-            prompt.sampling,
-            request_id="check",
-            arrival_ms=now_ms,
-        )
+        engine.check(prompt.token_ids, prompt.sampling)

@@ -91,6 +91,7 @@ class Edge:
         if route in _POLLED and status < 400:
             return
         fields: dict[str, str | int | float] = {
+            "request": exchange.request_id,
             "method": scope["method"],
             "route": route,
             "status": status,
@@ -113,11 +114,14 @@ class _Exchange:
 
     def __init__(self, send: Send) -> None:
         self.status = 0
+        self.request_id = ""
         self._send = send
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            ids = [value for name, value in message["headers"] if name == b"x-request-id"]
+            self.request_id = ids[0].decode("ascii") if ids else ""
         await self._send(message)
 
 

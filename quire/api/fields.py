@@ -37,7 +37,7 @@ SAMPLING = frozenset(
         "ignore_eos",
     }
 )
-_SHARED = SAMPLING | {"model", "stream", "stream_options", "logprobs"}
+_SHARED = SAMPLING | {"model", "stream", "stream_options", "logprobs", "cache_salt"}
 COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
 CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 

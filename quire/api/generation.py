@@ -25,6 +25,7 @@ from quire.api.stream import Chunks, EventStream
 from quire.base.errors import InvalidParameter, UnknownModel
 from quire.base.show import show
 
+MAX_SALT_CHARS = 256
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
 
 
@@ -80,6 +81,7 @@ async def generate(
     )
     given, ignored = known_fields(body, honoured, warn_unknown=config.unknown_fields == "warn")
     request_id = f"{prefix}-{secrets.token_hex(12)}"
+    cache_salt = _cache_salt(given)
     headers = {"x-request-id": request_id}
     if ignored:
         headers["x-quire-ignored-fields"] = ignored_header(ignored)
@@ -99,7 +101,7 @@ async def generate(
         max_output_tokens=config.max_output_tokens,
     )
     job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
-    answers = Answers(engine, serving.metrics, job.prompts, request_id)
+    answers = Answers(engine, serving.metrics, job.prompts, request_id, cache_salt=cache_salt)
     request.state.answers = answers
     if stream:
         return EventStream(serving, answers, job.writer, headers, deadline)
@@ -129,6 +131,16 @@ def _model_of(given: Mapping[str, Any], engine: Engine) -> str:
     if asked != name:
         raise UnknownModel(f"model {show(asked)} is not served here; {name!r} is", param="model")
     return name
+
+
+def _cache_salt(given: Mapping[str, Any]) -> str:
+    salt = given.get("cache_salt", "")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
+        raise InvalidParameter(
+            f"cache_salt is {show(salt)}; a text of at most {MAX_SALT_CHARS} characters is allowed",
+            param="cache_salt",
+        )
+    return salt
 
 
 def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:

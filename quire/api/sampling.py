@@ -24,7 +24,7 @@ _MAX_ID_DIGITS = 10
 def sampling_of(
     given: Mapping[str, Any], defaults: SamplingParams, *, logprobs: int | None
 ) -> SamplingParams:
-    """The parameters a request asks for, without max_tokens where it asks for none.
+    """The parameters a request asks for: with a seed, but no max_tokens where it names none.
 
     Raises InvalidParameter naming the field.
     """
@@ -37,7 +37,7 @@ def sampling_of(
         fields["stop_token_ids"] = _listed("stop_token_ids", fields["stop_token_ids"])
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"])
-    return replace(defaults, logprobs=logprobs, **fields)
+    return replace(defaults, logprobs=logprobs, **fields).resolve()
 
 
 def limited(

@@ -41,12 +41,16 @@ class Engine(Protocol):
 
     def default_sampling(self) -> SamplingParams: ...
 
+    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None: ...
+
     def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         request_id: str,
+        first_stream: int = 0,
+        cache_salt: str = "",
     ) -> AsyncIterator[TextDelta]: ...
 
     def health(self) -> Health: ...

@@ -148,14 +148,24 @@ class EngineClient:
         """Sampling parameters with the model's generation defaults."""
         return default_sampling(self.card)
 
+    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise the RequestError that `generate` would raise for these, if any."""
+        make_requests(self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0)
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         request_id: str,
+        first_stream: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
+
+        Indexes count from `first_stream`: requests that share a seed and differ in it draw
+        different noise. Requests with different `cache_salt` share no prefix; answers do not
+        depend on it.
 
         An async generator: close it (`aclose`) to abort what still runs. Raises at the first
         step RequestError where the request cannot be served (ContextTooLong with both numbers),
@@ -170,6 +180,8 @@ class EngineClient:
             sampling,
             request_id=self._streams.fresh_id(request_id),
             arrival_ms=self._clock.now_ms(),
+            first_stream=first_stream,
+            cache_salt=cache_salt,
         )
         queue, stream_ids = self._register(request_id, requests)
         try:

@@ -22,11 +22,14 @@ def make_requests(
     *,
     request_id: str,
     arrival_ms: float,
+    first_stream: int = 0,
+    cache_salt: str = "",
 ) -> tuple[Request, ...]:
     """The n streams of one caller's request; stream i has the id "<request_id>/<i>".
 
-    All have the same seed; their noise differs by stream. Raises InvalidParameter for ids the
-    model does not have and for an empty prompt, ContextTooLong where no output fits.
+    All have the same seed; their noise differs by stream, numbered from `first_stream`. Raises
+    InvalidParameter for ids the model does not have and for an empty prompt, ContextTooLong where
+    no output fits.
     """
     prompt = _prompt(card, prompt_ids)
     _check_ids(card, "stop_token_ids", sampling.stop_token_ids)
@@ -64,8 +67,9 @@ def make_requests(
             stop_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
             max_total_tokens=len(prompt) + limit,
             arrival_ms=arrival_ms,
+            cache_salt=cache_salt,
         )
-        for stream in range(sampling.n)
+        for stream in range(first_stream, first_stream + sampling.n)
     )
 
 

@@ -21,6 +21,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.config.groups import ServerConfig
 from quire.engine.card import Health, ModelCard
 from quire.engine.output import TextDelta, TokenText
+from quire.engine.requests import make_requests
 from quire.obs.metrics import Metrics
 
 CARD = ModelCard(
@@ -72,6 +73,7 @@ class Asked:
     prompt_ids: list[int]
     sampling: SamplingParams
     request_id: str
+    cache_salt: str
 
 
 class FakeEngine:
@@ -107,15 +109,25 @@ class FakeEngine:
             steps_total=1,
         )
 
+    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        make_requests(self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0)
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         request_id: str,
+        first_stream: int = 0,
+        cache_salt: str = "",
     ) -> AsyncIterator[TextDelta]:
         self.asked.append(
-            Asked(prompt_ids=list(prompt_ids), sampling=sampling, request_id=request_id)
+            Asked(
+                prompt_ids=list(prompt_ids),
+                sampling=sampling,
+                request_id=request_id,
+                cache_salt=cache_salt,
+            )
         )
         complete = False
         try:
@@ -127,7 +139,7 @@ class FakeEngine:
                     await self.pause()
                 for index in range(sampling.n):
                     self.num_deltas += 1
-                    yield self._delta(at, text, index, len(prompt_ids), sampling)
+                    yield self._delta(at, text, first_stream + index, len(prompt_ids), sampling)
             complete = True
         finally:
             if not complete:

@@ -134,10 +134,11 @@ def test_a_request_is_one_log_line_without_its_words_or_its_key() -> None:
     async def exchange() -> None:
         site = Site(api_key=("secret-key",))
         keyed = {"Authorization": "Bearer secret-key"}
-        await site.post("/v1/completions", {"prompt": "a private prompt"}, headers=keyed)
+        reply = await site.post("/v1/completions", {"prompt": "a private prompt"}, headers=keyed)
         lines = site.log.getvalue().splitlines()
         assert len(lines) == 1
         assert "route=/v1/completions status=200" in lines[0]
+        assert f"request={reply.headers['x-request-id']}" in lines[0]
         assert "prompt_tokens=16" in lines[0]
         assert "output_tokens=2 finish=stop" in lines[0]
         assert "private" not in lines[0]
