@@ -23,8 +23,3 @@ class TokenTable:
         self.tokens[slot, : len(token_ids)] = token_ids
         self.lengths[slot] = len(token_ids)
         self.prompt_lengths[slot] = num_prompt_tokens
-
-    def append(self, slots: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """Append one token to each of `slots` (distinct)."""
-        self.tokens[slots, self.lengths[slots]] = token_ids
-        self.lengths[slots] += 1

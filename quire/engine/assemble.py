@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore, Runner
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.record import RecordingRunner, open_record
+from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.models.spec import ModelSpec
@@ -34,7 +35,6 @@ from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
-from quire.runner.warm_up import measure_cost, warm_up
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler

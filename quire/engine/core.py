@@ -36,7 +36,7 @@ from quire.engine.messages import (
     ToEngine,
     fault_of,
 )
-from quire.runner.model_runner import Handle
+from quire.runner.handle import Handle
 from quire.scheduler.scheduler import Scheduler
 
 # A step that fails is its requests' misfortune; this many in a row are the engine's.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from quire.base.records import StepPlan, StepResult
 from quire.engine.core import Runner
-from quire.runner.model_runner import Handle
+from quire.runner.handle import Handle
 
 _PERIOD_S = 1.0
 

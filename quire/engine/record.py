@@ -21,7 +21,7 @@ from quire.base.log import Report
 from quire.base.records import StepPlan, StepResult
 from quire.base.wire import Wire, WireError
 from quire.engine.core import Runner
-from quire.runner.model_runner import Handle
+from quire.runner.handle import Handle
 
 _LENGTH = struct.Struct("<I")
 

@@ -8,8 +8,6 @@ put into the mirrors by this plan or an earlier one, even where computing an ear
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,18 +15,13 @@ from quire.base.records import RowError, StepPlan, StepResult
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.batches import forward_batch, sample_batch
+from quire.runner.handle import Handle
 from quire.runner.slot_tables import SlotTables
 from quire.runner.worker_thread import Job, WorkerThread
 from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]
 ROW_FAILED = "the row's logits hold NaN, or bias and banned tokens leave nothing to choose"
-
-
-class Handle(Protocol):
-    """A plan handed in; `outcome` waits for its result or raises what went wrong."""
-
-    def outcome(self) -> StepResult: ...
 
 
 class ModelRunner:

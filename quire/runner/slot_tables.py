@@ -43,7 +43,9 @@ class SlotTables:
         self.stop_ids: list[Int32s] = [NO_INTS] * num_slots
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan's admissions and table deltas. Retired slots need nothing."""
+        """Take over the plan: slots given back, then admissions, then table deltas."""
+        for slot in plan.retired.tolist():
+            self._retire(slot)
         for admission in plan.admissions:
             self._admit(admission)
         self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
@@ -52,6 +54,17 @@ class SlotTables:
         """Put one sampled token a slot at its absolute position, its row's next."""
         self.tokens.tokens[slots, positions] = token_ids
         self.tokens.lengths[slots] = positions + 1
+
+    def _retire(self, slot: int) -> None:
+        """Keep nothing of a request that is over: what it asked for may be long or secret."""
+        length = self.tokens.lengths[slot]
+        self.tokens.tokens[slot, :length] = 0
+        self.tokens.lengths[slot] = self.tokens.prompt_lengths[slot] = 0
+        self.blocks[slot, : -(-length // self.block_size)] = 0
+        self.has_penalty[slot] = self.has_bias[slot] = False
+        self.stops_from[slot] = 0
+        self.bias_ids[slot], self.bias_values[slot] = NO_INTS, NO_FLOATS
+        self.stop_ids[slot] = NO_INTS
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling

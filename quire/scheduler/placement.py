@@ -33,7 +33,7 @@ class Placement:
 def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement:
     """The cheapest way to admit `ticket` now."""
     known = len(ticket.token_ids)
-    total_blocks = -(-known // cache.block_size)
+    total_blocks = cache.blocks_for(known)
     leader = ticket.leader
     if leader is not None and not ticket.was_admitted and prompt_is_computed(leader, state):
         copied = int(known % cache.block_size > 0)

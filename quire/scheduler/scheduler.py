@@ -49,30 +49,30 @@ class Scheduler:
     """One per engine. Lays out the tables of `cache`, which must be fresh.
 
     gates: further reasons to wait, beside that of forks. cost: needed where
-    config.step_budget_ms is set.
+    limits.step_budget_ms is set.
     """
 
     def __init__(
         self,
-        config: SchedulerLimits,
+        limits: SchedulerLimits,
         cache: CacheManager,
         policy: Policy,
         *,
         gates: Sequence[Gate] = (),
         cost: CostModel | None = None,
     ) -> None:
-        if config.step_budget_ms and cost is None:
+        if limits.step_budget_ms and cost is None:
             raise InvalidParameter(
-                f"step_budget_ms is {config.step_budget_ms} but there is no cost model; "
+                f"step_budget_ms is {limits.step_budget_ms} but there is no cost model; "
                 "set it to 0 or give one",
                 param="step_budget_ms",
             )
-        cache.lay_out(num_slots=config.max_num_seqs, max_tokens=config.max_model_len)
-        self._limits = config
+        cache.lay_out(num_slots=limits.max_num_seqs, max_tokens=limits.max_model_len)
+        self._limits = limits
         self._cache = cache
         self._policy = policy
         self._cost = cost
-        self._state = RunningState(config.max_num_seqs, config.max_model_len)
+        self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
         self._admissions = Admissions(self._state, cache, (GroupGate(), *gates))
         self._queue = WaitingQueue()
         self._tickets: dict[str, Ticket] = {}
@@ -115,9 +115,9 @@ class Scheduler:
         self._num_arrivals += 1
         self._tickets[request.request_id] = ticket
         leader = self._leaders.get(request.group_id)
-        if request.stream == 0:
+        if leader is None:  # the first of its group
             self._leaders[request.group_id] = ticket
-        elif leader is not None:
+        else:
             ticket.leader = leader
             leader.forks.append(ticket)
         self._enqueue(ticket)

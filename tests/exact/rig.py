@@ -21,7 +21,8 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
 from quire.program.program import Program
-from quire.runner.model_runner import Handle, ModelRunner
+from quire.runner.handle import Handle
+from quire.runner.model_runner import ModelRunner
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler

@@ -237,6 +237,32 @@ def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
     assert second.banned_starts.tolist() == [0, 0, 0]
 
 
+def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
+    runner = _runner(ScriptedExecutor())
+    asked = _admission(
+        1, [1, 2], repetition_penalty=1.5, logit_bias={1: 1.0}, min_tokens=9, stop_ids=(3,)
+    )
+    beside = _admission(2, [7, 7])
+    runner.submit(
+        _plan(
+            1,
+            [(1, 0, 2, True), (2, 0, 2, True)],
+            admissions=(asked, beside),
+            blocks={1: [5], 2: [6]},
+        )
+    )
+    runner.submit(_plan(2, [(2, 2, 1, True)], retired=_ints(1)))
+    tables = runner.tables
+    for name in ("has_penalty", "has_bias", "stops_from", "blocks"):
+        assert not getattr(tables, name)[1].any(), name
+    assert not tables.tokens.tokens[1].any()
+    assert tables.tokens.lengths[1] == tables.tokens.prompt_lengths[1] == 0
+    for name in ("bias_ids", "bias_values", "stop_ids"):
+        assert len(getattr(tables, name)[1]) == 0, name
+    assert tables.tokens.lengths[2] == 4
+    assert tables.blocks[2, 0] == 6
+
+
 def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
     executor = ScriptedExecutor()
     runner = _runner(executor)

@@ -161,7 +161,9 @@ class FakeWorker:
     def _append(self, slot: int, position: int, token_id: int) -> None:
         if int(self.tokens.lengths[slot]) != position:
             self.wrong.append(f"slot {slot} samples position {position} out of turn")
-        self.tokens.append(np.array([slot]), np.array([token_id], np.int32))
+        length = int(self.tokens.lengths[slot])
+        self.tokens.tokens[slot, length] = token_id
+        self.tokens.lengths[slot] = length + 1
 
 
 def make_request(

@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.clock import Clock
 from quire.runner.model_runner import ModelRunner
-from quire.runner.warm_up import measure_cost, warm_up
+from quire.engine.warm_up import measure_cost, warm_up
 from quire.scheduler.limits import SchedulerLimits
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 
