@@ -7,9 +7,12 @@ numbers lie within the limits below, so nobody further down checks again.
 from __future__ import annotations
 
 import math
+import operator
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 from quire.base.errors import InvalidParameter
@@ -49,7 +52,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -60,35 +63,47 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        _whole("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), MAX_SEED)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        self._settle("n", _whole("n", self.n, 1, MAX_N))
+        self._settle("top_k", _whole("top_k", self.top_k, -1, 2**31 - 1))
+        self._settle("min_tokens", _whole("min_tokens", self.min_tokens, 0, 2**31 - 1))
+        for name, low, high in (
+            ("seed", -(2**63), MAX_SEED),
+            ("max_tokens", 1, 2**31 - 1),
+            ("logprobs", 0, MAX_TOP_LOGPROBS),
+        ):
+            if getattr(self, name) is not None:
+                self._settle(name, _whole(name, getattr(self, name), low, high))
+        for name, least, most in (
+            ("temperature", 0.0, MAX_TEMPERATURE),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            self._settle(name, _number(name, getattr(self, name), least, most))
+        self._settle("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(
+                    f"{name} is {show(getattr(self, name))}; true or false is allowed", param=name
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; "
                 "lower min_tokens",
                 param="min_tokens",
             )
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
 
+    def _settle(self, name: str, value: Any) -> None:
+        """Keep a checked value in the type of its field, whatever type it came in."""
+        object.__setattr__(self, name, value)
+
     def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._settle("stop", _listed("stop", stop))
+        self._settle("stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidParameter(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
@@ -113,19 +128,26 @@ class SamplingParams:
                 f"{MAX_STOP_TOKEN_IDS} are allowed",
                 param="stop_token_ids",
             )
-        for token_id in self.stop_token_ids:
-            _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+        checked = (_whole("stop_token_ids", id_, 0, 2**31 - 1) for id_ in self.stop_token_ids)
+        self._settle("stop_token_ids", tuple(checked))
 
     def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidParameter(
+                f"logit_bias is {show(self.logit_bias)}; token ids with their numbers are allowed",
+                param="logit_bias",
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidParameter(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} "
                 "are allowed",
                 param="logit_bias",
             )
-        for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias", token_id, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+        checked = {
+            _whole("logit_bias", token_id, 0, 2**31 - 1): _number("logit_bias", bias, -100.0, 100.0)
+            for token_id, bias in self.logit_bias.items()
+        }
+        self._settle("logit_bias", checked)
 
     def resolve(self) -> SamplingParams:
         """Return a copy that has a seed; one without is given a random seed."""
@@ -134,24 +156,36 @@ class SamplingParams:
         return replace(self, seed=secrets.randbelow(2**53))
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
+    return tuple(value)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int; NumPy's integers are integers, booleans are not."""
+    try:
+        whole = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None or not low <= whole <= high:
         raise InvalidParameter(
             f"{name} is {show(value)}; a whole number from {low} to {high} is allowed",
             param=name,
         )
+    return whole
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    fine = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and (low < value if open_low else low <= value)
-        and value <= high
-    )
-    if not fine:
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """The value as a float; NumPy's numbers are numbers, booleans and texts are not."""
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            number = float(value)
+    # NaN fails every comparison.
+    if not ((low < number if open_low else low <= number) and number <= high):
         least = f"above {low}" if open_low else f"from {low}"
         raise InvalidParameter(
             f"{name} is {show(value)}; a finite number {least} to {high} is allowed", param=name
         )
+    return number

@@ -1,0 +1,42 @@
+"""Strict JSON: what is read, and that each thing refused is refused by its own words."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.base.strict_json import MAX_DEPTH, parse_object
+
+
+def nested(depth: int) -> bytes:
+    """An object `depth` levels deep."""
+    return b'{"a":' * (depth - 1) + b"{}" + b"}" * (depth - 1)
+
+
+def test_an_object_is_read_as_it_is() -> None:
+    raw = '{"a": [1, -2.5, true, null, "猫"], "b": {}}'.encode()
+    assert parse_object(raw, limit_bytes=len(raw)) == {"a": [1, -2.5, True, None, "猫"], "b": {}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b'{"a": 1, "a": 2}', '"a" is given twice'),
+        (b'{"a": NaN}', "NaN, which is not JSON"),
+        (b'{"a": -Infinity}', "-Infinity, which is not JSON"),
+        (b'{"a": ' + b"1" * 41 + b"}", "number of 41 digits"),
+        (b"[]", "it is []; an object"),
+        (b"\xff", "not UTF-8 \\(byte 0\\)"),
+        (b"{} x", "not JSON"),
+        (b" " * 101, "101 bytes; at most 100"),
+    ],
+)
+def test_what_is_refused_says_why(raw: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("[", "\\[")):
+        parse_object(raw, limit_bytes=100)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 200, 900, 100_000])
+def test_depth_has_a_bound_of_its_own(depth: int) -> None:
+    parse_object(nested(MAX_DEPTH), limit_bytes=1 << 20)
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        parse_object(nested(depth), limit_bytes=1 << 20)
