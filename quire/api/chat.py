@@ -25,6 +25,7 @@ from quire.base.errors import InvalidParameter, RequestError
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
 from quire.base.show import show
 from quire.engine.output import TextDelta, TokenText
+from quire.engine.requests import default_sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -54,10 +55,10 @@ async def read_job(asked: Asked) -> Job:
     text = await _rendered(engine, messages)
     token_ids = await encode(engine, text, add_special_tokens=False)
     room_tokens = engine.card.max_model_len - len(token_ids)
-    default = engine.card.generation_defaults.get("max_new_tokens", room_tokens)
+    default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     chosen = limited(
         sampling,
-        default_tokens=int(default),
+        default_tokens=room_tokens if default is None else default,
         room_tokens=room_tokens,
         cap_tokens=asked.max_output_tokens,
     )

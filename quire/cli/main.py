@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb_name = next((word for word in words if not word.startswith("-")), None)
     parser = command_parser([verb_name] if verb_name in VERBS else [])
-    arguments = parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:  # told with the usage of the verb, whose flags are meant
+        getattr(arguments, "parser", parser).error(f"unknown arguments: {' '.join(unknown)}")
     if arguments.version:
         print(f"quire {_version()}")
         return 0
@@ -76,6 +78,7 @@ def command_parser(complete_verbs: Sequence[str]) -> argparse.ArgumentParser:
         sub_parser = verbs.add_parser(
             name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}."
         )
+        sub_parser.set_defaults(parser=sub_parser)
         if name in complete_verbs:
             verb(name).add_arguments(sub_parser)
     return parser

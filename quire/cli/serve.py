@@ -86,13 +86,13 @@ def _serve(
     *,
     url: str,
 ) -> int:
+    log = Log("server")
+    log.event("loading", model=config.model.model or "the model in the box", address=url)
     # Only now, while the engine's own imports run beside ours.
     from quire.api.server import run as run_server
     from quire.engine.client import EngineClient
 
     client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
-    log = Log("server")
-    log.event("loading", model=config.model.model or "the model in the box", address=url)
     announced = threading.Event()
     if sys.stderr.isatty():
         threading.Thread(

@@ -81,6 +81,10 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
             known.append(setting.name)
             for name in dict.fromkeys((setting.name, flag_of(setting)[2:].replace("-", "_"))):
                 if name in left:
+                    if setting.name in values:
+                        raise SettingError(
+                            f"{setting.name} and {name} are the same setting; give one of them"
+                        )
                     values[setting.name] = _checked(setting, hints[setting.name], left.pop(name))
         parts[part.name] = group(**values)
     if left:
@@ -170,6 +174,11 @@ def _checked(setting: Field[Any], hint: Any, value: Any) -> Any:
         return str(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if get_origin(kind) is tuple:
+        listed = (value,) if isinstance(value, str) else value
+        if isinstance(listed, list | tuple) and all(isinstance(one, str) for one in listed):
+            return tuple(listed)
+        raise SettingError(f"{setting.name} is {value!r}; a text or a list of texts is expected")
     wanted = (str,) if get_origin(kind) is Literal else (kind,)
     fits = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
     if not fits:

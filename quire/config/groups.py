@@ -123,10 +123,13 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; beyond loopback needs --api-key")
     port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
-    api_key: tuple[str, ...] = setting((), "a key that callers must show; may be given repeatedly")
+    api_key: tuple[str, ...] = setting(
+        (), "a key callers must show; may be repeated; default: QUIRE_API_KEY of the environment"
+    )
     insecure: bool = setting(False, "listen beyond loopback without a key")
     max_output_tokens: int | None = setting(
-        None, "most output tokens a request may ask for, and the default where it names none"
+        None,
+        "most output tokens a request may ask for; what it gets where it names none is cut to it",
     )
     unknown_fields: Literal["refuse", "warn"] = setting(
         "refuse", "what to do with request fields that are not known"
@@ -150,7 +153,9 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise SettingError(f"port is {self.port}; 0 to 65535 is allowed")
         if any(not key.strip() for key in self.api_key):
-            raise SettingError("api_key holds an empty key; give a longer one or leave it out")
+            raise SettingError(
+                "an API key is empty (--api-key, QUIRE_API_KEY); give one that is not, or none"
+            )
         if self.max_output_tokens is not None:
             _at_least("max_output_tokens", self.max_output_tokens, 1)
         _one_of("unknown_fields", self.unknown_fields, ("refuse", "warn"))

@@ -135,3 +135,14 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 141
+
+
+def test_unknown_flags_are_told_with_the_usage_of_their_verb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--bogus", "x", "y"])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage: quire serve" in shown
+    assert "--bogus" in shown

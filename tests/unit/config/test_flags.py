@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError
+from quire.config import flags
 from quire.config.flags import add_flags, built, engine_config, flag_of, parse_bytes
 from quire.config.groups import (
     CacheConfig,
@@ -95,7 +96,7 @@ def test_values_that_cannot_be_read_are_refused(line: str) -> None:
         (ExecutorConfig, {"num_threads": 9999}, "at most 1024"),
         (ServerConfig, {"port": 65536}, "port is 65536"),
         (ServerConfig, {"port": -1}, "port is -1"),
-        (ServerConfig, {"api_key": ("",)}, "empty key"),
+        (ServerConfig, {"api_key": ("",)}, "API key is empty"),
         (ServerConfig, {"grace_s": -1.0}, "grace_s is -1"),
         (ServerConfig, {"request_timeout_s": 0.0}, "request_timeout_s is 0"),
         (ServerConfig, {"max_output_tokens": 0}, "max_output_tokens is 0"),
@@ -166,3 +167,16 @@ def test_a_keyword_that_is_not_known_is_refused_with_the_nearest_one() -> None:
 def test_a_keyword_of_another_type_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError):
         engine_config(settings)
+
+
+def test_a_setting_given_under_both_of_its_names_is_refused() -> None:
+    with pytest.raises(SettingError, match="the same setting"):
+        engine_config({"kv_cache_memory": "1GiB", "kv_cache_memory_bytes": 1})
+
+
+@pytest.mark.parametrize("value", ["a", ["a"], ("a",)])
+def test_a_setting_of_several_texts_takes_one_or_a_list(value: Any) -> None:
+    setting = next(field for field in fields(ServerConfig) if field.name == "api_key")
+    assert flags._checked(setting, tuple[str, ...], value) == ("a",)
+    with pytest.raises(SettingError, match="list of texts"):
+        flags._checked(setting, tuple[str, ...], [1])

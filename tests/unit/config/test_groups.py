@@ -1,0 +1,51 @@
+"""The checks of single settings: each refuses what is next to what it allows, and names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.config.groups import (
+    CacheConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "allowed", "refused"),
+    [
+        (ModelConfig, "max_model_len", (2, None), (1, 0, -1)),
+        (ModelConfig, "dtype", ("auto", "f32", "bf16"), ("f16", "", None)),
+        (ModelConfig, "served_model_name", ("m", None), ("",)),
+        (CacheConfig, "block_size", (16, 128), (0, 8, 17, 144)),
+        (CacheConfig, "kv_cache_memory_bytes", (1, None), (0, -5)),
+        (SchedulerConfig, "max_num_seqs", (1, 512), (0, -1)),
+        (SchedulerConfig, "max_num_batched_tokens", (64,), (0, 63)),
+        (SchedulerConfig, "plans_in_flight", (1, 2), (0, 3)),
+        (SchedulerConfig, "max_queued_requests", (1,), (0,)),
+        (SchedulerConfig, "step_budget_ms", (0, 0.5), (-0.1, float("nan"))),
+        (ExecutorConfig, "executor", ("native", "reference"), ("torch", "")),
+        (ExecutorConfig, "num_threads", (1, 1024, None), (0, 1025)),
+        (ServerConfig, "port", (0, 65535), (-1, 65536)),
+        (ServerConfig, "api_key", ((), ("k",)), (("",), ("k", "  "))),
+        (ServerConfig, "max_output_tokens", (1, None), (0,)),
+        (ServerConfig, "unknown_fields", ("refuse", "warn"), ("ignore",)),
+        (ServerConfig, "grace_s", (0, 1.5), (-1, float("nan"))),
+        (ServerConfig, "request_timeout_s", (0.001, None), (0,)),
+        (ServerConfig, "max_body_bytes", (1024,), (1023,)),
+        (ServerConfig, "watchdog_s", (0.001,), (0,)),
+    ],
+)
+def test_each_setting_has_its_limits(
+    group: type[Any], name: str, allowed: tuple[Any, ...], refused: tuple[Any, ...]
+) -> None:
+    for value in allowed:
+        assert getattr(group(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(SettingError, match=name if name != "api_key" else "API key"):
+            group(**{name: value})
