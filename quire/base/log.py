@@ -12,15 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Protocol, TextIO
+from typing import TextIO
 
-Field = str | int | float | bool | None
-
-
-class Report(Protocol):
-    """Told what went wrong without ending anything; a Log's `error` is one."""
-
-    def __call__(self, what: str, **fields: Field) -> None: ...
+from quire.base.report import Field
 
 
 class Log:

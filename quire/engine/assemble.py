@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from quire.base.clock import Clock
 from quire.base.errors import SettingError
-from quire.base.log import Report
+from quire.base.report import Report
 from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig
 from quire.config.machine import machine_memory, num_usable_cpus

@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from quire.base.errors import QuireError, WorkerError
-from quire.base.log import Field, Report
 from quire.base.records import (
     NO_INTS,
     EngineStats,
@@ -26,6 +25,7 @@ from quire.base.records import (
     StepPlan,
     StepResult,
 )
+from quire.base.report import Field, Report
 from quire.engine.messages import (
     Abort,
     FromEngine,

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from quire.base.clock import Clock
 from quire.base.errors import QuireError
-from quire.base.log import Log, Report
+from quire.base.log import Log
+from quire.base.report import Report
 from quire.config.groups import EngineConfig
 from quire.engine.assemble import assemble
 from quire.engine.core import Inbox, serve, told

@@ -17,8 +17,8 @@ from typing import BinaryIO
 import numpy as np
 
 from quire.base.errors import SettingError
-from quire.base.log import Report
 from quire.base.records import StepPlan, StepResult
+from quire.base.report import Report
 from quire.base.wire import Wire, WireError
 from quire.engine.core import Runner
 from quire.runner.handle import Handle

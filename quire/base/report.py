@@ -1,0 +1,16 @@
+"""Report: how a part tells what went wrong without ending anything, and what it may tell.
+
+A Log's `error` is one. Parts that hold no clock and no stream ask for a Report, not for a Log.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+Field = str | int | float | bool | None
+
+
+class Report(Protocol):
+    """Called with what went wrong and its circumstances, units in the fields' names."""
+
+    def __call__(self, what: str, **fields: Field) -> None: ...
