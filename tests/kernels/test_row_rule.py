@@ -1,113 +1,170 @@
 """The Row Rule, kernel by kernel: row i of a result is the one-row result, bit for bit, for every
-number of rows from 1 to 65 and a large one, 1 to 3 threads, every instruction set.
-
-QUIRE_LARGE_ROWS=1 adds 2,048 rows."""
+number of rows from 1 to 65 and for 2,048, 1 to 3 threads, every instruction set, and whatever the
+rows beside it hold. Attention has its own file, test_attention_rows.py."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quire.program.ops import DType
+from quire.weights.dtypes import round_to_bf16
+from tests.kernels.attention_cases import Geometry, PagedCache, Tokens
+from tests.kernels.attention_cases import Rows as Calls
 from tests.kernels.one_op import ISAS, OneOp, Operand, draw
 
-LARGE = 2_048 if os.environ.get("QUIRE_LARGE_ROWS") else 515
-COUNTS = (*range(1, 66), LARGE)
+NUM_ROWS = 2_048
 HALF = 5
+SPECIALS = (np.nan, np.inf, -np.inf, -0.0, 1e-40, -3e38)  # 1e-40 is a denormal
 
 Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """An operation, its inputs [LARGE, width] by operand, and the operand to compare."""
+    """An operation: `settings` of OneOp, its inputs [rows, width] by operand, what it takes of the
+    batch [rows], and the operand to compare."""
 
-    op: Callable[[str, int], OneOp]
+    kind: str
+    operands: Sequence[Operand]
     inputs: Mapping[int, Float32s]
     output: int
+    batch: Mapping[str, Int32s] = field(default_factory=dict)
+    counts_itself: bool = False  # its batch array names the step's own rows: 0, 1, 2, ...
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def op(self, isa: str, num_threads: int, max_rows: int) -> OneOp:
+        """The operation, ready to run."""
+        return OneOp(self.kind, self.operands, isa, num_threads, max_rows=max_rows, **self.settings)
+
+    def run(self, op: OneOp, first: int, count: int, inputs: Mapping[int, Float32s]) -> Any:
+        """The bits of rows first .. first + count in one step."""
+        batch = {name: values[first : first + count] for name, values in self.batch.items()}
+        if self.counts_itself:
+            batch = {"sample_rows": np.arange(count, dtype=np.int32)}
+        rows = {index: values[first : first + count] for index, values in inputs.items()}
+        return op(rows, num_rows=count, batch=batch)[self.output].view(np.uint32)
+
+    def alone(self, isa: str, inputs: Mapping[int, Float32s]) -> Any:
+        """Each row in a step of its own."""
+        op = self.op(isa, 1, 1)
+        rows = [self.run(op, row, 1, inputs) for row in range(NUM_ROWS)]
+        return np.concatenate(rows)
 
 
-def _linear_case(dtype: str, out: str, k: int, n: int) -> Case:
+def _linear(dtype: str, out: str, k: int, n: int) -> Case:
     rng = np.random.default_rng(k)
     w, bias = draw(rng, n, k, dtype=dtype), draw(rng, n)
-
-    def op(isa: str, num_threads: int) -> OneOp:
-        return OneOp(
-            "linear",
-            [Operand(k, dtype), Operand(n, out)],
-            isa,
-            num_threads,
-            weights=[("matrix", dtype, w), ("vector", "f32", bias)],
-            max_rows=LARGE,
-        )
-
-    return Case(op, {0: draw(rng, LARGE, k, dtype=dtype)}, 1)
+    return Case(
+        kind="linear",
+        operands=[Operand(k, dtype), Operand(n, out)],
+        inputs={0: draw(rng, NUM_ROWS, k, dtype=dtype)},
+        output=1,
+        settings={"weights": [("matrix", dtype, w), ("vector", "f32", bias)]},
+    )
 
 
-def _norm_case(form: str, group: int) -> Case:
+def _norm(form: str, group: int) -> Case:
     rng = np.random.default_rng(3)
     width = 4 * group or 77
     weight = draw(rng, group or width)
-
-    def op(isa: str, num_threads: int) -> OneOp:
-        return OneOp(
-            "norm",
-            [Operand(width), Operand(width), Operand(width, "bf16")],
-            isa,
-            num_threads,
-            ints=[form == "layer", group],
-            floats=[1e-5],
-            weights=[("vector", "f32", weight)],
-            max_rows=LARGE,
-        )
-
-    x, delta = draw(rng, LARGE, width), draw(rng, LARGE, width, dtype="bf16")
-    return Case(op, {0: x, 2: delta}, 1)
+    return Case(
+        kind="norm",
+        operands=[Operand(width), Operand(width), Operand(width, "bf16")],
+        inputs={0: draw(rng, NUM_ROWS, width), 2: draw(rng, NUM_ROWS, width, dtype="bf16")},
+        output=1,
+        settings={
+            "ints": [form == "layer", group],
+            "floats": [1e-5],
+            "weights": [("vector", "f32", weight)],
+        },
+    )
 
 
-def _activation_case(code: int) -> Case:
+def _activation(code: int) -> Case:
     rng = np.random.default_rng(4)
+    return Case(
+        kind="activation",
+        operands=[Operand(97), Operand(97), Operand(97)],
+        inputs={0: draw(rng, NUM_ROWS, 97), 2: draw(rng, NUM_ROWS, 97)},
+        output=1,
+        settings={"ints": [code]},
+    )
 
-    def op(isa: str, num_threads: int) -> OneOp:
-        operands = [Operand(97), Operand(97), Operand(97)]
-        return OneOp("activation", operands, isa, num_threads, ints=[code], max_rows=LARGE)
 
-    return Case(op, {0: draw(rng, LARGE, 97), 2: draw(rng, LARGE, 97)}, 1)
-
-
-def _rope_case() -> Case:
+def _rope() -> Case:
     rng = np.random.default_rng(5)
-    cos, sin = draw(rng, 1, HALF), draw(rng, 1, HALF)
+    cos, sin = draw(rng, 9, HALF), draw(rng, 9, HALF)
+    return Case(
+        kind="rope",
+        operands=[Operand(33)],
+        inputs={0: draw(rng, NUM_ROWS, 33)},
+        output=0,
+        batch={"rope_positions": rng.integers(0, 9, NUM_ROWS).astype(np.int32)},
+        settings={"ints": [0, 3, 11], "ropes": [(cos, sin)]},
+    )
 
-    def op(isa: str, num_threads: int) -> OneOp:
-        return OneOp(
-            "rope",
-            [Operand(33)],
-            isa,
-            num_threads,
-            ints=[0, 3, 11],
-            ropes=[(cos, sin)],
-            max_rows=LARGE,
-        )
 
-    return Case(op, {0: draw(rng, LARGE, 33)}, 0)
+def _embed(form: str, dtype: str, out: str) -> Case:
+    rng = np.random.default_rng(6)
+    table = draw(rng, 50, 37, dtype=dtype)
+    return Case(
+        kind="embed",
+        operands=[Operand(37, out)],
+        inputs={},
+        output=0,
+        batch={"token_ids": rng.integers(0, 50, NUM_ROWS).astype(np.int32)},
+        settings={"weights": [(form, dtype, table)]},
+    )
+
+
+def _plain(kind: str, *dtypes: str, output: int = 0, **settings: Any) -> Case:
+    """An operation of 45 columns on one input for each dtype but those it writes only."""
+    rng = np.random.default_rng(7)
+    written = {output} if output else set()
+    return Case(
+        kind=kind,
+        operands=[Operand(45, dtype) for dtype in dtypes],
+        inputs={
+            index: draw(rng, NUM_ROWS, 45, dtype=dtype)
+            for index, dtype in enumerate(dtypes)
+            if index not in written
+        },
+        output=output,
+        counts_itself=kind == "gather_rows",
+        settings=settings,
+    )
 
 
 CASES = {
-    "linear f32": _linear_case("f32", "f32", 67, 100),
-    "linear f32 to bf16": _linear_case("f32", "bf16", 32, 33),
-    "linear bf16": _linear_case("bf16", "f32", 66, 65),
-    "linear bf16 of odd K": _linear_case("bf16", "f32", 67, 300),
-    "rms norm with delta": _norm_case("rms", 0),
-    "layer norm with delta": _norm_case("layer", 0),
-    "norm of groups": _norm_case("rms", 24),
-    "silu": _activation_case(0),
-    "gelu": _activation_case(1),
-    "rope": _rope_case(),
+    "linear f32": _linear("f32", "f32", 67, 100),
+    "linear f32 to bf16": _linear("f32", "bf16", 32, 33),
+    "linear f32 of long K": _linear("f32", "f32", 1100, 33),
+    "linear bf16": _linear("bf16", "f32", 66, 65),
+    "linear bf16 of odd K": _linear("bf16", "f32", 67, 300),
+    "linear bf16 of long K": _linear("bf16", "bf16", 1101, 40),
+    "rms norm with delta": _norm("rms", 0),
+    "layer norm with delta": _norm("layer", 0),
+    "norm of groups": _norm("rms", 24),
+    "silu": _activation(0),
+    "gelu": _activation(1),
+    "gelu_tanh": _activation(2),
+    "relu": _activation(3),
+    "rope": _rope(),
+    "embed from panels": _embed("matrix", "bf16", "f32"),
+    "embed from a table": _embed("table", "f32", "bf16"),
+    "add": _plain("add", "f32", "f32"),
+    "add bf16 to f32": _plain("add", "f32", "bf16"),
+    "scale": _plain("scale", "f32", floats=[0.3]),
+    "scale bf16": _plain("scale", "bf16", floats=[0.3]),
+    "gather_rows": _plain("gather_rows", "f32", "f32", output=1),
+    "gather_rows bf16": _plain("gather_rows", "bf16", "bf16", output=1),
 }
 
 
@@ -115,18 +172,51 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_does_not_know_how_many_rows_or_threads_there_are(name: str, isa: str) -> None:
     case = CASES[name]
-    alone = case.op(isa, 1)
-    expected = np.concatenate(
-        [
-            alone({i: rows[row : row + 1] for i, rows in case.inputs.items()}, num_rows=1)[
-                case.output
-            ]
-            for row in range(LARGE)
-        ]
-    ).view(np.uint32)
+    expected = case.alone(isa, case.inputs)
     for num_threads in (1, 2, 3):
-        op = case.op(isa, num_threads)
-        for count in COUNTS:
-            inputs = {i: rows[:count] for i, rows in case.inputs.items()}
-            found = op(inputs, num_rows=count)[case.output].view(np.uint32)
+        op, large = case.op(isa, num_threads, 65), case.op(isa, num_threads, NUM_ROWS)
+        for count in range(1, 66):
+            found = case.run(op, 0, count, case.inputs)
             assert np.array_equal(found, expected[:count]), f"{count} rows, {num_threads} threads"
+        found = case.run(large, 0, NUM_ROWS, case.inputs)
+        assert np.array_equal(found, expected), f"{NUM_ROWS} rows, {num_threads} threads"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.inputs])
+def test_nothing_that_rows_beside_it_hold_changes_a_row(name: str, isa: str) -> None:
+    case, count = CASES[name], 65
+    mixed = {index: values[:count].copy() for index, values in case.inputs.items()}
+    special = np.array([special for special in SPECIALS for _ in range(2)], np.float32)
+    for index, values in mixed.items():
+        beside = np.resize(special, len(values[1::2]))[:, None]
+        values[1::2, index % 2 :] = round_to_bf16(beside)  # all its columns, or all but the first
+    alone = np.concatenate([case.run(case.op(isa, 1, 1), row, 1, mixed) for row in range(count)])
+    plain = case.run(case.op(isa, 1, count), 0, count, case.inputs)
+    assert np.array_equal(alone[::2], plain[::2])
+    for num_threads in (1, 3):
+        for rows in (2, 3, 5, 8, 17, 33, count):
+            found = case.run(case.op(isa, num_threads, rows), 0, rows, mixed)
+            assert np.array_equal(found[::2], alone[:rows:2]), f"{rows} rows, {num_threads} threads"
+            both_nan = np.isnan(found.view(np.float32)) & np.isnan(alone[:rows].view(np.float32))
+            assert ((found == alone[:rows]) | both_nan).all(), "a row of special values"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_keys_and_values_are_stored_as_if_each_row_came_alone(isa: str, dtype: str) -> None:
+    geometry = Geometry(dtype=DType(dtype), head_dim=24)
+    tokens = Tokens(geometry, sequences=2, positions=70)
+    tokens.k[0, 1::2], tokens.v[1, ::3] = np.nan, np.inf
+    one_by_one = PagedCache(tokens, isa=isa)
+    for sequence in range(2):
+        for position in range(70):
+            one_by_one.store([Calls(sequence, position, 1)])
+    for num_threads in (1, 2, 3):
+        for counts in ((70, 70), (1, 65), (33, 17)):
+            together = PagedCache(tokens, isa=isa, num_threads=num_threads)
+            together.store([Calls(sequence, 0, count) for sequence, count in enumerate(counts)])
+            for sequence, count in enumerate(counts):
+                if count < 70:
+                    together.store([Calls(sequence, count, 70 - count)])
+            assert np.array_equal(together.bytes, one_by_one.bytes)
