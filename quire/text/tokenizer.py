@@ -229,6 +229,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_bytes())
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: not valid JSON ({error}); copy it again") from error
     if not isinstance(value, dict):

@@ -263,3 +263,9 @@ def test_a_panic_of_the_library_is_an_error_like_others(tmp_path: Path) -> None:
     slow = _with(pre_tokenizer={**split, "invert": False})
     with pytest.raises(InvalidParameter, match="tokenizer fails"):
         made(slow).encode("a" * 40 + "!")
+
+
+def test_half_a_character_in_a_config_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level_json(), {"bos_token": "\ud800"})
+    with pytest.raises(TokenizerError, match="tokenizer_config.json"):
+        Tokenizer.load(folder)
