@@ -61,7 +61,8 @@ class Outcome:
     preempted: bool
     prefix_hit: bool
     chunked: bool
-    forked_or_cancelled: bool
+    forked: bool  # a block was really copied
+    cancelled: bool
     problems: list[str]
     plans: list[tuple[StepPlan, StepResult]]
 
@@ -80,18 +81,22 @@ class Model:
         self._executors: dict[int, Executor] = {}
 
     def executor(self, num_threads: int) -> Executor:
-        """The native executor with `num_threads`, NaN in all buffers before each run."""
+        """The executor with `num_threads`, made when it is first asked for."""
         if num_threads not in self._executors:
-            self._executors[num_threads] = NativeExecutor(
-                self.program,
-                self.checkpoint,
-                max_tokens=MAX_ROWS,
-                max_samples=MAX_SEQUENCES,
-                max_sequences=MAX_SEQUENCES,
-                num_threads=num_threads,
-                poison=True,
-            )
+            self._executors[num_threads] = self.make_executor(num_threads)
         return self._executors[num_threads]
+
+    def make_executor(self, num_threads: int) -> Executor:
+        """The native executor, NaN in all buffers before each run."""
+        return NativeExecutor(
+            self.program,
+            self.checkpoint,
+            max_tokens=MAX_ROWS,
+            max_samples=MAX_SEQUENCES,
+            max_sequences=MAX_SEQUENCES,
+            num_threads=num_threads,
+            poison=True,
+        )
 
     def close(self) -> None:
         """Free all executors."""
@@ -158,8 +163,8 @@ def run_case(
         preempted=stats.preemptions_total > 0,
         prefix_hit=stats.prefix_hit_tokens_total > 0,
         chunked=any(not plan.samples.all() for plan, _ in runner.steps),
-        forked_or_cancelled=num_cancelled > 0
-        or any(len(arrival.requests) > 1 for arrival in case.arrivals),
+        forked=any(len(plan.copy_from) for plan, _ in runner.steps),
+        cancelled=num_cancelled > 0,
         problems=problems,
         plans=runner.steps,
     )

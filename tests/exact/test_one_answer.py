@@ -24,7 +24,7 @@ from tests.exact.workload import draw_case
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "300"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
 ENOUGH_FOR_COVERAGE = 300
-GOALS = {"preempted": 0.6, "prefix_hit": 0.5, "chunked": 0.8, "forked_or_cancelled": 0.2}
+GOALS = {"preempted": 0.6, "prefix_hit": 0.5, "chunked": 0.8, "forked": 0.4, "cancelled": 0.15}
 MAX_SHOWN = 10
 NUM_COMPARED_WITH_REFERENCE = 60
 # Log-probabilities of a two-layer model; bf16 rounds activations to 8 bits, in another order.

@@ -15,17 +15,20 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import StepPlan, StepResult
+from quire.execute import reference_ops
 from quire.execute.executor import Executor
+from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.batch import SampleBatch, TokenChoice
 from tests.exact.conftest import VOCAB_SIZE
-from tests.exact.rig import AloneRuns, Model, differences, run_case
+from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
 from tests.exact.workload import draw_case
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 MAX_CASES = 48
+PLAIN_LINEAR = reference_ops.linear
 
 
 class _Executor:
@@ -55,14 +58,37 @@ class _Executor:
         self._inner.close()
 
 
-class SplitsSumsByRowCount(_Executor):
-    """Several rows: sums over K come in two parts, each rounded before they are added."""
+class RoundsLogitsByRowCount(_Executor):
+    """Several rows: logits come as the sum of two parts, each rounded before they are added."""
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         logits = super().run_head(batch, first, count)
         if count > 1:
             logits[:] = logits * np.float32(0.3) + logits * np.float32(0.7)
         return logits
+
+
+class ReferenceModel(Model):
+    """The model on the reference executor, whose operations can be replaced."""
+
+    def make_executor(self, num_threads: int) -> Executor:
+        return ReferenceExecutor(
+            self.program,
+            self.checkpoint,
+            max_tokens=MAX_ROWS,
+            max_samples=MAX_SEQUENCES,
+            max_sequences=MAX_SEQUENCES,
+        )
+
+
+def linear_that_splits_k(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
+    """Products of the trunk: with several rows the sum over K comes in two halves."""
+    if len(x) == 1 or len(weight) == VOCAB_SIZE:
+        return PLAIN_LINEAR(x, weight, bias)
+    half = x.shape[1] // 2
+    first = PLAIN_LINEAR(x[:, :half], weight[:, :half], None)
+    second = PLAIN_LINEAR(x[:, half:], weight[:, half:], None)
+    return first + second if bias is None else first + second + bias
 
 
 class DrawsNoiseByRow(_Executor):
@@ -145,8 +171,17 @@ def test_a_wrapper_without_a_fault_changes_nothing(models: list[Model], alone: A
     assert _cases_until_found(models, alone, wrap_executor=_Executor, num_cases=8) is None
 
 
+def test_a_trunk_that_splits_k_by_the_number_of_rows_is_found(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references: list[Model] = [ReferenceModel(model.folder, model.dtype) for model in models]
+    assert _cases_until_found(references, AloneRuns(), num_cases=4) is None
+    monkeypatch.setattr(reference_ops, "linear", linear_that_splits_k)
+    assert _cases_until_found(references, AloneRuns(), num_cases=4) is not None
+
+
 @pytest.mark.parametrize(
-    "fault", [SplitsSumsByRowCount, DrawsNoiseByRow, LosesCopies, WritesWhereItShouldNot]
+    "fault", [RoundsLogitsByRowCount, DrawsNoiseByRow, LosesCopies, WritesWhereItShouldNot]
 )
 def test_a_fault_planted_in_the_executor_is_found(
     models: list[Model], alone: AloneRuns, fault: type[_Executor]
