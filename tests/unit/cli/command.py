@@ -65,6 +65,16 @@ class Terminal:
         """Press keys."""
         os.write(self._ours, text.encode())
 
+    def press_until(self, key: str, text: str) -> None:
+        """Press a key until `text` is shown: readline misses a signal between two keys' reads."""
+        end_s = time.monotonic() + LIMIT_S
+        while text not in self.shown:
+            assert time.monotonic() < end_s, f"{text!r} did not come; shown: {self.shown!r}"
+            self.type(key)
+            while text not in self.shown and select.select([self._ours], [], [], 1.0)[0]:
+                self.shown += self._read()
+        self.read_until(text)
+
     def read_until(self, text: str) -> str:
         """What is shown before `text`, both taken off; fails if it does not come."""
         self._wait(lambda: text in self.shown, f"{text!r} did not come")

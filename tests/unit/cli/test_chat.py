@@ -146,8 +146,9 @@ def test_at_a_terminal_it_prompts_streams_stops_and_leaves(model: Path) -> None:
         terminal.read_until("> ")
         terminal.type("/reset\r")
         terminal.read_until("conversation forgotten\n> ")
-        terminal.type("half a line\x03")
-        terminal.read_until("/quit leaves")
+        terminal.type("half a line")
+        terminal.read_until("half a line")  # whoever reads lines is at work, not about to be
+        terminal.press_until("\x03", "/quit leaves")
         terminal.read_until("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
