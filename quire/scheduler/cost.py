@@ -53,6 +53,7 @@ class LinearCost:
         square = self.position_ms / 2.0
         linear = self.token_ms + self.position_ms * (start + 0.5)
         root = math.sqrt(linear * linear + 4.0 * square * budget_ms)
-        if linear + root == 0.0:
-            return np.iinfo(np.int32).max
-        return min(int(2.0 * budget_ms / (linear + root)), np.iinfo(np.int32).max)
+        most = int(np.iinfo(np.int32).max)
+        if 2.0 * budget_ms >= most * (linear + root):  # a cost of next to nothing has no quotient
+            return most
+        return int(2.0 * budget_ms / (linear + root))

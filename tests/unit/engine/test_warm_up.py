@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.base.clock import Clock
-from quire.runner.model_runner import ModelRunner
 from quire.engine.warm_up import measure_cost, warm_up
+from quire.runner.model_runner import ModelRunner
 from quire.scheduler.limits import SchedulerLimits
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 

@@ -42,7 +42,9 @@ def test_the_most_tokens_within_a_budget_fit_and_one_more_does_not(
 def test_without_budget_nothing_fits_and_without_cost_everything() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
     assert cost.most_tokens(0, 0.0) == cost.most_tokens(0, -1.0) == 0
-    assert LinearCost(fixed_ms=0.0, token_ms=0.0, position_ms=0.0).most_tokens(0, 1.0) > 10**9
+    for token_ms in (0.0, 5e-324):
+        almost_free = LinearCost(fixed_ms=0.0, token_ms=token_ms, position_ms=0.0)
+        assert almost_free.most_tokens(0, 1.0) > 10**9
 
 
 def test_tokens_are_handed_out_in_order_until_they_are_spent() -> None:
