@@ -183,6 +183,7 @@ def test_beyond_loopback_it_wants_a_key_or_to_be_told(tiny: Path) -> None:
     [
         (("/no/such/folder",), "/no/such/folder"),
         (("--max-model-len", "99999999"), "max-model-len"),
+        (("--record-plans", "/no/such/plans"), "--record-plans /no/such/plans cannot be written"),
         (("--kv-cache-memory", "1"), "kv-cache-memory"),
         (("--kv-cache-memory", "9000TiB"), "kv-cache-memory"),
     ],
