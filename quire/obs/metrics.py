@@ -1,7 +1,7 @@
 """Metrics: what a server did, in Prometheus' text format, from a registry of its own.
 
 Two sources. Requests are told by whoever serves them (`request`, `error`, ...); the engine's own
-counters are shown as the EngineStats of its latest step has them (`see`). Knows no HTTP server and no
+counters are shown as the EngineStats of its latest step has them (`see`). Knows no HTTP server, no
 engine. Always holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`;
 counters only grow. docs/serving.md lists the names.
 """
