@@ -85,7 +85,8 @@ class Walk {
             if (position + kGroup <= first || position >= end) continue;
             const char* block = head_ + table_[position / block_size] * block_bytes_;
             const int64_t within = position % block_size;
-            const T* keys = reinterpret_cast<const T*>(block) + within * kStep<T>;
+            const T* keys = reinterpret_cast<const T*>(block) +
+                            within * round_up(values_.dim, kStep<T>);
             for (int j = 0; j < kGroup / kLanes; ++j) {
                 keys_[i / kLanes + j] = keys + j * kLanes * kStep<T>;
             }
@@ -109,8 +110,8 @@ class Walk {
         const int to = (spans[count - 1].end + kLanes - 1) / kLanes;
         for (int v = from; v < to; v += kTileVecs) {
             const int vecs = to - v < kTileVecs ? to - v : kTileVecs;
-            score<T>(count, vecs, query_ + row, keys_ + v, args_.shape.block_size * kStep<T>,
-                     values_.dim, scores_ + v * kLanes);
+            score<T>(count, vecs, query_ + row, keys_ + v, kGroup * kStep<T>, values_.dim,
+                     scores_ + v * kLanes);
         }
         float largest[kTileRows], sum[kTileRows];
         for (int i = 0; i < count; ++i) {

@@ -13,19 +13,21 @@ constexpr int64_t kTokens = 16;  // of a chunk: neighbours mostly share a block
 
 void store_head(const float* k, const float* v, int64_t within, const CacheShape& shape,
                 float* keys, float* values) {
-    const int64_t dim = shape.head_dim, size = shape.block_size;
-    for (int64_t d = 0; d < dim; ++d) keys[d * size + within] = k[d];
+    const int64_t dim = shape.head_dim;
+    keys += within / kKeyGroup * kKeyGroup * dim + within % kKeyGroup;
+    for (int64_t d = 0; d < dim; ++d) keys[d * kKeyGroup] = k[d];
     for (int64_t d = 0; d < dim; ++d) values[within * dim + d] = v[d];
 }
 
 void store_head(const bf16* k, const bf16* v, int64_t within, const CacheShape& shape, bf16* keys,
                 bf16* values) {
-    const int64_t dim = shape.head_dim, size = shape.block_size;
+    const int64_t dim = shape.head_dim;
+    keys += within / kKeyGroup * kKeyGroup * round_up(dim, 2) + within % kKeyGroup * 2;
     int64_t d = 0;
-    for (; d + 2 <= dim; d += 2) __builtin_memcpy(keys + d * size + 2 * within, k + d, 4);
+    for (; d + 2 <= dim; d += 2) __builtin_memcpy(keys + d * kKeyGroup, k + d, 4);
     if (d < dim) {
-        keys[d * size + 2 * within] = k[d];
-        keys[d * size + 2 * within + 1] = bf16{0};
+        keys[d * kKeyGroup] = k[d];
+        keys[d * kKeyGroup + 1] = bf16{0};
     }
     bf16* out = values + within / 2 * 2 * dim + within % 2;
     for (d = 0; d < dim; ++d) out[2 * d] = v[d];

@@ -12,7 +12,7 @@ namespace quire::QUIRE_ISA_NS {
 namespace {
 
 constexpr int kPiece = 256;
-constexpr int kGroup = 16;   // positions behind one pointer to V
+constexpr int kGroup = kKeyGroup;  // positions that lie together in every block
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 #if defined(QUIRE_ZMM)

@@ -115,10 +115,12 @@ struct GatherRowsArgs {  // y[r] = x[index[r]]; same type
 };
 
 // Geometry of a paged cache. One layer is [block][kv_head]{ K part | V part }, its base 64-byte
-// aligned; the inside of a part belongs to store_kv.cc and attention.cc:
-//   bf16  K [ceil(head_dim/2)][block_size][2]   V [block_size/2][head_dim][2]
-//   f32   K [head_dim][block_size]              V [block_size][head_dim]
+// aligned; the inside of a part belongs to store_kv.cc and attention.cc. Keys lie in groups of
+// 16 positions, so that the stride of a product does not grow with the block:
+//   bf16  K [block_size/16][ceil(head_dim/2)][16][2]   V [block_size/2][head_dim][2]
+//   f32   K [block_size/16][head_dim][16]              V [block_size][head_dim]
 constexpr int32_t kMaxHeadDim = 256;
+constexpr int64_t kKeyGroup = 16;
 
 struct CacheShape {
     Type type;
