@@ -5,6 +5,7 @@ VENV   ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN     = $(VENV)/bin
+comma   := ,
 STAMP   = $(VENV)/.quire
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
@@ -53,4 +54,4 @@ $(STAMP)-lint: $(BIN)/python pyproject.toml
 	@$(BIN)/python -m pip install --quiet "ruff>=0.8" "mypy>=1.13" "import-linter>=2.1"
 	$(call install,[lint])
 $(STAMP)-parity: $(BIN)/python $(NATIVE)
-	$(call install,[test,parity])
+	$(call install,[test$(comma)parity])
