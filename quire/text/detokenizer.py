@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from quire.text.pieces import Piece
-
-if TYPE_CHECKING:
-    from quire.text.tokenizer import Tokenizer
+from quire.text.pieces import Piece, PieceTable
 
 Span = tuple[str, int]
 """Some text, and the index in the stream of the token that completed it."""
@@ -26,6 +23,16 @@ Span = tuple[str, int]
 RUN_LIMIT = 32
 _STRICT_UTF8 = codecs.getincrementaldecoder("utf-8")
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Vocabulary(Protocol):
+    """What a stream needs to know of a tokenizer."""
+
+    @property
+    def pieces(self) -> PieceTable: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
 
 
 class Detokenizer:
@@ -36,7 +43,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
+        self, tokenizer: Vocabulary, skip_special_tokens: bool = True, *, continues: bool = False
     ) -> None:
         pieces = tokenizer.pieces
         self._pieces = pieces
