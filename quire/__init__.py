@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
 
         return version("quire")
     raise AttributeError(f"module 'quire' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,6 +25,7 @@ from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import MAX_N, SamplingParams
+from quire.base.show import show
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.engine.client import EngineClient
@@ -278,6 +279,14 @@ class LLM:
             return [default_sampling(self.card, num_prompt_tokens=len(ids)) for ids in all_ids]
         if isinstance(given, SamplingParams):
             return [given] * len(all_ids)
+        if not isinstance(given, Sequence) or not all(
+            isinstance(one, SamplingParams) for one in given
+        ):
+            raise InvalidParameter(
+                f"sampling_params is {show(given)}; a SamplingParams for all prompts or a list of "
+                "one each is allowed",
+                param="sampling_params",
+            )
         if len(given) != len(all_ids):
             raise InvalidParameter(
                 f"{len(given)} sampling_params for {len(all_ids)} prompts; give one for all or one "
