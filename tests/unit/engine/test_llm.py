@@ -108,7 +108,7 @@ def test_bad_requests_are_raised_before_anything_runs(llm: LLM) -> None:
         llm.generate(["a"], [GREEDY, GREEDY])
     with pytest.raises(InvalidParameter, match="token id 999"):
         llm.generate([[999]], GREEDY)
-    with pytest.raises(InvalidParameter, match="sampling_params is .*max_tokens"):
+    with pytest.raises(InvalidParameter, match=r"sampling_params is .*max_tokens"):
         llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
     assert len(llm.generate("still here", GREEDY)) == 1
 
