@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser([verb_name] if verb_name in VERBS else [])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:  # told with the usage of the verb, whose flags are meant
-        getattr(arguments, "parser", parser).error(f"unknown arguments: {' '.join(unknown)}")
+        wants_model = any(word.split("=")[0] in ("--model", "-m") for word in unknown)
+        hint = "; the model's folder is given without a flag" if wants_model else ""
+        told = f"unknown arguments: {' '.join(unknown)}{hint}"
+        getattr(arguments, "parser", parser).error(told)
     if arguments.version:
         print(f"quire {_version()}")
         return 0

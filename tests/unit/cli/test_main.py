@@ -146,3 +146,11 @@ def test_unknown_flags_are_told_with_the_usage_of_their_verb(
     shown = capsys.readouterr().err
     assert "usage: quire serve" in shown
     assert "--bogus" in shown
+
+
+def test_the_model_given_by_a_flag_is_told_where_it_belongs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", "folder"])
+    assert "--model; the model's folder is given without a flag" in capsys.readouterr().err
