@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 BEGIN, END = "<|begin|>", "<|end|>"
 SPECIALS = [BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>"]
 HELD_OUT_EVERY = 20  # one story in twenty, 5 %
+ECHO_SHARE = 0.3  # of the rows made from books
+PLAIN_SHARE, TALK_SHARE = 0.25, 0.3  # of the documents; the rest are stories asked for
 
 GIRLS, BOYS, COLOURS = (
     group.split()
@@ -77,7 +79,10 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One scripted exchange: ways to say a thing, and ways to answer it."""
+    """One scripted exchange: ways to say a thing, and ways to answer it.
+
+    Both may hold the gaps {name} and {thing}, which are filled alike.
+    """
 
     says: list[str]
     answers: list[str]
@@ -158,13 +163,6 @@ def find_nouns(stories: list[str]) -> frozenset[str]:
     return frozenset(w for w in nouns - set(NOT_A_TOPIC.split()) if not w.endswith("s"))
 
 
-def read_merges(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
-    """Map each merged token to the two it was merged from."""
-    vocab = tokenizer.get_vocab()
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    return {vocab[a + b]: (vocab[a], vocab[b]) for a, b in merges}
-
-
 class RowDealer:
     """Deals endless training rows of `row_tokens` ids."""
 
@@ -179,21 +177,15 @@ class RowDealer:
         self.end = token_id(tokenizer, END)
         self.books = [self._ids(book) for book in texts.books]
         self.nouns = find_nouns(texts.stories)
-        self.parts = read_merges(tokenizer)
+        self.things = sorted(self.nouns)
 
-    def deal(self, rng: random.Random, *, book_share: float, split_share: float) -> list[int]:
-        """Deal one row: a window of a book, or documents until the row is full.
-
-        A share of the tokens is split into the two each was merged from, so that the model
-        learns how words are spelled, which makes a small text last longer.
-        """
-        row: list[int] = []
+    def deal(self, rng: random.Random, *, book_share: float) -> list[int]:
+        """Deal one row: a window of a book, echoes from one, or documents until it is full."""
         if rng.random() < book_share:
-            row = self._book_window(rng)
+            return self._echoes(rng) if rng.random() < ECHO_SHARE else self._book_window(rng)
+        row: list[int] = []
         while len(row) < self.row_tokens:
             row += self._document(rng)
-        if split_share > 0:
-            row = [part for i in row for part in self._split(i, rng, split_share)]
         return row[: self.row_tokens]
 
     def story_ids(self, story: str) -> list[int]:
@@ -204,22 +196,26 @@ class RowDealer:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _split(self, token_id: int, rng: random.Random, share: float) -> tuple[int, ...]:
-        if token_id in self.parts and rng.random() < share:
-            return self.parts[token_id]
-        return (token_id,)
-
     def _book_window(self, rng: random.Random) -> list[int]:
         (book,) = rng.choices(self.books, weights=[len(b) for b in self.books])
         start = rng.randrange(len(book) - self.row_tokens)
         return [self.begin, *book[start : start + self.row_tokens - 1]]
 
+    def _echoes(self, rng: random.Random) -> list[int]:
+        """Pieces of a book, each said two or three times: practice in reading what came before."""
+        row = [self.begin]
+        while len(row) < self.row_tokens:
+            piece = self._book_window(rng)[1 : rng.randrange(8, 80)]
+            row += piece * rng.choice([2, 3])
+        return row[: self.row_tokens]
+
     def _document(self, rng: random.Random) -> list[int]:
         kind = rng.random()
-        if kind < 0.4:
+        if kind < PLAIN_SHARE:
             return self.story_ids(swap_words(rng.choice(self.stories), rng))
-        turns = list(self._small_talk(rng)) if kind > 0.9 or rng.random() < 0.08 else []
-        if kind < 0.9:
+        is_talk = kind > 1 - TALK_SHARE
+        turns = list(self._small_talk(rng)) if is_talk or rng.random() < 0.1 else []
+        if not is_talk:
             story = swap_words(rng.choice(self.stories), rng)
             turns += [("user", self._request(story, rng)), ("assistant", story)]
         if rng.random() < 0.15:
@@ -231,8 +227,9 @@ class RowDealer:
 
     def _small_talk(self, rng: random.Random) -> Iterator[tuple[str, str]]:
         for ask in rng.sample(self.asks, k=rng.choice([1, 1, 1, 2])):
-            yield "user", rng.choice(ask.says)
-            yield "assistant", rng.choice(ask.answers)
+            gaps = {"name": rng.choice(GIRLS + BOYS), "thing": rng.choice(self.things)}
+            yield "user", rng.choice(ask.says).format(**gaps)
+            yield "assistant", rng.choice(ask.answers).format(**gaps)
 
     def _request(self, story: str, rng: random.Random) -> str:
         """Ask for a story about a name or a thing that this story mentions at least twice."""

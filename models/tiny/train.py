@@ -31,15 +31,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 DATA_FOLDER = Path(os.environ.get("QUIRE_DATA", ROOT.parent / "shared" / "data"))
 
-ROWS_PER_STEP = 8
+ROWS_PER_STEP = 4
 PEAK_RATE = 3e-3
-WEIGHT_DECAY = 0.2
+WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 100
-BOOK_SHARE = (0.7, 0.2)  # of the rows, at the start and at the end
-SPLIT_SHARE = 0.1  # of the tokens, at the start; none after SPLIT_UNTIL of the run
-SPLIT_UNTIL = 0.75
-AVERAGE_DECAY = 0.99
-NUM_EVALUATIONS = 12
+BOOK_SHARE = (0.5, 0.1)  # of the rows, at the start and at the end
+AVERAGE_DECAY = 0.995
+NUM_EVALUATIONS = 16
 
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
@@ -67,7 +65,7 @@ class Shape:
     context_tokens: int = 512
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    dropout: float = 0.2
+    dropout: float = 0.1
 
 
 # Shapes below: B rows, T tokens, C hidden, H heads, G KV heads, D head dimension, V vocabulary.
@@ -181,14 +179,21 @@ def row_loss(model: Llama, rows: Tensor) -> Tensor:
     return F.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten(), ignore_index=-1)
 
 
-def make_optimizer(model: Llama) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms.
+
+    Muon learns to look back at the prompt in far fewer steps than AdamW alone.
+    """
+    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     norms = [p for p in model.parameters() if p.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+    others = [
+        {"params": [model.model.embed_tokens.weight], "weight_decay": WEIGHT_DECAY},
         {"params": norms, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95))
+    return [
+        torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95)),
+    ]
 
 
 def learning_rate(step: int, progress: float) -> float:
@@ -324,36 +329,33 @@ class Run:
 
     def train(self) -> None:
         """Train until a limit is reached, writing the best model on the way."""
-        optimizer = make_optimizer(self.model)
+        optimizers = make_optimizers(self.model)
         step, num_evaluated, recent = 0, 0, 0.0
         while (progress := self.progress()) < 1:
-            for group in optimizer.param_groups:
+            for group in (g for one in optimizers for g in one.param_groups):
                 group["lr"] = learning_rate(step, progress)
-            loss = self.step(optimizer, progress)
+            loss = self.step(optimizers, progress)
             move_average(self.average, self.model, step)
             recent = loss if step == 0 else 0.95 * recent + 0.05 * loss
             step += 1
-            if step % 25 == 0:
+            if step % 50 == 0:
                 self.report(step, recent)
             if progress * NUM_EVALUATIONS >= num_evaluated + 1:
                 num_evaluated += 1
                 self.evaluate()
         self.evaluate()
 
-    def step(self, optimizer: torch.optim.AdamW, progress: float) -> float:
+    def step(self, optimizers: list[torch.optim.Optimizer], progress: float) -> float:
         first, last = BOOK_SHARE
         book_share = first + (last - first) * progress
-        split_share = SPLIT_SHARE * max(0.0, 1 - progress / SPLIT_UNTIL)
-        rows = [
-            self.dealer.deal(self.rng, book_share=book_share, split_share=split_share)
-            for _ in range(ROWS_PER_STEP)
-        ]
+        rows = [self.dealer.deal(self.rng, book_share=book_share) for _ in range(ROWS_PER_STEP)]
         with torch.autocast("cpu", torch.bfloat16, enabled=not self.args.exact):
             loss = row_loss(self.model, torch.tensor(rows))
-        optimizer.zero_grad()
+        self.model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         self.num_tokens += sum(len(row) - 1 for row in rows)
         return float(loss.detach())
 
@@ -392,7 +394,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the toy model in the box.")
     parser.add_argument("--minutes", type=float, default=45.0, help="stop after this long")
-    parser.add_argument("--tokens", type=float, default=16.0, help="stop after so many millions")
+    parser.add_argument("--tokens", type=float, default=6.5, help="stop after so many millions")
     parser.add_argument("--out", type=Path, default=ROOT / "quire" / "models" / "box")
     parser.add_argument("--data", type=Path, default=DATA_FOLDER, help="the data folder")
     parser.add_argument("--seed", type=int, default=1)
