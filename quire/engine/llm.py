@@ -17,6 +17,7 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
@@ -330,12 +331,9 @@ class AsyncLLM:
         """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`."""
         await self.start()
         ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        deltas = self._stream(ids, sampling_params, request_id)
-        try:
+        async with aclosing(self._stream(ids, sampling_params, request_id)) as deltas:
             async for delta in deltas:
                 yield delta
-        finally:
-            await deltas.aclose()
 
     async def chat(
         self,
@@ -350,12 +348,9 @@ class AsyncLLM:
         text_side = TextSide(tokenizer=self._client.tokenizer, template=self._client.template)
         text = rendered(text_side, messages, template_settings)
         ids = self._client.tokenizer.encode(text, add_special_tokens=False)
-        deltas = self._stream(ids, sampling_params, request_id)
-        try:
+        async with aclosing(self._stream(ids, sampling_params, request_id)) as deltas:
             async for delta in deltas:
                 yield delta
-        finally:
-            await deltas.aclose()
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator yields what is left and ends with "abort"."""

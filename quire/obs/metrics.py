@@ -38,41 +38,31 @@ class Metrics:
         self._registry = registry
         self._stats = EngineStats()
         self._last_step = 0
-        self._first_token = Histogram(
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
+        self._first_token = histogram(
             "quire_time_to_first_token_seconds",
             "From arrival to the first token, a choice",
-            buckets=SECONDS,
-            registry=registry,
+            SECONDS,
         )
-        self._per_token = Histogram(
+        self._per_token = histogram(
             "quire_time_per_output_token_seconds",
             "Mean time between output tokens after the first, a choice",
-            buckets=TOKEN_SECONDS,
-            registry=registry,
+            TOKEN_SECONDS,
         )
-        self._end_to_end = Histogram(
-            "quire_request_seconds",
-            "From arrival to the last token, a choice",
-            buckets=SECONDS,
-            registry=registry,
+        self._end_to_end = histogram(
+            "quire_request_seconds", "From arrival to the last token, a choice", SECONDS
         )
-        self._queued = Histogram(
+        self._queued = histogram(
             "quire_queue_seconds",
             "From arrival to the first step it was part of, a choice",
-            buckets=SECONDS,
-            registry=registry,
+            SECONDS,
         )
-        self._batch_rows = Histogram(
-            "quire_batch_rows",
-            "Requests computed in a step",
-            buckets=COUNTS,
-            registry=registry,
-        )
-        self._batch_tokens = Histogram(
-            "quire_batch_tokens",
-            "Token rows computed in a step",
-            buckets=COUNTS,
-            registry=registry,
+        self._batch_rows = histogram("quire_batch_rows", "Requests computed in a step", COUNTS)
+        self._batch_tokens = histogram(
+            "quire_batch_tokens", "Token rows computed in a step", COUNTS
         )
         self._make_counters(registry)
         registry.register(_EngineCollector(lambda: self._stats))
