@@ -1,6 +1,7 @@
-"""Tiny random Llama checkpoints with awkward shapes, and all a server needs beside the weights.
+"""Tiny random checkpoints with awkward shapes, and all a server needs beside the weights.
 
     path = write_tiny_llama(tmp_path, seed=3, dtype="bf16", num_key_value_heads=5)
+    path = write_tiny(tmp_path, {"architectures": ["GPT2LMHeadModel"], ...}, seed=3)
 
 Keyword arguments are config.json keys; None drops a key. The default shape is odd on purpose:
 hidden 60, 5 heads of 16 (not 12) over 1 KV head, inner width 97, vocabulary 307, tied False.
@@ -12,6 +13,7 @@ tokenizer_config.json with a chat template. The same arguments always give the s
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType, Weight, WeightForm, WeightPart
 from tests.safetensors_writer import write_safetensors
 
 BOS_ID, EOS_ID = 0, 1
@@ -114,6 +118,45 @@ def write_tiny_llama(
     if config["vocab_size"] >= len(SPECIAL_TOKENS) + 256:
         write_tokenizer(folder, vocab_size=config["vocab_size"])
     return folder
+
+
+def write_tiny(folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str = "f32") -> Path:
+    """Write a checkpoint of any family that runs: every tensor its program names, random.
+
+    A tensor's values depend on `seed`, its name and its shape only. `config` is all of
+    config.json but the dtype; None drops a key.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in config.items() if value is not None}
+    kept["torch_dtype"] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype]
+    _write_json(folder / "config.json", kept)
+    ends = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+    _write_json(folder / "generation_config.json", ends)
+    spec = open_model(folder)
+    program = build_program(spec, dtype=DType.F32, max_positions=spec.max_positions)
+    tensors = {
+        part.source: _drawn(weight, part, seed)
+        for weight in program.weights.values()
+        for part in weight.parts
+    }
+    write_weights(folder, tensors, dtype=dtype)
+    if spec.vocab_size >= len(SPECIAL_TOKENS) + 256:
+        write_tokenizer(folder, vocab_size=spec.vocab_size)
+    return folder
+
+
+def _drawn(weight: Weight, part: WeightPart, seed: int) -> NDArray[np.float32]:
+    """The tensor `part` is cut from: norms about 1, biases small, products that keep sizes."""
+    rng = np.random.default_rng((seed, zlib.crc32(part.source.encode())))
+    rows = part.of_rows or part.rows
+    if weight.form is WeightForm.VECTOR:
+        is_norm = "norm" in part.source or ".ln_" in part.source
+        centre = 1.0 - weight.offset if is_norm and not part.source.endswith(".bias") else 0.0
+        return (centre + 0.2 * rng.standard_normal(rows)).astype(np.float32)
+    is_embedding = weight.form is WeightForm.TABLE or part.name == "embed"
+    scale = 1.0 if is_embedding else (3.0 if part.name == "head" else 1.2) / weight.columns**0.5
+    tensor = (scale * rng.standard_normal((rows, weight.columns))).astype(np.float32)
+    return np.ascontiguousarray(tensor.T) if part.transposed else tensor
 
 
 def write_weights(

@@ -17,8 +17,7 @@ from quire.base.errors import ConfigError
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.generation import with_generation_defaults
-from quire.models.llama import build_llama
-from quire.models.llama_config import read_llama
+from quire.models.llama import build_llama, read_llama
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType
 from quire.program.program import Program

@@ -20,8 +20,9 @@ from quire.program.ops import RopeSpec
 Float32s = NDArray[np.float32]
 
 
-def rope_spec(settings: RopeSettings, head_dim: int) -> RopeSpec:
-    """The angles of all head_dim columns under `settings`."""
+def rope_spec(settings: RopeSettings, head_dim: int, max_positions: int) -> RopeSpec:
+    """The angles of a head's rotated columns, for requests of up to `max_positions`."""
+    head_dim = int(head_dim * settings.rotary_share)
     powers = _powers(settings.theta, head_dim)
     scale = 1.0
     if settings.kind == "default":

@@ -8,6 +8,8 @@ unknown. Knows no formula (rope.py has them).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
 from quire.models.spec import RopeSettings
@@ -19,15 +21,20 @@ MAX_FACTOR = 1e6
 MAX_LENGTH = 2**30
 
 
-def read_rope(config: ConfigReader, max_positions: int) -> RopeSettings:
-    """The settings; problems are noted in `config`."""
+def read_rope(config: ConfigReader, max_positions: int, *, partial: bool = False) -> RopeSettings:
+    """The settings; problems are noted in `config`.
+
+    partial: the family rotates the part of a head that partial_rotary_factor says; others refuse
+    any but the whole.
+    """
+    share = _read_share(config, partial)
     theta = config.number("rope_theta", MIN_THETA, MAX_THETA, default=DEFAULT_THETA)
     old, new = config.section("rope_scaling"), config.section("rope_parameters")
     if old is not None and new is not None:
         config.note("rope_scaling and rope_parameters are both given; keep one")
     section = new if new is not None else old
     if section is None:
-        return RopeSettings(theta=theta)
+        return RopeSettings(theta=theta, rotary_share=share)
     if section.has("rope_theta"):
         inner = section.number("rope_theta", MIN_THETA, MAX_THETA)
         if config.has("rope_theta") and inner != theta:
@@ -36,14 +43,26 @@ def read_rope(config: ConfigReader, max_positions: int) -> RopeSettings:
                 "they must agree"
             )
         theta = inner
+    if section.has("partial_rotary_factor"):
+        share = _read_share(section, partial)
     settings = _read_section(section, theta, max_positions)
     config.absorb(section)
-    return settings
+    return replace(settings, rotary_share=share)
+
+
+def _read_share(config: ConfigReader, partial: bool) -> float:
+    """partial_rotary_factor, 1 where it is absent."""
+    share = config.number("partial_rotary_factor", 1e-3, 1, default=1.0)
+    if share != 1 and not partial:
+        config.note(
+            f"partial_rotary_factor is {share:g}: rotating a part of a head is not supported for "
+            "this architecture; only 1.0 is"
+        )
+    return share
 
 
 def _read_section(section: ConfigReader, theta: float, max_positions: int) -> RopeSettings:
-    section.pass_over(["rope_theta"])
-    section.require("partial_rotary_factor", (1, 1.0), "rotating a part of a head is not supported")
+    section.pass_over(["rope_theta", "partial_rotary_factor"])
     kind = _read_kind(section)
     if kind == "default":
         return RopeSettings(theta=theta)

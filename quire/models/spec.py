@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """How rotary angles are made; `kind` is default, linear, llama3 or yarn.
+    """How rotary angles are made; `kind` is default, linear, llama3, yarn or longrope.
 
-    Fields that a kind does not use keep their defaults. original_max_positions: the length the
-    model was trained for before its angles were scaled. attention_factor: yarn's factor on cos
-    and sin where the configuration gives one, else None (it follows from factor and mscale).
+    Fields that a kind does not use keep their defaults. rotary_share: how much of a head is
+    rotated, its first columns. original_max_positions: the length the model was trained for
+    before its angles were scaled. attention_factor: the factor on cos and sin of yarn and
+    longrope where the configuration gives one, else None (it follows from the others).
+    short_factors, long_factors: longrope's divisors, one a rotated pair.
     """
 
     kind: str = "default"
     theta: float = 10_000.0
+    rotary_share: float = 1.0
     factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
@@ -31,14 +34,22 @@ class RopeSettings:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model's shape and defaults.
+    """A model's shape and defaults. Fields with a default say "off" by it.
 
     dtype: what the checkpoint says its weights are ("f32", "f16", "bf16"; "f32" where it says
     nothing). bos_ids, eos_ids: ids that begin and end a text, several allowed, perhaps none.
+    qkv_bias, output_bias: biases of attention's products in and out. windows: for each layer how
+    many positions back it sees, 0 for all; empty where no layer has a window. local_rope: angles
+    of layers with a window, where they differ. unrotated_layers: those without rotary angles.
+    attention_scale: factor on q.k, None for head_dim ** -0.5. soft caps: 0 is none. norm_offset
+    is added to the stored weights of norms. embedding_scale, residual_scale and logit_scale
+    multiply the embedded tokens, what each half of a layer adds, and the logits.
     generation_defaults: names of SamplingParams' fields (temperature, top_k, top_p, min_p,
     repetition_penalty) and max_new_tokens, only those that generation_config.json gives.
     """
@@ -56,9 +67,24 @@ class ModelSpec:
     max_positions: int
     rope: RopeSettings
     tied_head: bool
-    attention_bias: bool
-    mlp_bias: bool
     dtype: str
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int, ...] = ()
+    local_rope: RopeSettings | None = None
+    unrotated_layers: frozenset[int] = frozenset()
+    attention_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+
+    def window(self, layer: int) -> int:
+        """How many positions layer `layer` sees, its own among them; 0 for all."""
+        return self.windows[layer] if self.windows else 0

@@ -51,9 +51,8 @@ class ProgramBuilder:
             Weight(name, WeightForm.MATRIX, tuple(parts), columns, self.dtype, shard)
         )
 
-    def table(self, name: str, source: str, rows: int, columns: int) -> str:
+    def table(self, name: str, part: WeightPart, columns: int) -> str:
         """Declare an embedding table that is only gathered from."""
-        part = WeightPart(name, source, rows)
         return self._declare(Weight(name, WeightForm.TABLE, (part,), columns, self.dtype))
 
     def vector(self, name: str, parts: Sequence[WeightPart], *, offset: float = 0.0) -> str:
@@ -74,10 +73,11 @@ class ProgramBuilder:
 
     # ---- operations
 
-    def embed(self, weight: str) -> View:
-        """Rows of an embedding table by token id, into a new f32 residual stream."""
-        y = self._new("residual", self._weights[weight].columns, DType.F32)
-        return self._emit(OpKind.EMBED, (), y, weight=weight)
+    def embed(self, weight: str, *, ids: str = "tokens") -> View:
+        """Rows of a table by token id (or by position), into a new f32 residual stream."""
+        name = "residual" if ids == "tokens" else ids
+        y = self._new(name, self._weights[weight].columns, DType.F32)
+        return self._emit(OpKind.EMBED, (), y, weight=weight, ids=ids)
 
     def norm(
         self,
@@ -178,6 +178,11 @@ class ProgramBuilder:
     def scale(self, x: View, factor: float) -> View:
         """x *= factor in place."""
         self._ops.append(Op(OpKind.SCALE, (x,), (x,), {"factor": factor}))
+        return x
+
+    def soft_cap(self, x: View, cap: float) -> View:
+        """x = cap * tanh(x / cap) in place."""
+        self._ops.append(Op(OpKind.SOFT_CAP, (x,), (x,), {"cap": cap}))
         return x
 
     def begin_head(self, x: View) -> View:

@@ -5,7 +5,8 @@ table below is the contract they share (H hidden width, T/S row counts of the st
 
 kind         inputs -> outputs                     attrs
 -----------  ------------------------------------  ------------------------------------------------
-embed        () -> y[T,H]                          weight (table); reads batch token_ids
+embed        () -> y[T,H]                          weight (table), ids tokens|positions: row
+             batch token_ids or rope_positions (learned positions) of the table
 norm         x[, delta] -> y[, x]                  form rms|layer, eps, weight[, bias], group
              with delta: x += delta (rounded to x's dtype, in place), y = norm(x). group > 0:
              norm each run of `group` columns by itself with the same weight (q/k norm).
@@ -21,6 +22,7 @@ attention    q -> y                                layer, heads, kv_heads, head_
 activation   gate[, up] -> y                       form silu|gelu|gelu_tanh|relu; y = f(gate)*up
 add          x, y -> x (in place)                  x += y, rounded to x's dtype
 scale        x -> x (in place)                     factor
+soft_cap     x -> x (in place)                     cap; x = cap * tanh(x / cap)
 gather_rows  x[T] -> y[S]                          rows of x at batch sample_rows
 
 Arithmetic inside an operation is f32; rounding happens when an output is stored, by the output
@@ -68,6 +70,7 @@ class OpKind(StrEnum):
     ACTIVATION = "activation"
     ADD = "add"
     SCALE = "scale"
+    SOFT_CAP = "soft_cap"
     GATHER_ROWS = "gather_rows"
 
 
@@ -130,11 +133,19 @@ class WeightForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Rows of a fused weight that come from one tensor of the checkpoint."""
+    """Rows of a fused weight that come from one tensor of the checkpoint.
+
+    They are rows first_row .. first_row + rows - 1 of a tensor of `of_rows` rows, or all of it
+    where of_rows is 0. transposed: the tensor is stored [columns, rows], as GPT-2 stores its
+    products. A vector's rows are its elements.
+    """
 
     name: str  # as in "q"
     source: str  # the checkpoint's tensor name
     rows: int
+    first_row: int = 0
+    of_rows: int = 0
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

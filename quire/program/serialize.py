@@ -28,7 +28,7 @@ from quire.program.ops import (
 )
 from quire.program.program import NUMERICS_VERSION, Program
 
-FORMAT = 1
+FORMAT = 2
 
 Plain = dict[str, Any]
 
@@ -129,7 +129,10 @@ def _weight_to_plain(weight: Weight) -> Plain:
     return {
         "name": weight.name,
         "form": weight.form.value,
-        "parts": [[part.name, part.source, part.rows] for part in weight.parts],
+        "parts": [
+            [part.name, part.source, part.rows, part.first_row, part.of_rows, part.transposed]
+            for part in weight.parts
+        ],
         "columns": weight.columns,
         "dtype": weight.dtype.value,
         "shard": weight.shard,
@@ -141,7 +144,7 @@ def _weight_from_plain(plain: Mapping[str, Any]) -> Weight:
     return Weight(
         plain["name"],
         WeightForm(plain["form"]),
-        tuple(WeightPart(name, source, rows) for name, source, rows in plain["parts"]),
+        tuple(WeightPart(*part) for part in plain["parts"]),
         plain["columns"],
         DType(plain["dtype"]),
         plain["shard"],

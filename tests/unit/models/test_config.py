@@ -77,7 +77,8 @@ def test_every_field_of_the_spec_comes_from_its_key(tmp_path: Path) -> None:
         max_positions=512,
         rope=RopeSettings(),
         tied_head=True,
-        attention_bias=True,
+        qkv_bias=True,
+        output_bias=True,
         mlp_bias=True,
         dtype="bf16",
         bos_ids=(0,),
@@ -94,7 +95,7 @@ def test_absent_and_null_keys_take_the_defaults_of_transformers(tmp_path: Path) 
     config = tiny_config() | dict.fromkeys(optional)
     assert read_text(tmp_path, json.dumps(config)) == absent
     assert (absent.num_kv_heads, absent.head_dim, absent.activation) == (5, 12, "silu")
-    assert (absent.attention_bias, absent.mlp_bias, absent.tied_head) == (False, False, False)
+    assert (absent.qkv_bias, absent.mlp_bias, absent.tied_head) == (False, False, False)
     assert (absent.rope.theta, absent.bos_ids, absent.eos_ids) == (10_000.0, (), ())
 
 

@@ -20,13 +20,13 @@ def plain(theta: float, head_dim: int) -> list[float]:
 
 
 def test_default_frequencies_are_powers_of_theta() -> None:
-    spec = rope_spec(RopeSettings(theta=500_000.0), 96)
+    spec = rope_spec(RopeSettings(theta=500_000.0), 96, 512)
     np.testing.assert_allclose(spec.inv_freq, plain(500_000.0, 96), rtol=1e-6)
     assert (spec.rotary_dim, spec.attention_scale) == (96, 1.0)
 
 
 def test_linear_scaling_divides_every_frequency() -> None:
-    spec = rope_spec(RopeSettings(kind="linear", factor=3.0), 16)
+    spec = rope_spec(RopeSettings(kind="linear", factor=3.0), 16, 512)
     np.testing.assert_allclose(spec.inv_freq, np.array(plain(1e4, 16)) / 3, rtol=1e-6)
 
 
@@ -36,7 +36,7 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> No
         low_freq_factor=1.0, high_freq_factor=4.0,
     )  # fmt: skip
     base = plain(1e4, 32)
-    found = rope_spec(settings, 32).inv_freq
+    found = rope_spec(settings, 32, 512).inv_freq
     kinds = set()
     for value, right in zip(found, base, strict=True):
         turns = 64 * right / (2 * math.pi)
@@ -48,7 +48,7 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> No
 
 def test_yarn_ramps_between_kept_and_stretched_pairs() -> None:
     settings = RopeSettings(kind="yarn", factor=4.0, original_max_positions=64)
-    found = np.array(rope_spec(settings, 32).inv_freq) / plain(1e4, 32)
+    found = np.array(rope_spec(settings, 32, 512).inv_freq) / plain(1e4, 32)
     assert found[0] == pytest.approx(1.0)
     assert found[-1] == pytest.approx(0.25)
     assert (np.diff(found) <= 1e-6).all()
@@ -57,7 +57,7 @@ def test_yarn_ramps_between_kept_and_stretched_pairs() -> None:
 def test_yarn_scales_cosines_by_the_logarithm_of_its_factor() -> None:
     def scale(**changes: float) -> float:
         settings = RopeSettings(kind="yarn", factor=4.0, original_max_positions=64, **changes)
-        return rope_spec(settings, 32).attention_scale
+        return rope_spec(settings, 32, 512).attention_scale
 
     assert scale() == 0.1 * math.log(4) + 1
     assert scale(attention_factor=1.5) == 1.5
@@ -69,13 +69,13 @@ def test_yarn_scales_cosines_by_the_logarithm_of_its_factor() -> None:
 def test_frequencies_are_exact_float32_values() -> None:
     for kind in ("default", "linear", "llama3", "yarn"):
         settings = RopeSettings(kind=kind, factor=2.5, original_max_positions=64)
-        values = np.array(rope_spec(settings, 22).inv_freq)
+        values = np.array(rope_spec(settings, 22, 512).inv_freq)
         assert np.array_equal(values, values.astype(np.float32))
 
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="rope kind 'odd'"):
-        rope_spec(RopeSettings(kind="odd"), 16)
+        rope_spec(RopeSettings(kind="odd"), 16, 512)
 
 
 SPEC = RopeSpec(tuple(float(np.float32(x)) for x in plain(1e4, 16)), 1.25)

@@ -1,0 +1,168 @@
+"""What the config.json of decoders has in common, as a ModelSpec; families add what is their own.
+
+A family reads its own keys first, then calls `read_decoder` with what they mean. Every key is
+read, required to have the one value that is supported, or named in PASSED_OVER as unable to
+change an answer; any other key is a problem. Knows JSON only through ConfigReader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.show import show
+from quire.models.config_reader import ConfigReader
+from quire.models.rope_reader import read_rope
+from quire.models.spec import ModelSpec
+
+DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+# Training, bookkeeping of the library that wrote the file, and what only its Python face reads.
+PASSED_OVER = (
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "attention_dropout",
+    "chunk_size_feed_forward",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_llama_config",
+    "label2id",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "tokenizer_class",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+)
+
+# Keys with one supported value (null and absence count as that value), and why.
+FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "rope_interleaved": ((False,), "interleaved rotation is not supported; only false is"),
+    "quantization_config": ((), "quantized checkpoints are not supported yet; take the original"),
+    "auto_map": ((), "it asks for code that comes with the model, which is never run; remove it"),
+    "is_encoder_decoder": ((False,), "only false is supported"),
+    "add_cross_attention": ((False,), "only false is supported"),
+    "tie_encoder_decoder": ((False,), "only false is supported"),
+    "pruned_heads": (({},), "pruned heads are not supported; only {} is"),
+}
+
+
+def read_decoder(
+    config: ConfigReader,
+    architecture: str,
+    *,
+    model_type: str,
+    default_activation: str = "silu",
+    default_tied: bool = False,
+    default_head_dim: int = 0,
+    **own: Any,
+) -> ModelSpec:
+    """The spec from the keys all share; `own` are fields the family has read or always has.
+
+    A key that a field of `own` stands for must have been read by the family. default_head_dim 0
+    means hidden_size / num_attention_heads. Raises ConfigError with every problem of the file.
+    """
+    config.pass_over(PASSED_OVER)
+    config.pass_over(["architectures"])
+    config.require("model_type", (model_type,), f"{architecture} needs {model_type!r}")
+    for key, (allowed, reason) in FIXED.items():
+        config.require(key, allowed, reason)
+
+    hidden_size = config.whole("hidden_size", 1, 2**20)
+    num_heads = config.whole("num_attention_heads", 1, 2**16)
+    num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
+    vocab_size = config.whole("vocab_size", 1, 2**24)
+    max_positions = config.whole("max_position_embeddings", 1, 2**27)
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": config.whole("intermediate_size", 1, 2**22),
+        "num_layers": config.whole("num_hidden_layers", 1, 10_000),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": _read_head_dim(config, hidden_size, num_heads, default_head_dim),
+        "norm_eps": config.number("rms_norm_eps", 1e-12, 0.1),
+        "max_positions": max_positions,
+        "tied_head": config.flag("tie_word_embeddings", default=default_tied),
+        "dtype": read_dtype(config),
+        "bos_ids": config.ids("bos_token_id", vocab_size),
+        "eos_ids": config.ids("eos_token_id", vocab_size),
+    }
+    if "activation" not in own:
+        own["activation"] = config.choice("hidden_act", ACTIVATIONS, default=default_activation)
+    if "rope" not in own:
+        own["rope"] = read_rope(config, max_positions)
+    if num_heads % num_kv_heads:
+        config.note(
+            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
+            f"{num_kv_heads}; each key-value head serves the same number of heads"
+        )
+    config.finish()
+    return ModelSpec(**(fields | own))
+
+
+def read_layer_windows(
+    config: ConfigReader, *, windowed: str = "sliding_attention", plain: str = "full_attention"
+) -> tuple[int, ...]:
+    """The window of each layer by `layer_types` and `sliding_window`; empty where none has one.
+
+    Where layer_types is absent, the family's own rule counts: it must not call this then.
+    """
+    window = config.whole("sliding_window", 1, 2**27, default=0)
+    num_layers = config.whole("num_hidden_layers", 1, 10_000)
+    types = config.take("layer_types")
+    allowed = {windowed: window, plain: 0}
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(allowed):
+        config.note(
+            f"layer_types is {show(types)}; a list of num_hidden_layers {num_layers} entries, each "
+            f"{windowed!r} or {plain!r}, is allowed"
+        )
+        return ()
+    if windowed in types and not window:
+        config.note(f"layer_types has {windowed!r}, but there is no sliding_window; give it")
+    windows = tuple(allowed[kind] for kind in types)
+    return windows if any(windows) else ()
+
+
+def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int, default: int) -> int:
+    if config.has("head_dim"):
+        head_dim = config.whole("head_dim", 2, 2**16)
+    elif default:
+        head_dim = default
+    elif hidden_size % num_heads:
+        config.note(
+            f"hidden_size is {hidden_size}, not a multiple of num_attention_heads {num_heads}, "
+            "and there is no head_dim; give head_dim"
+        )
+        return 2
+    else:
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        config.note(f"head_dim is {head_dim}; rotary angles need an even number")
+    return head_dim
+
+
+def read_dtype(config: ConfigReader) -> str:
+    """What the checkpoint says its weights are: "f32", "f16" or "bf16"."""
+    old = config.choice("torch_dtype", DTYPES, default="")
+    new = config.choice("dtype", DTYPES, default="")
+    if old and new and old != new:
+        config.note(f"torch_dtype says {old} and dtype says {new}; they must agree")
+    return new or old or "f32"
