@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser([verb_name] if verb_name in VERBS else [])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:  # told with the usage of the verb, whose flags are meant
-        wants_model = any(word.split("=")[0] in ("--model", "-m") for word in unknown)
-        hint = "; the model's folder is given without a flag" if wants_model else ""
-        told = f"unknown arguments: {' '.join(unknown)}{hint}"
+        told = f"unknown arguments: {' '.join(unknown)}{_instead_of(unknown)}"
         getattr(arguments, "parser", parser).error(told)
     if arguments.version:
         print(f"quire {_version()}")
@@ -90,6 +88,12 @@ def command_parser(complete_verbs: Sequence[str]) -> argparse.ArgumentParser:
 def verb(name: str) -> Verb:
     """The module of a verb."""
     return cast(Verb, import_module(f"quire.cli.{name}"))
+
+
+def _instead_of(unknown: Sequence[str]) -> str:
+    from quire.cli.foreign_flags import instead_of  # only where there is something to say
+
+    return instead_of(unknown)
 
 
 def _version() -> str:

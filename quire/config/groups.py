@@ -19,12 +19,16 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# The names checkpoints and other engines use.
+DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model, and how it is computed."""
 
     model: str = setting("", "folder of the model; empty: the model in the box")
-    dtype: Literal["auto", "f32", "bf16"] = setting(
+    dtype: Literal["auto", "f32", "bf16", "float32", "bfloat16"] = setting(
         "auto", "dtype of weights, products and KV cache; auto: as the checkpoint (f16 becomes f32)"
     )
     max_model_len: int | None = setting(
@@ -37,7 +41,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)  # a token in, a token out
-        _one_of("dtype", self.dtype, ("auto", "f32", "bf16"))
+        _one_of("dtype", self.dtype, ("auto", "f32", "bf16", *DTYPE_NAMES))
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.served_model_name == "":
             raise SettingError("served_model_name is empty; give a name or leave it out")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from quire.base.errors import OverloadedError, QuireError, StepRowError, TokenizerError, WorkerError
 from quire.cli import main as main_module
+from quire.cli.foreign_flags import INSTEAD
 from quire.cli.main import VERBS, command_parser, main
 from tests.unit.cli.command import environment, quire_command
 
@@ -148,9 +152,31 @@ def test_unknown_flags_are_told_with_the_usage_of_their_verb(
     assert "--bogus" in shown
 
 
-def test_the_model_given_by_a_flag_is_told_where_it_belongs(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("flag", INSTEAD)
+def test_flags_of_other_engines_are_refused_with_what_to_do_instead(
+    flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", flag, "x"])
+    assert caught.value.code == 2
+    assert INSTEAD[flag] in capsys.readouterr().err
+
+
+def test_what_is_recommended_instead_of_a_foreign_flag_exists() -> None:
+    flags = {flag for text in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", text)}
+    known = set(_flags_of("serve"))
+    assert flags
+    assert flags <= known
+    assert not set(INSTEAD) & known
+
+
+def _flags_of(verb: str) -> list[str]:
+    with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+        main([verb, "--help"])
+    return re.findall(r"--[a-z-]+", shown.getvalue())
+
+
+def test_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--model", "folder"])
-    assert "--model; the model's folder is given without a flag" in capsys.readouterr().err
+        main(["serve", "--trust-remote-code"])
+    assert "code that comes with a model is never run" in capsys.readouterr().err

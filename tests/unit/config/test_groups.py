@@ -49,3 +49,8 @@ def test_each_setting_has_its_limits(
     for value in refused:
         with pytest.raises(SettingError, match=name if name != "api_key" else "API key"):
             group(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "kept"), [("float32", "f32"), ("bfloat16", "bf16")])
+def test_a_dtype_may_go_by_the_name_checkpoints_use(name: str, kept: str) -> None:
+    assert ModelConfig(dtype=name).dtype == kept  # type: ignore[arg-type]
