@@ -3,7 +3,7 @@
 All are frozen, self-contained, and hold numbers and arrays of numbers only, so they can be
 sent, recorded and replayed. This file knows no policy, no tensor library and no clock.
 Letters: N rows of a plan (one row a scheduled request), M table deltas, C block copies,
-E tokens of a result, K alternatives a token.
+E tokens of a result, K alternatives a token, L listed ids a token, S scored prompt tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Request:
 
     `sampling` is resolved (it has a seed). `max_total_tokens` bounds prompt plus output and is
     already cut to the context length. `stop_ids` are the ids that end the request: end-of-text
-    ids unless ignore_eos, and the caller's stop_token_ids.
+    ids unless ignore_eos, and the caller's stop_token_ids. Where sampling.max_tokens is 0,
+    max_total_tokens is the length of the prompt: it is scored and nothing is generated.
     """
 
     request_id: str
@@ -62,7 +63,9 @@ class Admission:
     """A request takes a slot: the worker copies its tokens and parameters into its mirror.
 
     `token_ids` are all tokens known so far: the prompt, and after a preemption also what was
-    generated. `num_prompt_tokens` never changes (penalties depend on it).
+    generated. `num_prompt_tokens` never changes (penalties depend on it). scores_from: the
+    worker scores the prompt tokens that come after positions scores_from and up (see
+    StepResult.scores); None scores none.
     """
 
     slot: int
@@ -72,6 +75,7 @@ class Admission:
     num_prompt_tokens: int
     stop_ids: tuple[int, ...]
     sampling: SamplingParams
+    scores_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +122,31 @@ class RowError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """How likely S tokens of prompts were, each given the tokens before it; raw logits.
+
+    `ranks`: 1 for the likeliest token, ties to the lower id. `top_ids` and `top_logprobs` are the
+    best alternatives, best first; unused entries are -1 and NaN.
+    """
+
+    logprobs: Float32s  # [S]
+    ranks: Int32s  # [S]
+    top_ids: Int32s  # [S, K]
+    top_logprobs: Float32s  # [S, K]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step yielded, ragged: row i has token_counts[i] tokens (0 where samples is False).
 
     `logprobs` [E] are of the chosen tokens, NaN where the request asked for none. `top_ids` and
     `top_logprobs` are [E, K], K the most alternatives any row asked for; unused entries are -1
-    and NaN.
+    and NaN. `listed_logprobs` [E, L] are of the ids in logprob_token_ids, in their order, L the
+    most any row listed; NaN beyond a row's own.
+
+    `scores`: None unless a row scored its prompt; row i has score_counts[i] of its S entries. A
+    row that computes position p of a prompt scores the token at p + 1. There are at most as many
+    entries as token rows in the step, so they stay small, however long prompts are.
     """
 
     step: int
@@ -132,16 +155,23 @@ class StepResult:
     logprobs: Float32s = field(default_factory=lambda: NO_FLOATS)  # [E] or empty
     top_ids: Int32s = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [E, K]
     top_logprobs: Float32s = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    listed_logprobs: Float32s = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    score_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
+    scores: PromptScores | None = None
     errors: tuple[RowError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities of one generated token: the chosen one and the best alternatives."""
+    """Log-probabilities of one generated token: the chosen one and the best alternatives.
+
+    listed: of the ids in SamplingParams.logprob_token_ids, in their order.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    listed: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +192,15 @@ class RequestOutput:
     """What happened to a request since its last output. The last one carries finish_reason.
 
     stop_id: the token that ended it (it is part of token_ids), where one did.
-    cached_tokens: prompt tokens found in the prefix cache at first admission.
+    cached_tokens: prompt tokens found in the prefix cache at first admission. scores: of all
+    prompt tokens but the first, told once: with the first token, or with the end where nothing is
+    generated, by one stream of a group, which computed the prompt for all.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    scores: PromptScores | None = None
     finish_reason: FinishReason | None = None
     stop_id: int | None = None
     error: str | None = None
@@ -183,8 +216,8 @@ class StepOutputs:
     Row i of the arrays: request_ids[i] got token_ids[i], exactly one token, and goes on. An
     event is the output of a request that got its first token, or that ended (its last token is
     in the event). A request is in the rows or in the events, never in both, so a steady step
-    makes no object a request. `logprobs`, `top_ids`, `top_logprobs` are as in StepResult; NaN
-    in `logprobs` means that row asked for none.
+    makes no object a request. `logprobs`, `top_ids`, `top_logprobs` and `listed_logprobs` are as
+    in StepResult; NaN in `logprobs` means that row asked for none.
 
     Iterating yields one RequestOutput a request (events first), for readers that do not mind
     the objects: a sender may ship the record as it is and let the reader's process iterate.
@@ -197,6 +230,7 @@ class StepOutputs:
     logprobs: Float32s = field(default_factory=lambda: NO_FLOATS)  # [N] or empty
     top_ids: Int32s = field(default_factory=lambda: NO_INTS.reshape(0, 0))  # [N, K]
     top_logprobs: Float32s = field(default_factory=lambda: NO_FLOATS.reshape(0, 0))
+    listed_logprobs: Float32s = field(default_factory=lambda: NO_FLOATS.reshape(0, 0))
     events: tuple[RequestOutput, ...] = ()
 
     def __len__(self) -> int:
@@ -210,13 +244,23 @@ class StepOutputs:
                 request_id=request_id,
                 token_ids=(int(self.token_ids[row]),),
                 logprobs=token_logprobs(
-                    row, self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
+                    row,
+                    self.token_ids,
+                    self.logprobs,
+                    self.top_ids,
+                    self.top_logprobs,
+                    self.listed_logprobs,
                 ),
             )
 
 
 def token_logprobs(
-    row: int, token_ids: Int32s, logprobs: Float32s, top_ids: Int32s, top_logprobs: Float32s
+    row: int,
+    token_ids: Int32s,
+    logprobs: Float32s,
+    top_ids: Int32s,
+    top_logprobs: Float32s,
+    listed_logprobs: Float32s,
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of entry `row` of the arrays of a StepResult; empty where not asked for."""
     if row >= len(logprobs) or np.isnan(logprobs[row]):
@@ -225,7 +269,13 @@ def token_logprobs(
     if row < len(top_ids):
         pairs = zip(top_ids[row].tolist(), top_logprobs[row].tolist(), strict=True)
         top = tuple((token_id, logprob) for token_id, logprob in pairs if token_id >= 0)
-    chosen = TokenLogprobs(token_id=int(token_ids[row]), logprob=float(logprobs[row]), top=top)
+    listed: tuple[float, ...] = ()
+    if row < len(listed_logprobs):  # NaN only behind the row's own: a listed one is a number
+        of_row = listed_logprobs[row]
+        listed = tuple(of_row[~np.isnan(of_row)].tolist())
+    chosen = TokenLogprobs(
+        token_id=int(token_ids[row]), logprob=float(logprobs[row]), top=top, listed=listed
+    )
     return (chosen,)
 
 

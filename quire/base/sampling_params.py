@@ -20,6 +20,7 @@ from quire.base.show import show
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 1_024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
 MAX_STOP_TOKEN_IDS = 64
@@ -39,7 +40,11 @@ class SamplingParams:
     repetition_penalty looks at prompt and output; presence and frequency at the output only.
     logprobs: None for none, else how many alternatives beside the chosen token (0 to 20);
     always of the raw logits, before bias, penalties and temperature.
-    max_tokens: None means up to the context length.
+    prompt_logprobs: the same for each token of the prompt but the first, which nothing precedes.
+    logprob_token_ids: with each generated token the log-probabilities of these ids too; asks for
+    logprobs=0 where logprobs is None.
+    max_tokens: None means up to the context length. 0 (nothing is generated) is allowed with
+    prompt_logprobs only.
 
     Raises InvalidParameter when a value is outside of what is allowed.
     """
@@ -61,6 +66,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._settle("n", _whole("n", self.n, 1, MAX_N))
@@ -68,8 +75,9 @@ class SamplingParams:
         self._settle("min_tokens", _whole("min_tokens", self.min_tokens, 0, 2**31 - 1))
         for name, low, high in (
             ("seed", -(2**63), MAX_SEED),
-            ("max_tokens", 1, 2**31 - 1),
+            ("max_tokens", 0, 2**31 - 1),
             ("logprobs", 0, MAX_TOP_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
         ):
             if getattr(self, name) is not None:
                 self._settle(name, _whole(name, getattr(self, name), low, high))
@@ -95,6 +103,9 @@ class SamplingParams:
             )
         self._check_stops()
         self._check_logit_bias()
+        self._check_logprob_token_ids()
+        if self.max_tokens == 0:
+            self._check_no_output()
 
     def _settle(self, name: str, value: Any) -> None:
         """Keep a checked value in the type of its field, whatever type it came in."""
@@ -148,6 +159,40 @@ class SamplingParams:
             for token_id, bias in self.logit_bias.items()
         }
         self._settle("logit_bias", checked)
+
+    def _check_logprob_token_ids(self) -> None:
+        given = _listed("logprob_token_ids", self.logprob_token_ids)
+        if len(given) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidParameter(
+                f"logprob_token_ids has {len(given)} ids; at most {MAX_LOGPROB_TOKEN_IDS} are "
+                "allowed",
+                param="logprob_token_ids",
+            )
+        checked = tuple(_whole("logprob_token_ids", id_, 0, 2**31 - 1) for id_ in given)
+        self._settle("logprob_token_ids", checked)
+        if checked and self.logprobs is None:
+            self._settle("logprobs", 0)
+
+    def _check_no_output(self) -> None:
+        """What cannot be asked together with max_tokens 0."""
+        if self.prompt_logprobs is None:
+            raise InvalidParameter(
+                "max_tokens is 0 and the prompt's log-probabilities are not asked for; a whole "
+                f"number from 1 to {2**31 - 1} is allowed, or 0 with prompt_logprobs",
+                param="max_tokens",
+            )
+        if self.n > 1:
+            raise InvalidParameter(
+                f"n is {self.n} and max_tokens is 0; choices without tokens cannot differ: leave "
+                "n out",
+                param="n",
+            )
+        if self.logprob_token_ids:
+            raise InvalidParameter(
+                "logprob_token_ids is given and max_tokens is 0; they are told with generated "
+                "tokens: set max_tokens to at least 1, or leave them out",
+                param="logprob_token_ids",
+            )
 
     def resolve(self) -> SamplingParams:
         """Return a copy that has a seed; one without is given a random seed."""

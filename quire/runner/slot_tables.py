@@ -14,6 +14,7 @@ from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
 
 Int32s = NDArray[np.int32]
+NEVER = np.iinfo(np.int32).max  # a position no request reaches
 
 
 class SlotTables:
@@ -33,6 +34,9 @@ class SlotTables:
         self.seeds = np.zeros(num_slots, np.int64)
         self.streams = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
+        # Prompt positions whose rows are scored: from scores_from on, but not the prompt's last.
+        self.scores_from = np.full(num_slots, NEVER, np.int32)
+        self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
         # Rows beyond the plain case: they carry history, bias or banned ids.
         self.has_penalty = np.zeros(num_slots, np.bool_)
         self.has_bias = np.zeros(num_slots, np.bool_)
@@ -41,6 +45,8 @@ class SlotTables:
         self.bias_ids: list[Int32s] = [NO_INTS] * num_slots
         self.bias_values: list[NDArray[np.float32]] = [NO_FLOATS] * num_slots
         self.stop_ids: list[Int32s] = [NO_INTS] * num_slots
+        self.has_listed = np.zeros(num_slots, np.bool_)
+        self.listed_ids: list[Int32s] = [NO_INTS] * num_slots  # logprob_token_ids
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the plan: slots given back, then admissions, then table deltas."""
@@ -65,6 +71,9 @@ class SlotTables:
         self.stops_from[slot] = 0
         self.bias_ids[slot], self.bias_values[slot] = NO_INTS, NO_FLOATS
         self.stop_ids[slot] = NO_INTS
+        self.scores_from[slot] = NEVER
+        self.has_listed[slot] = False
+        self.listed_ids[slot] = NO_INTS
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -81,6 +90,10 @@ class SlotTables:
         self.seeds[slot] = sampling.seed
         self.streams[slot] = admission.stream
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.scores_from[slot] = NEVER if admission.scores_from is None else admission.scores_from
+        self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
+        self.has_listed[slot] = bool(sampling.logprob_token_ids)
+        self.listed_ids[slot] = np.array(sampling.logprob_token_ids, np.int32)
         self.has_penalty[slot] = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0

@@ -40,19 +40,21 @@ def make_outputs(
     plain: Index | None,
     request_ids: list[str],
     events: list[Event],
-    errors: list[RequestOutput],
+    ended: list[RequestOutput],
 ) -> StepOutputs:
     """Outputs of one step.
 
     entries: which tokens of `result` count (None: all). plain: which of those go to requests
     that just go on (None: all), named by request_ids. events: the others, rows of the same.
+    ended: outputs of requests that ended without a token.
     """
     ids, logprobs = _pick(result.token_ids, entries), _pick(result.logprobs, entries)
     top_ids, top_logprobs = _pick(result.top_ids, entries), _pick(result.top_logprobs, entries)
+    listed = _pick(result.listed_logprobs, entries)
     told = [
         event.ticket.output(
             token_ids=(int(ids[event.row]),),
-            logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs),
+            logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed),
             finish_reason=event.finish_reason,
             stop_id=int(ids[event.row]) if event.finish_reason is FinishReason.STOP else None,
         )
@@ -65,7 +67,8 @@ def make_outputs(
         logprobs=_pick(logprobs, plain),
         top_ids=_pick(top_ids, plain),
         top_logprobs=_pick(top_logprobs, plain),
-        events=(*told, *errors),
+        listed_logprobs=_pick(listed, plain),
+        events=(*told, *ended),
     )
 
 
