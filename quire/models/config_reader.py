@@ -50,14 +50,19 @@ class ConfigReader:
         """Is the key there, and not null? Does not mark it as seen."""
         return self._values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Is the key there with null, where null and absence differ? Does not mark it as seen."""
+        return key in self._values and self._values[key] is None
+
     def take(self, key: str) -> Any:
         """The raw value, None where absent."""
         self._seen.add(key)
         return self._values.get(key)
 
     def note(self, problem: str) -> None:
-        """Remember a problem."""
-        self.problems.append(problem)
+        """Remember a problem; once, though two readers may meet it."""
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def whole(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
         """A whole number from low to high; required where there is no default."""

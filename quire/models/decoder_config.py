@@ -12,9 +12,10 @@ from typing import Any
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
-from quire.models.rope_reader import read_rope
+from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import ModelSpec
 
+MAX_POSITIONS = 2**27
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 ACTIVATIONS = {
     "silu": "silu",
@@ -51,11 +52,13 @@ PASSED_OVER = (
     "use_cache",
 )
 
+# Why a checkpoint that brings its own code is refused, unless the family is known to do without.
+NO_CODE = "it asks for code that comes with the model, which is never run; remove it"
+
 # Keys with one supported value (null and absence count as that value), and why.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rope_interleaved": ((False,), "interleaved rotation is not supported; only false is"),
     "quantization_config": ((), "quantized checkpoints are not supported yet; take the original"),
-    "auto_map": ((), "it asks for code that comes with the model, which is never run; remove it"),
     "is_encoder_decoder": ((False,), "only false is supported"),
     "add_cross_attention": ((False,), "only false is supported"),
     "tie_encoder_decoder": ((False,), "only false is supported"),
@@ -71,24 +74,31 @@ def read_decoder(
     default_activation: str = "silu",
     default_tied: bool = False,
     default_head_dim: int = 0,
+    code_is_spare: bool = False,
     **own: Any,
 ) -> ModelSpec:
     """The spec from the keys all share; `own` are fields the family has read or always has.
 
     A key that a field of `own` stands for must have been read by the family. default_head_dim 0
-    means hidden_size / num_attention_heads. Raises ConfigError with every problem of the file.
+    means hidden_size / num_attention_heads. code_is_spare: checkpoints of the family come with
+    code (auto_map) that says what is written here anyway; it is never run. Raises ConfigError
+    with every problem of the file.
     """
     config.pass_over(PASSED_OVER)
     config.pass_over(["architectures"])
     config.require("model_type", (model_type,), f"{architecture} needs {model_type!r}")
     for key, (allowed, reason) in FIXED.items():
         config.require(key, allowed, reason)
+    if code_is_spare:
+        config.pass_over(["auto_map"])
+    else:
+        config.require("auto_map", (), NO_CODE)
 
     hidden_size = config.whole("hidden_size", 1, 2**20)
     num_heads = config.whole("num_attention_heads", 1, 2**16)
     num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
     vocab_size = config.whole("vocab_size", 1, 2**24)
-    max_positions = config.whole("max_position_embeddings", 1, 2**27)
+    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": vocab_size,
@@ -109,13 +119,20 @@ def read_decoder(
         own["activation"] = config.choice("hidden_act", ACTIVATIONS, default=default_activation)
     if "rope" not in own:
         own["rope"] = read_rope(config, max_positions)
+    fields |= own
+    for rope in (fields["rope"], fields.get("local_rope")):
+        if rope is not None:
+            check_rotated_columns(config, rope, fields["head_dim"])
+    if fields["rope"].kind == "dynamic":
+        # What max_position_embeddings says is the length before scaling.
+        fields["max_positions"] = min(int(max_positions * fields["rope"].factor), MAX_POSITIONS)
     if num_heads % num_kv_heads:
         config.note(
             f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
             f"{num_kv_heads}; each key-value head serves the same number of heads"
         )
     config.finish()
-    return ModelSpec(**(fields | own))
+    return ModelSpec(**fields)
 
 
 def read_layer_windows(

@@ -16,8 +16,12 @@ from types import MappingProxyType
 from quire.base.errors import ConfigError
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
+from quire.models.gemma import read_gemma
+from quire.models.gemma2 import build_gemma2, read_gemma2
+from quire.models.gemma3 import build_gemma3, read_gemma3
 from quire.models.generation import with_generation_defaults
 from quire.models.llama import build_llama, read_llama
+from quire.models.phi3 import build_phi3, read_phi3
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType
 from quire.program.program import Program
@@ -33,7 +37,13 @@ class Family:
 
 
 FAMILIES = MappingProxyType(
-    {"LlamaForCausalLM": Family(model_type="llama", read=read_llama, build=build_llama)}
+    {
+        "LlamaForCausalLM": Family(model_type="llama", read=read_llama, build=build_llama),
+        "Phi3ForCausalLM": Family(model_type="phi3", read=read_phi3, build=build_phi3),
+        "GemmaForCausalLM": Family(model_type="gemma", read=read_gemma, build=build_llama),
+        "Gemma2ForCausalLM": Family(model_type="gemma2", read=read_gemma2, build=build_gemma2),
+        "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=read_gemma3, build=build_gemma3),
+    }
 )
 
 

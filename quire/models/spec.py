@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """How rotary angles are made; `kind` is default, linear, llama3, yarn or longrope.
+    """How rotary angles are made; `kind` is default, linear, dynamic, llama3, yarn or longrope.
 
     Fields that a kind does not use keep their defaults. rotary_share: how much of a head is
     rotated, its first columns. original_max_positions: the length the model was trained for

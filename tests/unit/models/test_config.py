@@ -161,8 +161,7 @@ def test_yarn_without_a_factor_takes_it_from_the_lengths(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type is "dynamic", not supp'),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1]}}, '"longrope", not supported'),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, 'rope_type is "ntk", not supported; d'),
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2}}, 'rope_type is ["yarn"]'),
         ({"rope_scaling": {"factor": 2.0}}, "rope_type is missing"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
