@@ -38,6 +38,21 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRules:
+    """What a request's words (and its model) mean in token ids; made where the tokenizer is.
+
+    banned_sequences: the last id of one may not follow the others (one id alone: never).
+    breaker_ids: tokens across which DRY sees no repeat.
+    """
+
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    breaker_ids: tuple[int, ...] = ()
+
+
+NO_RULES = TokenRules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One stream of tokens. A caller's n > 1 makes a RequestGroup: n requests, one group_id.
 
@@ -56,6 +71,7 @@ class Request:
     max_total_tokens: int
     arrival_ms: float
     cache_salt: str = ""
+    rules: TokenRules = NO_RULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +81,8 @@ class Admission:
     `token_ids` are all tokens known so far: the prompt, and after a preemption also what was
     generated. `num_prompt_tokens` never changes (penalties depend on it). scores_from: the
     worker scores the prompt tokens that come after positions scores_from and up (see
-    StepResult.scores); None scores none.
+    StepResult.scores); None scores none. mirostat_mu: where a request that steers by mirostat
+    stood when it left its slot (StepResult.mirostat_mus); None: it begins, at 2 mirostat_tau.
     """
 
     slot: int
@@ -76,6 +93,8 @@ class Admission:
     stop_ids: tuple[int, ...]
     sampling: SamplingParams
     scores_from: int | None = None
+    rules: TokenRules = NO_RULES
+    mirostat_mu: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +161,9 @@ class StepResult:
     `logprobs` [E] are of the chosen tokens, NaN where the request asked for none. `top_ids` and
     `top_logprobs` are [E, K], K the most alternatives any row asked for; unused entries are -1
     and NaN. `listed_logprobs` [E, L] are of the ids in logprob_token_ids, in their order, L the
-    most any row listed; NaN beyond a row's own.
+    most any row listed; NaN beyond a row's own. `mirostat_mus` [E] are the rows' mu after their
+    tokens, 0 for rows without mirostat; empty where no row has it. The worker keeps mu from step
+    to step and follows it by itself; it is told so that a preempted request can bring it along.
 
     `scores`: None unless a row scored its prompt; row i has score_counts[i] of its S entries. A
     row that computes position p of a prompt scores the token at p + 1. There are at most as many
@@ -156,6 +177,7 @@ class StepResult:
     top_ids: Int32s = field(default_factory=lambda: np.empty((0, 0), np.int32))  # [E, K]
     top_logprobs: Float32s = field(default_factory=lambda: np.empty((0, 0), np.float32))
     listed_logprobs: Float32s = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    mirostat_mus: Float32s = field(default_factory=lambda: NO_FLOATS)  # [E] or empty
     score_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
     scores: PromptScores | None = None
     errors: tuple[RowError, ...] = ()

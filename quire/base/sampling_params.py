@@ -6,16 +6,13 @@ numbers lie within the limits below, so nobody further down checks again.
 
 from __future__ import annotations
 
-import math
-import operator
 import secrets
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 from quire.base.errors import InvalidParameter
+from quire.base.parameter_checks import MAX_TOKEN_ID, number, texts, token_ids, whole
 from quire.base.show import show
 
 MAX_N = 128
@@ -25,7 +22,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1_024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 32_768
+MAX_DRY_BREAKERS = 32
+MAX_DRY_BREAKER_CHARS = 40
+# Repeats are followed back over so many tokens, so that a step is linear in the history.
+MAX_REPEAT_TOKENS = 50
 MAX_TEMPERATURE = 100.0
+# Below, the noise could not turn a difference that f32 shows: such temperatures are 0.
+SMALLEST_TEMPERATURE = 2.0**-40
 MAX_SEED = 2**63 - 1
 # Below, logits that are divided by it leave the range of f32, and of sense long before.
 MIN_REPETITION_PENALTY = 0.01
@@ -33,7 +39,7 @@ MIN_REPETITION_PENALTY = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a request ends.
+    """How tokens are chosen and when a request ends. Steps and order: quire/sampling/batch.py.
 
     temperature: 0 is greedy; noise is drawn by (seed, stream, position, token id).
     top_k: keep the k largest logits; 0 or -1 keeps all. top_p, min_p: as in the field.
@@ -45,6 +51,14 @@ class SamplingParams:
     logprobs=0 where logprobs is None.
     max_tokens: None means up to the context length. 0 (nothing is generated) is allowed with
     prompt_logprobs only.
+
+    typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size: as in transformers (prompt and
+    output count). top_n_sigma: as in llama.cpp, 0 or -1 keeps all. xtc_*: as in llama.cpp; the
+    coin is part of the keyed noise. dry_*: as in text-generation-webui, repeats of up to
+    50 tokens; dry_penalty_last_n as in llama.cpp (-1 looks at all tokens, 0 at none).
+    mirostat: 0 or 2, as in llama.cpp; it replaces the filters (top_k and so on).
+    bad_words: texts that are not written, as in vLLM, but also where the prompt began one.
+    allowed_token_ids: nothing else is chosen; None allows all.
 
     Raises InvalidParameter when a value is outside of what is allowed.
     """
@@ -68,28 +82,33 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    no_repeat_ngram_size: int = 0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        self._settle("n", _whole("n", self.n, 1, MAX_N))
-        self._settle("top_k", _whole("top_k", self.top_k, -1, 2**31 - 1))
-        self._settle("min_tokens", _whole("min_tokens", self.min_tokens, 0, 2**31 - 1))
-        for name, low, high in (
-            ("seed", -(2**63), MAX_SEED),
-            ("max_tokens", 0, 2**31 - 1),
-            ("logprobs", 0, MAX_TOP_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
-        ):
-            if getattr(self, name) is not None:
-                self._settle(name, _whole(name, getattr(self, name), low, high))
-        for name, least, most in (
-            ("temperature", 0.0, MAX_TEMPERATURE),
-            ("min_p", 0.0, 1.0),
-            ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-        ):
-            self._settle(name, _number(name, getattr(self, name), least, most))
-        self._settle("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        for name, low, high in _WHOLE_NUMBERS:
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                self._settle(name, whole(name, getattr(self, name), low, high))
+        for name, least, most in _NUMBERS:
+            open_low = name in _MUST_BE_ABOVE
+            self._settle(name, number(name, getattr(self, name), least, most, open_low=open_low))
+        if self.top_n_sigma < 0:  # llama.cpp's way to say off
+            self._settle("top_n_sigma", 0.0)
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(
@@ -104,6 +123,8 @@ class SamplingParams:
         self._check_stops()
         self._check_logit_bias()
         self._check_logprob_token_ids()
+        self._check_words_and_ids()
+        self._check_mirostat_and_xtc()
         if self.max_tokens == 0:
             self._check_no_output()
 
@@ -112,35 +133,14 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._settle("stop", _listed("stop", stop))
-        self._settle("stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidParameter(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
-                param="stop",
-            )
-        for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise InvalidParameter(
-                    f"stop holds {show(text)}; each entry must be a string of 1 to "
-                    f"{MAX_STOP_STRING_CHARS} characters",
-                    param="stop",
-                )
-            if any("\ud800" <= char <= "\udfff" for char in text):
-                raise InvalidParameter(
-                    f"stop holds {text!a}, with a lone surrogate: half of a character, which "
-                    "no text can hold; send whole characters",
-                    param="stop",
-                )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidParameter(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most "
-                f"{MAX_STOP_TOKEN_IDS} are allowed",
-                param="stop_token_ids",
-            )
-        checked = (_whole("stop_token_ids", id_, 0, 2**31 - 1) for id_ in self.stop_token_ids)
-        self._settle("stop_token_ids", tuple(checked))
+        self._settle(
+            "stop",
+            texts("stop", self.stop, most=MAX_STOP_STRINGS, most_chars=MAX_STOP_STRING_CHARS),
+        )
+        self._settle(
+            "stop_token_ids",
+            token_ids("stop_token_ids", self.stop_token_ids, most=MAX_STOP_TOKEN_IDS),
+        )
 
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -155,23 +155,72 @@ class SamplingParams:
                 param="logit_bias",
             )
         checked = {
-            _whole("logit_bias", token_id, 0, 2**31 - 1): _number("logit_bias", bias, -100.0, 100.0)
+            whole("logit_bias", token_id, 0, MAX_TOKEN_ID): number(
+                "logit_bias", bias, -100.0, 100.0
+            )
             for token_id, bias in self.logit_bias.items()
         }
         self._settle("logit_bias", checked)
 
     def _check_logprob_token_ids(self) -> None:
-        given = _listed("logprob_token_ids", self.logprob_token_ids)
-        if len(given) > MAX_LOGPROB_TOKEN_IDS:
-            raise InvalidParameter(
-                f"logprob_token_ids has {len(given)} ids; at most {MAX_LOGPROB_TOKEN_IDS} are "
-                "allowed",
-                param="logprob_token_ids",
-            )
-        checked = tuple(_whole("logprob_token_ids", id_, 0, 2**31 - 1) for id_ in given)
+        checked = token_ids("logprob_token_ids", self.logprob_token_ids, most=MAX_LOGPROB_TOKEN_IDS)
         self._settle("logprob_token_ids", checked)
         if checked and self.logprobs is None:
             self._settle("logprobs", 0)
+
+    def _check_words_and_ids(self) -> None:
+        bad_words = texts(
+            "bad_words", self.bad_words, most=MAX_BAD_WORDS, most_chars=MAX_BAD_WORD_CHARS
+        )
+        if blank := next((word for word in bad_words if not word.strip()), None):
+            raise InvalidParameter(
+                f"bad_words holds {show(blank)}, which is white space only; give words",
+                param="bad_words",
+            )
+        self._settle("bad_words", bad_words)
+        breakers = texts(
+            "dry_sequence_breakers",
+            self.dry_sequence_breakers,
+            most=MAX_DRY_BREAKERS,
+            most_chars=MAX_DRY_BREAKER_CHARS,
+        )
+        self._settle("dry_sequence_breakers", breakers)
+        if self.allowed_token_ids is None:
+            return
+        allowed = token_ids("allowed_token_ids", self.allowed_token_ids, most=MAX_ALLOWED_TOKEN_IDS)
+        if not allowed:
+            raise InvalidParameter(
+                "allowed_token_ids is an empty list, so nothing could be chosen; give at least "
+                "one id, or leave it out to allow all",
+                param="allowed_token_ids",
+            )
+        self._settle("allowed_token_ids", tuple(dict.fromkeys(allowed)))
+
+    def _check_mirostat_and_xtc(self) -> None:
+        """What mirostat and XTC cannot go with."""
+        if self.mirostat == 1:
+            raise InvalidParameter(
+                "mirostat is 1; 0 (off) and 2 are allowed: version 2 steers towards the same "
+                "mirostat_tau without guessing how the tail falls off",
+                param="mirostat",
+            )
+        if self.mirostat:
+            for name, off in FILTERS_OFF.items():
+                if getattr(self, name) > 0 and getattr(self, name) != off:
+                    raise InvalidParameter(
+                        f"mirostat is 2 and {name} is {getattr(self, name)}; mirostat alone "
+                        f"decides which tokens are kept: set {name} to {off}, or mirostat to 0",
+                        param="mirostat",
+                    )
+        if self.temperature < SMALLEST_TEMPERATURE:
+            for name in ("mirostat", "xtc_probability"):
+                if getattr(self, name):
+                    raise InvalidParameter(
+                        f"{name} is {getattr(self, name)} and temperature is {self.temperature}, "
+                        "which always takes the likeliest token; raise temperature, or leave "
+                        f"{name} out",
+                        param=name,
+                    )
 
     def _check_no_output(self) -> None:
         """What cannot be asked together with max_tokens 0."""
@@ -194,6 +243,15 @@ class SamplingParams:
                 param="logprob_token_ids",
             )
 
+    def changed(self, **fields: Any) -> SamplingParams:
+        """A copy with `fields` replaced, as a caller does who names only some.
+
+        Where they ask for mirostat, filters that they do not name are switched off: a model's
+        defaults (top_k and the like) must not forbid it. Raises InvalidParameter.
+        """
+        off = FILTERS_OFF if fields.get("mirostat") == 2 else {}
+        return replace(self, **{**off, **fields})
+
     def resolve(self) -> SamplingParams:
         """Return a copy that has a seed; one without is given a random seed."""
         if self.seed is not None:
@@ -201,36 +259,47 @@ class SamplingParams:
         return replace(self, seed=secrets.randbelow(2**53))
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
-    return tuple(value)
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    """The value as an int; NumPy's integers are integers, booleans are not."""
-    try:
-        whole = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        whole = None
-    if whole is None or not low <= whole <= high:
-        raise InvalidParameter(
-            f"{name} is {show(value)}; a whole number from {low} to {high} is allowed",
-            param=name,
-        )
-    return whole
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    """The value as a float; NumPy's numbers are numbers, booleans and texts are not."""
-    number = math.nan
-    if isinstance(value, Real) and not isinstance(value, bool):
-        with suppress(OverflowError):
-            number = float(value)
-    # NaN fails every comparison.
-    if not ((low < number if open_low else low <= number) and number <= high):
-        least = f"above {low}" if open_low else f"from {low}"
-        raise InvalidParameter(
-            f"{name} is {show(value)}; a finite number {least} to {high} is allowed", param=name
-        )
-    return number
+# The filters of token choice, with the values that keep every token.
+FILTERS_OFF: Mapping[str, float] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "xtc_probability": 0.0,
+}
+_MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_WHOLE_NUMBERS = (
+    ("n", 1, MAX_N),
+    ("top_k", -1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("seed", -(2**63), MAX_SEED),
+    ("max_tokens", 0, 2**31 - 1),
+    ("logprobs", 0, MAX_TOP_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
+    ("dry_allowed_length", 1, MAX_REPEAT_TOKENS),
+    ("dry_penalty_last_n", -1, 2**31 - 1),
+    ("no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS),
+    ("mirostat", 0, 2),
+)
+_MUST_BE_ABOVE = frozenset({"top_p", "typical_p"})
+_NUMBERS = (
+    ("temperature", 0.0, MAX_TEMPERATURE),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("typical_p", 0.0, 1.0),
+    ("top_n_sigma", -1.0, 100.0),
+    ("epsilon_cutoff", 0.0, 1.0),
+    ("eta_cutoff", 0.0, 1.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 100.0),
+    ("mirostat_tau", 0.0, 100.0),
+    ("mirostat_eta", 0.0, 10.0),
+)

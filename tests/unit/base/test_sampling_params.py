@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import InvalidParameter
-from quire.base.sampling_params import SamplingParams
+from quire.base.sampling_params import FILTERS_OFF, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,77 @@ def test_resolve_gives_a_seed_only_where_there_is_none() -> None:
     drawn = {SamplingParams().resolve().seed for _ in range(8)}
     assert None not in drawn
     assert len(drawn) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("typical_p", 0.0),
+        ("typical_p", 1.1),
+        ("top_n_sigma", -2),
+        ("top_n_sigma", "1"),
+        ("epsilon_cutoff", 2),
+        ("eta_cutoff", -0.1),
+        ("xtc_probability", 1.5),
+        ("xtc_threshold", -1),
+        ("dry_multiplier", -1),
+        ("dry_base", 0.5),
+        ("dry_allowed_length", 0),
+        ("dry_allowed_length", 51),
+        ("dry_penalty_last_n", -2),
+        ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", ["x" * 41]),
+        ("dry_sequence_breakers", ["x"] * 33),
+        ("dry_sequence_breakers", None),
+        ("no_repeat_ngram_size", 51),
+        ("mirostat", 1),
+        ("mirostat", 3),
+        ("mirostat", True),
+        ("mirostat_tau", -1),
+        ("mirostat_eta", 11),
+        ("bad_words", [1]),
+        ("bad_words", [" "]),
+        ("bad_words", ["\ud800"]),
+        ("bad_words", ["x"] * 129),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", range(40_000)),
+    ],
+)
+def test_rare_fields_have_limits_too(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(FILTERS_OFF))
+def test_mirostat_goes_with_no_filter(name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"mirostat is 2 and {name} is"):
+        SamplingParams(mirostat=2, **{name: 2 if name == "top_k" else 0.5})
+    SamplingParams(mirostat=2, **FILTERS_OFF)
+    SamplingParams(mirostat=2, top_k=-1, top_n_sigma=-1)
+
+
+@pytest.mark.parametrize("fields", [{"mirostat": 2}, {"xtc_probability": 0.5}])
+@pytest.mark.parametrize("temperature", [0.0, 1e-13])
+def test_what_needs_chance_is_refused_without(fields: dict[str, Any], temperature: float) -> None:
+    with pytest.raises(InvalidParameter, match="always takes the likeliest token"):
+        SamplingParams(temperature=temperature, **fields)
+
+
+def test_a_model_s_filters_give_way_to_mirostat_and_a_caller_s_do_not() -> None:
+    model = SamplingParams(top_k=20, top_p=0.8, temperature=0.7)
+    changed = model.changed(mirostat=2, mirostat_tau=3)
+    assert (changed.top_k, changed.top_p, changed.temperature) == (0, 1.0, 0.7)
+    assert changed.mirostat_tau == 3.0
+    assert model.changed(seed=5).top_k == 20
+    with pytest.raises(InvalidParameter, match="top_k is 9"):
+        model.changed(mirostat=2, top_k=9)
+
+
+def test_ids_that_are_allowed_twice_are_allowed_once_and_one_word_is_a_list() -> None:
+    params = SamplingParams(allowed_token_ids=[3, 1, 3], bad_words="no", top_n_sigma=-1)  # type: ignore[arg-type]
+    assert params.allowed_token_ids == (3, 1)
+    assert params.bad_words == ("no",)
+    assert params.top_n_sigma == 0.0

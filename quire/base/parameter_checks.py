@@ -1,0 +1,87 @@
+"""Checks of single values: what a caller gave, as the type a field has, or an error that teaches.
+
+Knows no field by name: the name is an argument and appears in the error. NumPy's numbers are
+numbers; booleans and texts are not. Always holds: what comes back is one of Python's own values.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def listed(
+    name: str, value: Any, *, most: int | None = None, what: str = "entries"
+) -> tuple[Any, ...]:
+    """Any iterable but a text or a mapping, as a tuple of at most `most`."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
+    entries = tuple(value)
+    if most is not None and len(entries) > most:
+        raise InvalidParameter(
+            f"{name} has {len(entries)} {what}; at most {most} are allowed", param=name
+        )
+    return entries
+
+
+def whole(name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int."""
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or not low <= found <= high:
+        raise InvalidParameter(
+            f"{name} is {show(value)}; a whole number from {low} to {high} is allowed",
+            param=name,
+        )
+    return found
+
+
+def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """The value as a float."""
+    found = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            found = float(value)
+    # NaN fails every comparison.
+    if not ((low < found if open_low else low <= found) and found <= high):
+        least = f"above {low}" if open_low else f"from {low}"
+        raise InvalidParameter(
+            f"{name} is {show(value)}; a finite number {least} to {high} is allowed", param=name
+        )
+    return found
+
+
+def token_ids(name: str, value: Any, *, most: int) -> tuple[int, ...]:
+    """At most `most` token ids; whether the model has them is not known here."""
+    entries = listed(name, value, most=most, what="ids")
+    return tuple(whole(name, id_, 0, MAX_TOKEN_ID) for id_ in entries)
+
+
+def texts(name: str, value: Any, *, most: int, most_chars: int) -> tuple[str, ...]:
+    """At most `most` texts of 1 to `most_chars` characters; one text alone is a list of one."""
+    entries = listed(name, (value,) if isinstance(value, str) else value, most=most, what="strings")
+    for text in entries:
+        if not isinstance(text, str) or not 0 < len(text) <= most_chars:
+            raise InvalidParameter(
+                f"{name} holds {show(text)}; each entry must be a string of 1 to "
+                f"{most_chars} characters",
+                param=name,
+            )
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise InvalidParameter(
+                f"{name} holds {text!a}, with a lone surrogate: half of a character, which "
+                "no text can hold; send whole characters",
+                param=name,
+            )
+    return entries
