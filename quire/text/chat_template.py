@@ -19,6 +19,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 
 from quire.base.errors import InvalidParameter, TokenizerError
+from quire.text.added_tokens import read_json
 from quire.text.template_sandbox import (
     MAX_OUTPUT_CHARS,
     CountedContext,
@@ -26,7 +27,7 @@ from quire.text.template_sandbox import (
     TemplateSandbox,
     Work,
 )
-from quire.text.tokenizer import Tokenizer, read_json
+from quire.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS = 500_000
 _DEFAULT = "default"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import InvalidParameter, TokenizerError
+from quire.text.byte_alphabet import stand_ins
 
 Piece = str | bytes
 
@@ -90,7 +91,7 @@ def _compile(decoder_json: bytes | None) -> _Chain:
     decoder = json.loads(decoder_json)
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        to_bytes = _byte_level_piece(_byte_of_character())
+        to_bytes = _byte_level_piece()
         return _Chain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
     return _compile_text_chain(steps)
 
@@ -115,7 +116,7 @@ def _compile_text_chain(steps: list[dict[str, Any]]) -> _Chain:
                 strip = (step["content"], step["start"])
             case kind:
                 raise TokenizerError(
-                    f"tokenizer.json: its decoder has a step {kind} that cannot be streamed where "
+                    f"its decoder has a step {kind} that cannot be streamed where "
                     f"it stands; supported: {_SUPPORTED}. Re-export the tokenizer with such a "
                     "decoder"
                 )
@@ -144,7 +145,7 @@ def _replace(step: dict[str, Any]) -> Callable[[str], str]:
     pattern, content = step["pattern"], step["content"]
     if "String" not in pattern:
         raise TokenizerError(
-            "tokenizer.json: its decoder has a Replace with a regular expression; only a plain "
+            "its decoder has a Replace with a regular expression; only a plain "
             "String pattern is supported"
         )
     return lambda token: token.replace(pattern["String"], content)
@@ -171,16 +172,9 @@ def _metaspace(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[st
     return (lambda token: token.replace(mark, at_start)), (lambda token: token.replace(mark, " "))
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable stand-ins: visible Latin-1 is itself, the rest moves to 256 and up."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    stand_ins = {chr(byte): byte for byte in visible}
-    stand_ins.update((chr(256 + place), byte) for place, byte in enumerate(hidden))
-    return stand_ins
+def _byte_level_piece() -> Callable[[str], Piece]:
+    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
 
-
-def _byte_level_piece(byte_of: dict[str, int]) -> Callable[[str], Piece]:
     def piece(token: str) -> Piece:
         try:
             raw = bytes(byte_of[character] for character in token)

@@ -16,14 +16,16 @@ from typing import Any
 
 import tokenizers
 
+from quire.text.byte_alphabet import stand_ins
+
 # Compatibility composition turns at most four bytes into one (a mathematical letter into ASCII).
 _UNICODE_FORMS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4}
 _KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
 _NUM_BYTES = 256
 
 
-def most_bytes_a_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The bound in bytes of UTF-8; None where there is none."""
+def most_bytes_a_token(backend: tokenizers.Tokenizer, vocabulary: Set[str]) -> int | None:
+    """The bound in bytes of UTF-8; None where there is none. vocabulary: added tokens included."""
     shrinks = [_shrink(part) for part in _parts(backend.normalizer, "normalizers")]
     splits = list(_parts(backend.pre_tokenizer, "pretokenizers"))
     factors = [factor for factor in shrinks if factor is not None]
@@ -32,7 +34,6 @@ def most_bytes_a_token(backend: tokenizers.Tokenizer) -> int | None:
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    vocabulary = backend.get_vocab(with_added_tokens=True).keys()
     is_byte_level = any(part.get("type") == "ByteLevel" for part in splits)
     if not _has_all_bytes(backend.model, vocabulary, is_byte_level=is_byte_level):
         return None
@@ -86,13 +87,6 @@ def _has_all_bytes(
     if not isinstance(model, tokenizers.models.BPE):
         return False
     if is_byte_level:
-        return all(character in vocabulary for character in _byte_level_alphabet())
+        return all(character in vocabulary for character in stand_ins())
     bytes_known = all(f"<0x{byte:02X}>" in vocabulary for byte in range(_NUM_BYTES))
     return bool(model.byte_fallback) and bytes_known
-
-
-def _byte_level_alphabet() -> str:
-    """The 256 characters that stand for bytes (GPT-2's table)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    num_hidden = _NUM_BYTES - len(shown)
-    return "".join(map(chr, [*shown, *range(0x100, 0x100 + num_hidden)]))

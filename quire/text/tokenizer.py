@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a model folder's tokenizer.json.
+"""Text to token ids and back, from the tokenizer files of a model folder (sources.py).
 
 The `tokenizers` library does the merging; this file decides what is put around it: which special
 tokens a text is given (tokenizer_config.json's word counts over the post-processor's), which ids
@@ -10,29 +10,19 @@ clean_up_tokenization_spaces: text that was sent cannot be cleaned up afterwards
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from quire.base.errors import InvalidParameter, QuireError, TokenizerError
+from quire.base.errors import InvalidParameter, TokenizerError
+from quire.text.added_tokens import named_tokens, settle_added
 from quire.text.detokenizer import Detokenizer
 from quire.text.pieces import PieceTable
+from quire.text.sources import panics_become, read_source
 from quire.text.token_bound import most_bytes_a_token
 
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-_SHOWN_FILES = 12
 # Shorter texts take less than a millisecond, and the library's batch call costs more than they do.
 _SHORT_CHARS = 2048
 
@@ -46,19 +36,31 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], vocab_size: int = 0
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        config: Mapping[str, Any],
+        vocab_size: int = 0,
+        prefix: str = "",
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
+        """prefix: put before a text that opens with no added token. encode: in backend's stead."""
         backend.no_truncation()
         backend.no_padding()
-        _add_missing_tokens(backend, config)
-        self.special_tokens = _named_tokens(config)
-        _mark_special(backend, self.special_tokens, config)
+        settle_added(backend, config)
+        self.special_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        self.vocab_size = max(vocab_size, _num_ids(backend, added))
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self._without_row = _past_the_model(vocabulary, added, vocab_size)
+        self.vocab_size = vocab_size or 1 + max(vocabulary.values(), default=-1)
         self.bos_id = self._id_of_named("bos_token", backend)
         self.eos_id = self._id_of_named("eos_token", backend)
         self._backend = backend
+        self._encode = encode
+        self._prefix = prefix
+        openings = (token.content for token in added.values() if not token.normalized)
+        self._openings = tuple(openings) if prefix else ()
         self._before, self._after = self._surroundings(config)
         decoder = backend.decoder
         self.pieces = PieceTable(
@@ -66,27 +68,27 @@ class Tokenizer:
             num_ids=self.vocab_size,
             decoder_json=None if decoder is None else decoder.__getstate__(),
         )
-        self._most_bytes = most_bytes_a_token(backend)
+        self._most_bytes = most_bytes_a_token(backend, vocabulary.keys())
 
     @classmethod
     def load(cls, path: Path, *, vocab_size: int = 0) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json in a folder.
+        """Read the tokenizer of a model folder: sources.py says which files, in which order.
 
-        vocab_size: the model's number of ids, where it has more than the tokenizer.
-        Raises TokenizerError when files are missing, broken or contradict each other.
+        vocab_size: the model's number of ids; a model's table is often padded past its tokenizer.
+        Raises TokenizerError when files are missing, broken or contradict each other or the model.
         """
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise TokenizerError(_what_is_there(path))
-        with _panics_become(lambda why: _unreadable(file, why)):
+        source = read_source(path)
+        with panics_become(lambda why: TokenizerError(f"{source.file}: cannot be used ({why})")):
             try:
-                backend = tokenizers.Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises bare Exception
-                raise _unreadable(file, error) from error
-        config = read_json(path / "special_tokens_map.json")
-        config.update(read_json(path / "tokenizer_config.json"))
-        with _panics_become(lambda why: _unreadable(file, why)):
-            return cls(backend, config=config, vocab_size=vocab_size)
+                return cls(
+                    source.backend,
+                    config=source.config,
+                    vocab_size=vocab_size,
+                    prefix=source.prefix,
+                    encode=source.encode,
+                )
+            except TokenizerError as error:
+                raise TokenizerError(f"{source.file}: {error}") from error
 
     def least_tokens(self, text: str) -> int:
         """Fewer tokens than this `text` cannot have; 0 where its length says nothing."""
@@ -102,12 +104,18 @@ class Tokenizer:
         InvalidParameter for text that is not valid Unicode, or that the tokenizer cannot cope with.
         """
         _check_unicode(text)
-        with _panics_become(_unencodable):
-            if len(text) <= _SHORT_CHARS:
-                encoding = self._backend.encode(text, add_special_tokens=False)
+        if text and self._prefix and not text.startswith(self._openings):
+            text = self._prefix + text
+        ids: list[int]
+        with panics_become(_unencodable):
+            if self._encode is not None:
+                ids = self._encode(text)
+            elif len(text) <= _SHORT_CHARS:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
             else:
-                encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
-            ids: list[int] = encoding.ids
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if self._without_row:
+            self._check_rows(ids)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -151,35 +159,29 @@ class Tokenizer:
             eos = self._required_id("eos_token", wanted)
             after = [id_ for id_ in after if id_ != eos]
             after = [*after, eos] if wanted and eos is not None else after
+        for id_ in (*before, *after):
+            if id_ in self._without_row:
+                raise TokenizerError(_past(self._without_row[id_], id_, self.vocab_size))
         return before, after
+
+    def _check_rows(self, ids: Iterable[int]) -> None:
+        for id_ in ids:
+            if id_ in self._without_row:
+                raise InvalidParameter(
+                    f"the text spells the token {self._without_row[id_]!r} of id {id_}, and the "
+                    f"model has ids up to {self.vocab_size - 1} only; take it out of the text",
+                    param="prompt",
+                )
 
     def _required_id(self, name: str, wanted: bool) -> int | None:
         id_ = self.bos_id if name == "bos_token" else self.eos_id
         if wanted and id_ is None:
             raise TokenizerError(
                 f"tokenizer_config.json says add_{name} is true, but {name} is "
-                f"{self.special_tokens.get(name)!r}, which tokenizer.json does not have; "
+                f"{self.special_tokens.get(name)!r}, which the tokenizer does not have; "
                 f"name one of its tokens, or set add_{name} to false"
             )
         return id_
-
-
-@contextmanager
-def _panics_become(error_of: Callable[[BaseException], QuireError]) -> Iterator[None]:
-    """A panic inside the library is raised as a BaseException that no other net would catch."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise error_of(error) from error
-
-
-def _unreadable(file: Path, why: BaseException) -> TokenizerError:
-    return TokenizerError(
-        f"{file}: cannot be read as a tokenizer ({why}); copy it again, or re-export it for "
-        f"tokenizers {tokenizers.__version__}"
-    )
 
 
 def _unencodable(why: BaseException) -> InvalidParameter:
@@ -203,52 +205,6 @@ def _check_unicode(text: object) -> None:
         ) from None
 
 
-def _what_is_there(path: Path) -> str:
-    if not path.is_dir():
-        return f"{path}: no such folder; give the folder of a model with a tokenizer.json"
-    convert = (
-        "write a tokenizer.json once with transformers: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    )
-    if (path / "tokenizer.model").is_file():
-        return (
-            f"{path}: no tokenizer.json, only tokenizer.model (SentencePiece or tiktoken ranks), "
-            f"which is not read directly; {convert}"
-        )
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        return f"{path}: no tokenizer.json, only vocab.json and merges.txt; {convert}"
-    names = sorted(entry.name for entry in path.iterdir())
-    there = ", ".join(names[:_SHOWN_FILES]) or "nothing"
-    more = f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
-    return f"{path}: no tokenizer.json; found {there}{more}. Copy the model's tokenizer.json there"
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file. Raises TokenizerError if it is broken."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{file}: not valid JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: holds a {type(value).__name__}; an object is allowed")
-    return value
-
-
-def _content(value: object) -> str | None:
-    """A token in a config file: a string, or an object with its string under `content`."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    contents = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
-    return {name: content for name, content in contents.items() if content is not None}
-
-
 def _flag(config: Mapping[str, Any], name: str) -> bool | None:
     value = config.get(name)
     if value is None or isinstance(value, bool):
@@ -258,57 +214,25 @@ def _flag(config: Mapping[str, Any], name: str) -> bool | None:
     )
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json lists are added at the ids it gives them."""
-    listed = config.get("added_tokens_decoder")
-    if not isinstance(listed, Mapping):
-        return
-    for key in sorted(listed, key=lambda key: int(key) if str(key).isdecimal() else -1):
-        entry = listed[key]
-        content = _content(entry)
-        if content is None or not str(key).isdecimal():
-            raise TokenizerError(
-                f"tokenizer_config.json: added_tokens_decoder has {key!r}: {entry!r}; an id and an "
-                "object with content are allowed"
-            )
-        if backend.token_to_id(content) is None:
-            flags = {
-                name: bool(entry[name])
-                for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-                if name in entry
-            }
-            backend.add_tokens([tokenizers.AddedToken(content, **flags)])
-        if backend.token_to_id(content) != int(key):
-            raise TokenizerError(
-                f"tokenizer_config.json gives {content!r} the id {key}, tokenizer.json "
-                f"{backend.token_to_id(content)}; take both files from the same model"
-            )
+def _past_the_model(
+    vocabulary: Mapping[str, int], added: Mapping[int, object], vocab_size: int
+) -> dict[int, str]:
+    """Added tokens for which the model has no row. Raises TokenizerError for any other token.
+
+    Checkpoints with an added token or two past their table are common (a padding token, a picture
+    of the model's larger siblings): they run, and only a text that spells such a token is refused.
+    """
+    if not vocab_size:
+        return {}
+    past = {id_: token for token, id_ in vocabulary.items() if id_ >= vocab_size}
+    ordinary = sorted(past.keys() - added.keys())
+    if ordinary:
+        raise TokenizerError(_past(past[ordinary[-1]], ordinary[-1], vocab_size))
+    return past
 
 
-def _mark_special(
-    backend: tokenizers.Tokenizer, named: Mapping[str, str], config: Mapping[str, Any]
-) -> None:
-    """Named tokens, and those that tokenizer_config.json calls special, are special."""
-    contents = set(named.values())
-    listed = config.get("added_tokens_decoder")
-    if isinstance(listed, Mapping):
-        contents |= {entry["content"] for entry in listed.values() if entry.get("special")}
-    extra = config.get("additional_special_tokens")
-    if isinstance(extra, list):
-        contents |= {content for content in map(_content, extra) if content is not None}
-    added = backend.get_added_tokens_decoder()
-    already = {token.content for token in added.values() if token.special}
-    known = sorted(
-        content for content in contents - already if backend.token_to_id(content) is not None
+def _past(token: str, id_: int, vocab_size: int) -> str:
+    return (
+        f"its token {token!r} has the id {id_}, but the model has {vocab_size} ids (vocab_size of "
+        "config.json); take tokenizer and model from the same checkpoint"
     )
-    if known:
-        backend.add_special_tokens(
-            [tokenizers.AddedToken(content, special=True, normalized=False) for content in known]
-        )
-
-
-def _num_ids(backend: tokenizers.Tokenizer, added: Mapping[int, object]) -> int:
-    num_base = backend.get_vocab_size(with_added_tokens=False)
-    if num_base and backend.id_to_token(num_base - 1) is None:  # a vocabulary with holes
-        num_base = 1 + max(backend.get_vocab(with_added_tokens=False).values())
-    return max(num_base, 1 + max(added, default=-1))

@@ -1,0 +1,209 @@
+"""Tokenizers from SentencePiece model files: converted where that is exact, else by the library.
+
+A BPE model that leaves characters as they are becomes a `tokenizers` object: its merges follow from
+its scores, and nothing else has to be installed. That covers Llama 2, Mistral and Gemma. The other
+kinds do not convert exactly (Unigram sums 32-bit scores over whole texts and breaks ties its own
+way; the library's character maps work on other units than `tokenizers`'), so there the
+`sentencepiece` package encodes, and a `tokenizers` object holds the ids and finds special tokens.
+
+Special tokens written out in a text are found in both, as for a tokenizer.json. A model's space in
+front of a text goes in front of a text that opens with no special token; with `legacy` in
+tokenizer_config.json, after each special token too (as transformers' two ways have it).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from quire.base.errors import TokenizerError
+from quire.text.added_tokens import put_listed
+from quire.text.merges import merges_of
+from quire.text.sentencepiece_proto import ModelKind, PieceKind, SentencePieces
+
+Encode = Callable[[str], list[int]]
+_MARK = "▁"
+# A further normalizer_spec in a message is merged over the first: here add_dummy_prefix.
+_PREFIX_ON, _PREFIX_OFF = b"\x1a\x02\x18\x01", b"\x1a\x02\x18\x00"
+
+
+def converted(
+    pieces: SentencePieces, config: Mapping[str, Any], file: Path
+) -> tokenizers.Tokenizer:
+    """The model as a `tokenizers` object. Only where `why_not_converted` is None."""
+    vocabulary = {text: id_ for id_, text in enumerate(pieces.texts)}
+    normal = {
+        text: -score
+        for text, score, kind in zip(pieces.texts, pieces.scores, pieces.kinds, strict=True)
+        if kind is PieceKind.NORMAL
+    }
+    # Of equals the leftmost goes first: it grows to the end before another begins, so the longest.
+    by_score = sorted(normal, key=lambda text: (normal[text], -len(text)))
+    places = {text: place for place, text in enumerate(by_score)}
+    merges = merges_of(by_score, places)
+    put_listed(vocabulary, config, file)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary,
+            merges,
+            unk_token=pieces.unknown,
+            fuse_unk=True,
+            byte_fallback=pieces.byte_fallback,
+        )
+    )
+    escape = normalizers.Replace(" ", _MARK)
+    prefixed = adds_prefix(pieces, config) and _is_legacy(config)
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_MARK), escape]) if prefixed else escape
+    )
+    _finish(backend, pieces, config)
+    # Found in the text as the model sees it, with its marks for spaces.
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(text, normalized=True)
+            for text in _of_kind(pieces, PieceKind.USER_DEFINED)
+        ]
+    )
+    return backend
+
+
+def why_not_converted(pieces: SentencePieces, config: Mapping[str, Any]) -> str | None:
+    """What about the model `tokenizers` cannot do exactly; None where it can do all."""
+    if pieces.model is not ModelKind.BPE:
+        return f"is of the kind {pieces.model.name.capitalize()}"
+    if pieces.has_charsmap or pieces.remove_extra_spaces:
+        return "normalizes its text"
+    if pieces.suffix_spaces or not pieces.escape_spaces:
+        return "writes spaces in a way of its own"
+    if PieceKind.UNUSED in pieces.kinds:
+        return "has pieces marked as unused"
+    if (
+        PieceKind.USER_DEFINED in pieces.kinds
+        and adds_prefix(pieces, config)
+        and _is_legacy(config)
+    ):
+        return "has pieces of its user and is asked for spaces after special tokens (legacy)"
+    if not _ties_are_harmless(pieces):
+        return "has pieces of equal score"
+    known = set(_of_kind(pieces, PieceKind.NORMAL))
+    if not known.issuperset(character for text in known for character in text):
+        return "has pieces with characters that are no pieces"
+    bytes_known = all(f"<0x{byte:02X}>" in pieces.texts for byte in range(256))
+    if pieces.byte_fallback and not bytes_known:
+        return "falls back to bytes that are no pieces"
+    return None
+
+
+def _ties_are_harmless(pieces: SentencePieces) -> bool:
+    """Whether equal scores are only those of runs of one character, merged after all else.
+
+    Llama 2 has such: its runs of spaces.
+    """
+    texts_of: dict[float, list[str]] = {}
+    for text, score, kind in zip(pieces.texts, pieces.scores, pieces.kinds, strict=True):
+        if kind is PieceKind.NORMAL and len(text) > 1:
+            texts_of.setdefault(score, []).append(text)
+    if not all(map(math.isfinite, texts_of)):
+        return False
+    tied = [score for score, texts in texts_of.items() if len(texts) > 1]
+    return all(
+        score == min(texts_of) and all(len(set(text)) == 1 for text in texts_of[score])
+        for score in tied
+    )
+
+
+def encoded_by_library(
+    pieces: SentencePieces, config: Mapping[str, Any], file: Path, content: bytes
+) -> tuple[tokenizers.Tokenizer, Encode]:
+    """A table of the pieces, and what encodes. Raises TokenizerError without the package."""
+    try:
+        import sentencepiece
+    except ImportError:
+        raise TokenizerError(
+            f"{file}: this SentencePiece model {why_not_converted(pieces, config)}, which only the "
+            "sentencepiece package reads exactly; install it: pip install 'quire[sentencepiece]'"
+        ) from None
+    vocabulary = {text: id_ for id_, text in enumerate(pieces.texts)}
+    put_listed(vocabulary, config, file)
+    table = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=pieces.unknown))
+    _finish(table, pieces, config)
+    prefix = adds_prefix(pieces, config)
+    try:
+        first = sentencepiece.SentencePieceProcessor(
+            model_proto=content + (_PREFIX_ON if prefix else _PREFIX_OFF)
+        )
+        later = first
+        if prefix and not _is_legacy(config):
+            later = sentencepiece.SentencePieceProcessor(model_proto=content + _PREFIX_OFF)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise TokenizerError(
+            f"{file}: the sentencepiece package cannot read it ({error}); copy it again"
+        ) from error
+
+    return table, _LibraryEncoder(table, first, later)
+
+
+class _LibraryEncoder:
+    """Special tokens as the table finds them, what lies between as the library encodes it."""
+
+    def __init__(self, table: tokenizers.Tokenizer, first: Any, later: Any) -> None:
+        self._table, self._first, self._later = table, first, later
+
+    @functools.cached_property
+    def _contents(self) -> dict[int, str]:
+        """Of all added tokens, some of which are added after this object is made."""
+        added = self._table.get_added_tokens_decoder()
+        return {id_: token.content for id_, token in added.items()}
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = []
+        found = self._table.encode(text, add_special_tokens=False)
+        processor = self._first
+        for id_, (start, end) in zip(found.ids, found.offsets, strict=True):
+            part = text[start:end]
+            content = self._contents.get(id_)
+            if content is not None and content in part:  # else some text, as an unknown word
+                ids.append(id_)
+            else:
+                ids += processor.encode(part)
+            processor = self._later
+        return ids
+
+
+def adds_prefix(pieces: SentencePieces, config: Mapping[str, Any]) -> bool:
+    """Whether a text gets a space in front, as the model says, or tokenizer_config.json over it."""
+    wanted = config.get("add_prefix_space")
+    return wanted if isinstance(wanted, bool) else pieces.add_dummy_prefix
+
+
+def prefix_once(pieces: SentencePieces, config: Mapping[str, Any]) -> str:
+    """What goes in front of a text that opens with no special token, of a converted model."""
+    return " " if adds_prefix(pieces, config) and not _is_legacy(config) else ""
+
+
+def _is_legacy(config: Mapping[str, Any]) -> bool:
+    return config.get("legacy") is True
+
+
+def _of_kind(pieces: SentencePieces, kind: PieceKind) -> list[str]:
+    return [text for text, of in zip(pieces.texts, pieces.kinds, strict=True) if of is kind]
+
+
+def _finish(
+    backend: tokenizers.Tokenizer, pieces: SentencePieces, config: Mapping[str, Any]
+) -> None:
+    """The way back to text, and the pieces that are special."""
+    steps = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if adds_prefix(pieces, config):
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    special = [*_of_kind(pieces, PieceKind.CONTROL), pieces.unknown]
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(text, special=True, normalized=False) for text in special]
+    )

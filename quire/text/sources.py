@@ -1,0 +1,182 @@
+"""Which files of a model folder make its tokenizer, in the order in which they are tried.
+
+1. tokenizer.json  2. tokenizer.model: tiktoken ranks or a SentencePiece model, as its content says
+3. one *.tiktoken  4. vocab.json with merges.txt.
+
+The first that is there counts, and is an error if it is broken: nothing falls through to another,
+which might give other ids. What the older formats leave to a model's tokenizer class (the names of
+BOS and EOS, whether BOS is added) is filled in where no config says. Code that a checkpoint brings
+along (auto_map) is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.base.errors import QuireError, TokenizerError
+from quire.text.added_tokens import named_tokens, read_config
+from quire.text.rank_file import (
+    HOW_TO_CONVERT,
+    Family,
+    looks_like_ranks,
+    read_ranks,
+    read_vocabulary_and_merges,
+)
+from quire.text.sentencepiece_model import (
+    converted,
+    encoded_by_library,
+    prefix_once,
+    why_not_converted,
+)
+from quire.text.sentencepiece_proto import read_pieces
+
+_SHOWN_FILES = 12
+_LFS_POINTER = b"version https://git-lfs"
+_FIRST_FIELD = b"\n"  # of a SentencePiece model: a piece, with its length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A tokenizer as its files give it.
+
+    backend: the ids, their tokens, and what encodes unless `encode` does. config: what the folder
+    says of special tokens. prefix: what goes in front of a text that opens with no special token.
+    """
+
+    file: Path
+    backend: tokenizers.Tokenizer
+    config: Mapping[str, Any]
+    prefix: str = ""
+    encode: Callable[[str], list[int]] | None = None
+
+
+def read_source(folder: Path) -> Source:
+    """Read what is there. Raises TokenizerError naming the file."""
+    if not folder.is_dir():
+        raise TokenizerError(
+            f"{folder}: no such folder; give the folder of a model with its tokenizer files"
+        )
+    file, read = _first_of(folder)
+    config = read_config(folder)
+    with panics_become(lambda why: _unreadable(file, why)):
+        return read(file, config)
+
+
+def _first_of(folder: Path) -> tuple[Path, Callable[[Path, dict[str, Any]], Source]]:
+    if (file := folder / "tokenizer.json").is_file():
+        return file, _from_json
+    if (file := folder / "tokenizer.model").is_file():
+        return file, _from_model
+    rank_files = sorted(folder.glob("*.tiktoken"))
+    if len(rank_files) > 1:
+        names = ", ".join(file.name for file in rank_files)
+        raise TokenizerError(f"{folder}: {names}; keep the one that belongs to the model")
+    if rank_files:
+        return rank_files[0], _from_ranks
+    if (file := folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return file, _from_vocabulary
+    raise TokenizerError(_what_is_there(folder))
+
+
+def _from_json(file: Path, config: dict[str, Any]) -> Source:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise _unreadable(file, error) from error
+    return Source(file=file, backend=backend, config=config)
+
+
+def _from_model(file: Path, config: dict[str, Any]) -> Source:
+    content = file.read_bytes()
+    if looks_like_ranks(content):
+        return _from_ranks(file, config)
+    if content.startswith(_LFS_POINTER):
+        raise TokenizerError(
+            f"{file}: a pointer of Git LFS, not the file itself; fetch it with git lfs pull"
+        )
+    if not content.startswith(_FIRST_FIELD):
+        raise TokenizerError(
+            f"{file}: begins with {content[:16]!r}; a SentencePiece model or tiktoken ranks are "
+            "read; copy it again"
+        )
+    pieces = read_pieces(file, content)
+    is_t5 = str(config.get("tokenizer_class") or "").removesuffix("Fast") == "T5Tokenizer"
+    if is_t5 and config.get("add_eos_token") is None:
+        config["add_eos_token"] = True  # of the usual classes the only one that closes a text
+    config = _with_defaults(config, pieces.named, pieces.texts, adds_bos=not is_t5)
+    if why_not_converted(pieces, config) is None:
+        backend = converted(pieces, config, file)
+        return Source(file=file, backend=backend, config=config, prefix=prefix_once(pieces, config))
+    table, encode = encoded_by_library(pieces, config, file, content)
+    return Source(file=file, backend=table, config=config, encode=encode)
+
+
+def _from_ranks(file: Path, config: dict[str, Any]) -> Source:
+    backend, family = read_ranks(file, config)
+    return _of_family(file, backend, family, config)
+
+
+def _from_vocabulary(file: Path, config: dict[str, Any]) -> Source:
+    backend, family = read_vocabulary_and_merges(file.parent, config)
+    return _of_family(file, backend, family, config)
+
+
+def _of_family(
+    file: Path, backend: tokenizers.Tokenizer, family: Family, config: dict[str, Any]
+) -> Source:
+    config = _with_defaults(
+        config, family.named, backend.get_vocab().keys(), adds_bos=family.adds_bos
+    )
+    return Source(file=file, backend=backend, config=config)
+
+
+def _with_defaults(
+    config: dict[str, Any], named: Mapping[str, str], known: Collection[str], *, adds_bos: bool
+) -> dict[str, Any]:
+    """The config, with the names and rules of the model's own class where it says nothing."""
+    usual = {role: token for role, token in named.items() if token in known}
+    complete = {**usual, **config}
+    if complete.get("add_bos_token") is None:
+        complete["add_bos_token"] = adds_bos and "bos_token" in named_tokens(complete)
+    return complete
+
+
+@contextmanager
+def panics_become(error_of: Callable[[BaseException], QuireError]) -> Iterator[None]:
+    """A panic inside the library is raised as a BaseException that no other net would catch."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise error_of(error) from error
+
+
+def _unreadable(file: Path, why: BaseException) -> TokenizerError:
+    return TokenizerError(
+        f"{file}: cannot be read as a tokenizer ({why}); copy it again, or re-export it for "
+        f"tokenizers {tokenizers.__version__}"
+    )
+
+
+def _what_is_there(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    there = ", ".join(names[:_SHOWN_FILES]) or "nothing"
+    more = f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
+    code = ""
+    if read_config(folder).get("auto_map"):
+        code = (
+            " Its tokenizer_config.json names Python code of the checkpoint (auto_map), which is "
+            "never run."
+        )
+    return (
+        f"{folder}: no tokenizer: tokenizer.json, tokenizer.model, *.tiktoken, or vocab.json with "
+        f"merges.txt are read; found {there}{more}.{code} Copy the model's tokenizer.json there, "
+        f"or {HOW_TO_CONVERT}"
+    )
