@@ -112,6 +112,8 @@ class Admissions:
                 num_prompt_tokens=ticket.num_prompt_tokens,
                 stop_ids=request.stop_ids,
                 sampling=request.sampling,
+                rules=request.rules,
+                mirostat_mu=ticket.mirostat_mu,
             )
         )
         return slot

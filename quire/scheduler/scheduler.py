@@ -175,6 +175,9 @@ class Scheduler:
         state.computed[landing.index] = landing.ends
         ids = result.token_ids if entries is None else result.token_ids[entries]
         lengths = state.append(index, ids, now_ms)
+        if len(result.mirostat_mus):
+            mus = result.mirostat_mus
+            state.mirostat_mus[index] = mus if entries is None else mus[entries]
         stops = state.hits_stop(index, ids)
         has_event = stops | (lengths >= state.next_event[index])
         if not np.count_nonzero(has_event) and not landing.errors:
@@ -323,6 +326,8 @@ class Scheduler:
         ticket = state.ticket(slot)
         ticket.token_ids = state.tokens.tokens[slot, : state.tokens.lengths[slot]].copy()
         ticket.chain = None
+        if ticket.request.sampling.mirostat and len(ticket.token_ids) > ticket.num_prompt_tokens:
+            ticket.mirostat_mu = float(state.mirostat_mus[slot])
         ticket.num_preemptions += 1
         self._preemptions += 1
         self._leave([slot])

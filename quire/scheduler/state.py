@@ -47,6 +47,7 @@ class RunningState:
         self._stop_uses: Int32s = np.zeros(1, np.int32)
         self._stops_any: Bools = np.zeros(1, np.bool_)
         self.last_token_ms: NDArray[np.float64] = np.full(num_slots, np.nan)
+        self.mirostat_mus: NDArray[np.float32] = np.zeros(num_slots, np.float32)
         self.tickets: list[Ticket | None] = [None] * num_slots
         self.free_slots: list[int] = list(range(num_slots - 1, -1, -1))
         # Replaced on events and never changed in place: while nobody comes or goes it is the
@@ -79,6 +80,7 @@ class RunningState:
         self.stored[slot] = stored
         self.next_event[slot] = known + 1 if known == num_prompt_tokens else ticket.limit
         self.last_token_ms[slot] = ticket.last_token_ms
+        self.mirostat_mus[slot] = ticket.mirostat_mu or 0.0
         self._watch_stops(slot, ticket.request.stop_ids)
         self._request_ids[slot] = ticket.request.request_id
         self.tickets[slot] = ticket

@@ -24,7 +24,8 @@ class Ticket:
 
     token_ids: all tokens known when it last entered the queue. limit: most tokens it may have.
     leader: who computes the prompt it shares, where it is a fork: stream 0 of its group, or an
-    heir. forks: whose leader it is, unless they have ended. chain: digests of token_ids,
+    heir. forks: whose leader it is, unless they have ended. mirostat_mu: where it stood when it
+    was preempted, None before its first token or without mirostat. chain: digests of token_ids,
     made once while it waits.
     """
 
@@ -40,6 +41,7 @@ class Ticket:
     was_admitted: bool = False
     cached_tokens: int = 0
     num_preemptions: int = 0
+    mirostat_mu: float | None = None
     first_scheduled_ms: float = math.nan
     first_token_ms: float = math.nan
     last_token_ms: float = math.nan
