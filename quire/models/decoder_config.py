@@ -7,7 +7,8 @@ change an answer; any other key is a problem. Knows JSON only through ConfigRead
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire.base.show import show
@@ -26,12 +27,24 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 
+# What most families call the numbers that some call otherwise.
+SHARED_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_hidden_layers": "num_hidden_layers",
+        "max_position_embeddings": "max_position_embeddings",
+    }
+)
+
 # Training, bookkeeping of the library that wrote the file, and what only its Python face reads.
 PASSED_OVER = (
     "_attn_implementation_autoset",
     "_name_or_path",
+    "_num_labels",
     "attention_dropout",
     "chunk_size_feed_forward",
+    "gradient_checkpointing",
     "id2label",
     "initializer_range",
     "is_decoder",
@@ -41,8 +54,10 @@ PASSED_OVER = (
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
+    "prefix",
     "problem_type",
     "return_dict",
+    "task_specific_params",
     "tokenizer_class",
     "torchscript",
     "transformers.js_config",
@@ -75,14 +90,16 @@ def read_decoder(
     default_tied: bool = False,
     default_head_dim: int = 0,
     code_is_spare: bool = False,
+    names: Mapping[str, str] = SHARED_NAMES,
     **own: Any,
 ) -> ModelSpec:
     """The spec from the keys all share; `own` are fields the family has read or always has.
 
-    A key that a field of `own` stands for must have been read by the family. default_head_dim 0
-    means hidden_size / num_attention_heads. code_is_spare: checkpoints of the family come with
-    code (auto_map) that says what is written here anyway; it is never run. Raises ConfigError
-    with every problem of the file.
+    The key that a field of `own` stands for is not read here. default_head_dim 0 means
+    hidden_size / num_attention_heads. code_is_spare: checkpoints of the family come with code
+    (auto_map) that says what is written here anyway; it is never run. names: what the family
+    calls hidden_size, num_attention_heads, num_hidden_layers and max_position_embeddings, where
+    it has other words. Raises ConfigError with every problem of the file.
     """
     config.pass_over(PASSED_OVER)
     config.pass_over(["architectures"])
@@ -94,43 +111,32 @@ def read_decoder(
     else:
         config.require("auto_map", (), NO_CODE)
 
-    hidden_size = config.whole("hidden_size", 1, 2**20)
-    num_heads = config.whole("num_attention_heads", 1, 2**16)
-    num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
+    hidden_size = config.whole(names["hidden_size"], 1, 2**20)
+    num_heads = config.whole(names["num_attention_heads"], 1, 2**16)
     vocab_size = config.whole("vocab_size", 1, 2**24)
-    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
+    max_positions = config.whole(names["max_position_embeddings"], 1, MAX_POSITIONS)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": config.whole("intermediate_size", 1, 2**22),
-        "num_layers": config.whole("num_hidden_layers", 1, 10_000),
+        "num_layers": config.whole(names["num_hidden_layers"], 1, 10_000),
         "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": _read_head_dim(config, hidden_size, num_heads, default_head_dim),
-        "norm_eps": config.number("rms_norm_eps", 1e-12, 0.1),
         "max_positions": max_positions,
         "tied_head": config.flag("tie_word_embeddings", default=default_tied),
         "dtype": read_dtype(config),
         "bos_ids": config.ids("bos_token_id", vocab_size),
         "eos_ids": config.ids("eos_token_id", vocab_size),
     }
-    if "activation" not in own:
-        own["activation"] = config.choice("hidden_act", ACTIVATIONS, default=default_activation)
-    if "rope" not in own:
-        own["rope"] = read_rope(config, max_positions)
-    fields |= own
-    for rope in (fields["rope"], fields.get("local_rope")):
-        if rope is not None:
-            check_rotated_columns(config, rope, fields["head_dim"])
-    if fields["rope"].kind == "dynamic":
-        # What max_position_embeddings says is the length before scaling.
-        fields["max_positions"] = min(int(max_positions * fields["rope"].factor), MAX_POSITIONS)
-    if num_heads % num_kv_heads:
-        config.note(
-            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
-            f"{num_kv_heads}; each key-value head serves the same number of heads"
-        )
+    readers: Mapping[str, Callable[[], Any]] = {
+        "intermediate_size": lambda: config.whole("intermediate_size", 1, 2**22),
+        "num_kv_heads": lambda: _read_kv_heads(config, num_heads),
+        "head_dim": lambda: _read_head_dim(config, hidden_size, num_heads, default_head_dim),
+        "norm_eps": lambda: config.number("rms_norm_eps", 1e-12, 0.1),
+        "activation": lambda: config.choice("hidden_act", ACTIVATIONS, default=default_activation),
+        "rope": lambda: read_rope(config, max_positions),
+    }
+    fields |= own | {field: read() for field, read in readers.items() if field not in own}
+    _check_ropes(config, fields)
     config.finish()
     return ModelSpec(**fields)
 
@@ -156,6 +162,27 @@ def read_layer_windows(
         config.note(f"layer_types has {windowed!r}, but there is no sliding_window; give it")
     windows = tuple(allowed[kind] for kind in types)
     return windows if any(windows) else ()
+
+
+def _read_kv_heads(config: ConfigReader, num_heads: int) -> int:
+    num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
+    if num_heads % num_kv_heads:
+        config.note(
+            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
+            f"{num_kv_heads}; each key-value head serves the same number of heads"
+        )
+    return num_kv_heads
+
+
+def _check_ropes(config: ConfigReader, fields: dict[str, Any]) -> None:
+    """Note angles that do not fit the heads; take a dynamic rope's length for the model's."""
+    rope = fields["rope"]
+    for one in (rope, fields.get("local_rope")):
+        if one is not None:
+            check_rotated_columns(config, one, fields["head_dim"])
+    if rope is not None and rope.kind == "dynamic":
+        # What max_position_embeddings says is the length before scaling.
+        fields["max_positions"] = min(int(fields["max_positions"] * rope.factor), MAX_POSITIONS)
 
 
 def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int, default: int) -> int:

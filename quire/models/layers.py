@@ -37,7 +37,9 @@ def begin(spec: ModelSpec, dtype: DType) -> ProgramBuilder:
 
 
 def ropes(p: ProgramBuilder, spec: ModelSpec, max_positions: int) -> Ropes:
-    """Declare the model's rotary angles."""
+    """Declare the rotary angles of a model that has some."""
+    if spec.rope is None:
+        raise ValueError(f"{spec.architecture} has no rotary angles")
     everywhere = p.rope_spec(rope_spec(spec.rope, spec.head_dim, max_positions))
     if spec.local_rope is None:
         return Ropes(everywhere=everywhere, windowed=everywhere)
@@ -51,19 +53,64 @@ def embed(
     source: str = "model.embed_tokens.weight",
     head_source: str = "lm_head.weight",
 ) -> tuple[View, str]:
-    """Embedded tokens [T, H], and the name of the head: the same matrix where they are tied."""
+    """Embedded tokens [T, H], and the name of the head: the same matrix where they are tied.
+
+    They are spec.embedding_size wide where that is not 0.
+    """
+    width = spec.embedding_size or spec.hidden_size
     part = WeightPart("embed", source, spec.vocab_size)
     if spec.tied_head:
-        embedding = head = p.matrix("embed", [part], spec.hidden_size)
+        embedding = head = p.matrix("embed", [part], width)
     else:
-        embedding = p.table("embed", part, spec.hidden_size)
+        embedding = p.table("embed", part, width)
         head_part = WeightPart("head", head_source, spec.vocab_size)
-        head = p.matrix("head", [head_part], spec.hidden_size)
+        head = p.matrix("head", [head_part], width)
     x = p.embed(embedding)
     if spec.embedding_scale != 1.0:
         # Gemma's and Granite's were trained with the factor rounded to the weights' type.
         p.scale(x, rounded(spec.embedding_scale, p.dtype))
     return x, head
+
+
+def embed_positions(
+    p: ProgramBuilder, spec: ModelSpec, source: str, width: int, *, first_row: int = 0
+) -> View:
+    """Learned embeddings of the tokens' positions [T, width]; position 0's is row `first_row`."""
+    rows = spec.max_positions
+    part = WeightPart("positions", source, rows, first_row=first_row, of_rows=first_row + rows)
+    return p.embed(p.table("positions", part, width), ids="positions")
+
+
+def norm(
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    x: View,
+    source: str,
+    delta: View | None = None,
+) -> View:
+    """The model's norm of x (after x += delta): an RMS norm or a layer norm, by its spec."""
+    if spec.norm_form == "layer":
+        return layer_norm(p, spec, x, source, delta)
+    return rms_norm(p, spec, x, source, delta)
+
+
+def layer_norm(
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    x: View,
+    source: str,
+    delta: View | None = None,
+    *,
+    dtype: DType | None = None,
+) -> View:
+    """Layer norm of x (after x += delta): `source`.weight and .bias where the model has them."""
+    name = own_name(source)
+    weight = bias = None
+    if spec.norm_weight:
+        weight = p.vector(name, [WeightPart("norm", f"{source}.weight", x.width)])
+    if spec.norm_bias:
+        bias = p.vector(f"{name}.bias", [WeightPart("norm", f"{source}.bias", x.width)])
+    return p.norm(x, weight, eps=spec.norm_eps, delta=delta, form="layer", bias=bias, dtype=dtype)
 
 
 def rms_norm(
@@ -74,7 +121,7 @@ def rms_norm(
     delta: View | None = None,
 ) -> View:
     """RMS norm of x (after x += delta), its weight from tensor `source`.weight."""
-    name = source.removeprefix("model.")
+    name = own_name(source)
     part = WeightPart("norm", f"{source}.weight", x.width)
     weight = p.vector(name, [part], offset=spec.norm_offset)
     return p.norm(x, weight, eps=spec.norm_eps, delta=delta)
@@ -82,15 +129,20 @@ def rms_norm(
 
 def norm_heads(p: ProgramBuilder, spec: ModelSpec, x: View, source: str) -> View:
     """RMS norm of each head of x by itself, in place (q/k norm)."""
-    name = source.removeprefix("model.")
+    name = own_name(source)
     part = WeightPart("norm", f"{source}.weight", spec.head_dim)
     weight = p.vector(name, [part], offset=spec.norm_offset)
     return p.norm_heads(x, weight, eps=spec.norm_eps, head_dim=spec.head_dim)
 
 
-def qkv(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> tuple[View, View, View]:
-    """Queries [T, heads * D], keys and values [T, kv_heads * D]: one product of three tensors."""
-    source = f"model.layers.{layer}.self_attn."
+def qkv(
+    p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, *, source: str = ""
+) -> tuple[View, View, View]:
+    """Queries [T, heads * D], keys and values [T, kv_heads * D]: one product of three tensors.
+
+    source: how their names begin, where not "model.layers.N.self_attn.".
+    """
+    source = source or f"model.layers.{layer}.self_attn."
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = {"q": queries, "k": keys, "v": keys}
     weight = p.matrix(
@@ -122,12 +174,11 @@ def rotate(
 def attend(p: ProgramBuilder, spec: ModelSpec, q: View, k: View, v: View, layer: int) -> View:
     """Store keys and values, then attend [T, heads * D] as far back as the layer sees."""
     p.store_kv(k, v, layer=layer)
-    scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return p.attention(
         q,
         layer=layer,
         heads=spec.num_heads,
-        scale=scale,
+        scale=spec.score_scale(layer),
         window=spec.window(layer),
         soft_cap=spec.attention_soft_cap,
     )
@@ -161,12 +212,42 @@ def gated_mlp(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
     return product(p, spec, activated, name, f"{source}down_proj", has_bias=spec.mlp_bias)
 
 
+def plain_mlp(
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    h: View,
+    layer: int,
+    *,
+    up: str,
+    down: str,
+    transposed: bool = False,
+) -> View:
+    """What a feed-forward half without a gate adds [T, H]; `up` and `down` name its tensors."""
+    inner = spec.intermediate_size
+    name = f"layers.{layer}.up"
+    part = WeightPart("up", f"{up}.weight", inner, transposed=transposed)
+    weight = p.matrix(name, [part], h.width)
+    bias = None
+    if spec.mlp_bias:
+        bias = p.vector(f"{name}.bias", [WeightPart("up", f"{up}.bias", inner)])
+    activated = p.activation(p.linear(h, weight, bias=bias, out_name="up"), form=spec.activation)
+    name = f"layers.{layer}.down"
+    return product(p, spec, activated, name, down, has_bias=spec.mlp_bias, transposed=transposed)
+
+
 def product(
-    p: ProgramBuilder, spec: ModelSpec, x: View, name: str, source: str, *, has_bias: bool
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    x: View,
+    name: str,
+    source: str,
+    *,
+    has_bias: bool,
+    transposed: bool = False,
 ) -> View:
     """A product into the residual stream; its input is what is cut when the model is sharded."""
     last = name.rsplit(".", 1)[-1]
-    part = WeightPart(last, f"{source}.weight", spec.hidden_size)
+    part = WeightPart(last, f"{source}.weight", spec.hidden_size, transposed=transposed)
     weight = p.matrix(name, [part], x.width, shard="columns")
     bias = None
     if has_bias:
@@ -199,7 +280,7 @@ def finish(
     """The last sum, the rows that sample, the last norm and the head; then the Program."""
     assert delta is not None, "a model has at least one layer"
     x = p.begin_head(p.add(x, delta))  # [S, H]
-    logits(p, spec, rms_norm(p, spec, x, norm_source), head)
+    logits(p, spec, norm(p, spec, x, norm_source), head)
     return p.build(vocab_size=spec.vocab_size, max_positions=max_positions)
 
 
@@ -213,10 +294,18 @@ def rounded(value: float, dtype: DType) -> float:
     return float(np.uint32(kept).view(np.float32))
 
 
-def parts_of(source: str, rows: Sequence[tuple[str, int]]) -> list[WeightPart]:
+def own_name(source: str) -> str:
+    """The name of a weight by that of its tensor: without what all tensors of the file share."""
+    return source.removeprefix("model.").removeprefix("decoder.").removeprefix("transformer.")
+
+
+def parts_of(
+    source: str, rows: Sequence[tuple[str, int]], *, transposed: bool = False
+) -> list[WeightPart]:
     """Parts that lie one after another in a single fused tensor `source`."""
     total, first, parts = sum(n for _, n in rows), 0, []
     for name, n in rows:
-        parts.append(WeightPart(name, source, n, first_row=first, of_rows=total))
+        part = WeightPart(name, source, n, first_row=first, of_rows=total, transposed=transposed)
+        parts.append(part)
         first += n
     return parts

@@ -20,7 +20,10 @@ from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
 from quire.models.gemma3 import build_gemma3, read_gemma3
 from quire.models.generation import with_generation_defaults
+from quire.models.gpt2 import build_gpt2, read_gpt2
+from quire.models.granite import read_granite
 from quire.models.llama import build_llama, read_llama
+from quire.models.opt import build_opt, read_opt
 from quire.models.phi3 import build_phi3, read_phi3
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType
@@ -43,6 +46,9 @@ FAMILIES = MappingProxyType(
         "GemmaForCausalLM": Family(model_type="gemma", read=read_gemma, build=build_llama),
         "Gemma2ForCausalLM": Family(model_type="gemma2", read=read_gemma2, build=build_gemma2),
         "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=read_gemma3, build=build_gemma3),
+        "GraniteForCausalLM": Family(model_type="granite", read=read_granite, build=build_llama),
+        "GPT2LMHeadModel": Family(model_type="gpt2", read=read_gpt2, build=build_gpt2),
+        "OPTForCausalLM": Family(model_type="opt", read=read_opt, build=build_opt),
     }
 )
 

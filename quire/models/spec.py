@@ -43,13 +43,18 @@ class ModelSpec:
     """A model's shape and defaults. Fields with a default say "off" by it.
 
     dtype: what the checkpoint says its weights are ("f32", "f16", "bf16"; "f32" where it says
-    nothing). bos_ids, eos_ids: ids that begin and end a text, several allowed, perhaps none.
+    nothing). rope: None where positions are learned. bos_ids, eos_ids: ids that begin and end a
+    text, several allowed, perhaps none.
     qkv_bias, output_bias: biases of attention's products in and out. windows: for each layer how
     many positions back it sees, 0 for all; empty where no layer has a window. local_rope: angles
     of layers with a window, where they differ. unrotated_layers: those without rotary angles.
     attention_scale: factor on q.k, None for head_dim ** -0.5. soft caps: 0 is none. norm_offset
     is added to the stored weights of norms. embedding_scale, residual_scale and logit_scale
     multiply the embedded tokens, what each half of a layer adds, and the logits.
+    norm_form: "rms" or "layer"; norm_weight, norm_bias: what layer norms have. norms_sums: the
+    stream itself is normed after each half of a layer, not what goes into it. final_norm: the
+    stream is normed before the head. embedding_size: width of token embeddings where it is not
+    hidden_size. scores_by_layer: layer n, counted from 1, divides its attention scale by n.
     generation_defaults: names of SamplingParams' fields (temperature, top_k, top_p, min_p,
     repetition_penalty) and max_new_tokens, only those that generation_config.json gives.
     """
@@ -65,7 +70,7 @@ class ModelSpec:
     norm_eps: float
     activation: str
     max_positions: int
-    rope: RopeSettings
+    rope: RopeSettings | None
     tied_head: bool
     dtype: str
     bos_ids: tuple[int, ...]
@@ -83,8 +88,20 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_form: str = "rms"
+    norm_weight: bool = True
+    norm_bias: bool = False
+    norms_sums: bool = False
+    final_norm: bool = True
+    embedding_size: int = 0
+    scores_by_layer: bool = False
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
 
     def window(self, layer: int) -> int:
         """How many positions layer `layer` sees, its own among them; 0 for all."""
         return self.windows[layer] if self.windows else 0
+
+    def score_scale(self, layer: int) -> float:
+        """The factor on q.k in layer `layer`."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale / (layer + 1) if self.scores_by_layer else scale

@@ -82,16 +82,20 @@ class ProgramBuilder:
     def norm(
         self,
         x: View,
-        weight: str,
+        weight: str | None,
         *,
         eps: float,
         delta: View | None = None,
         form: str = "rms",
         bias: str | None = None,
+        dtype: DType | None = None,
         out_name: str = "normed",
     ) -> View:
-        """Norm of x, after x += delta where a delta is given (x is then also an output)."""
-        y = self._new(out_name, x.width, self.dtype)
+        """Norm of x, after x += delta where a delta is given (x is then also an output).
+
+        Without a weight it is ones; dtype defaults to the program's.
+        """
+        y = self._new(out_name, x.width, dtype or self.dtype)
         inputs, outputs = ((x,), (y,)) if delta is None else ((x, delta), (y, x))
         attrs = {"form": form, "eps": eps, "weight": weight, "bias": bias, "group": 0}
         self._ops.append(Op(OpKind.NORM, inputs, outputs, attrs))
@@ -184,6 +188,12 @@ class ProgramBuilder:
         """x = cap * tanh(x / cap) in place."""
         self._ops.append(Op(OpKind.SOFT_CAP, (x,), (x,), {"cap": cap}))
         return x
+
+    def rounded(self, x: View) -> View:
+        """x in the program's dtype, for a product: x itself where it has that dtype."""
+        if x.dtype is self.dtype:
+            return x
+        return self._emit(OpKind.COPY, (x,), self._new("rounded", x.width, self.dtype))
 
     def begin_head(self, x: View) -> View:
         """Start the head segment: the rows of x that sample."""

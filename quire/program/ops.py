@@ -7,9 +7,10 @@ kind         inputs -> outputs                     attrs
 -----------  ------------------------------------  ------------------------------------------------
 embed        () -> y[T,H]                          weight (table), ids tokens|positions: row
              batch token_ids or rope_positions (learned positions) of the table
-norm         x[, delta] -> y[, x]                  form rms|layer, eps, weight[, bias], group
+norm         x[, delta] -> y[, x]                  form rms|layer, eps[, weight[, bias]], group
              with delta: x += delta (rounded to x's dtype, in place), y = norm(x). group > 0:
              norm each run of `group` columns by itself with the same weight (q/k norm).
+             weight None: ones, and no bias.
 linear       x[R,K] -> y[R,N]                      weight[, bias]; y = x @ W.T (+ bias), rounded
              once to y's dtype. bias is added in f32 before rounding.
 rope         x -> x (in place)                     rope (index into program.ropes), heads, head_dim
@@ -23,6 +24,7 @@ activation   gate[, up] -> y                       form silu|gelu|gelu_tanh|relu
 add          x, y -> x (in place)                  x += y, rounded to x's dtype
 scale        x -> x (in place)                     factor
 soft_cap     x -> x (in place)                     cap; x = cap * tanh(x / cap)
+copy         x -> y                                y = x, rounded to y's dtype
 gather_rows  x[T] -> y[S]                          rows of x at batch sample_rows
 
 Arithmetic inside an operation is f32; rounding happens when an output is stored, by the output
@@ -71,6 +73,7 @@ class OpKind(StrEnum):
     ADD = "add"
     SCALE = "scale"
     SOFT_CAP = "soft_cap"
+    COPY = "copy"
     GATHER_ROWS = "gather_rows"
 
 
@@ -174,6 +177,13 @@ class Weight:
     def size(self) -> int:
         """Elements."""
         return self.rows * max(self.columns, 1)
+
+    def source_shape(self, part: WeightPart) -> tuple[int, ...]:
+        """Shape of the whole tensor that `part`, one of this weight's, is cut from."""
+        rows = part.of_rows or part.rows
+        if self.form is WeightForm.VECTOR:
+            return (rows,)
+        return (self.columns, rows) if part.transposed else (rows, self.columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ def test_a_config_of_many_megabytes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["GPT2LMHeadModel"], ["LlamaModel"], [], "LlamaForCausalLM", [1],
+    "names", [["GPTNeoXForCausalLM"], ["LlamaModel"], [], "LlamaForCausalLM", [1],
               ["LlamaForCausalLM", "Other"]],
 )  # fmt: skip
 def test_an_architecture_that_does_not_run_is_named_with_those_that_do(
@@ -351,7 +351,8 @@ def test_an_architecture_that_does_not_run_is_named_with_those_that_do(
 
 
 def test_a_config_without_architecture_and_a_foreign_type_is_refused(tmp_path: Path) -> None:
-    assert 'model_type is "gpt2"' in refused(tmp_path, architectures=None, model_type="gpt2")
+    message = refused(tmp_path, architectures=None, model_type="gpt_neox")
+    assert 'model_type is "gpt_neox"' in message
 
 
 def test_a_place_without_a_model_says_what_to_give(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Granite 3: a Llama whose embeddings, scores, sums and logits are multiplied by constants.
+
+Its ModelSpec says all of that, so `build_llama` is its builder. (Granite 4 is another family.)
+"""
+
+from __future__ import annotations
+
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import read_decoder
+from quire.models.spec import ModelSpec
+
+LEAST, MOST = 1e-6, 1e6  # multipliers beyond these are mistakes
+
+
+def read_granite(config: ConfigReader, architecture: str) -> ModelSpec:
+    """The spec; raises ConfigError with every problem of the file."""
+    has_bias = config.flag("attention_bias", default=False)
+    return read_decoder(
+        config,
+        architecture,
+        model_type="granite",
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=config.flag("mlp_bias", default=False),
+        embedding_scale=config.number("embedding_multiplier", LEAST, MOST, default=1.0),
+        attention_scale=config.number("attention_multiplier", LEAST, MOST, default=1.0),
+        residual_scale=config.number("residual_multiplier", LEAST, MOST, default=1.0),
+        logit_scale=1 / config.number("logits_scaling", LEAST, MOST, default=1.0),
+    )
