@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,8 +67,53 @@ def test_yarn_scales_cosines_by_the_logarithm_of_its_factor() -> None:
     assert scale(mscale=2.0, mscale_all_dim=0.5) == both
 
 
+def test_dynamic_scaling_stretches_theta_by_the_served_length_beyond_the_original() -> None:
+    settings = RopeSettings(kind="dynamic", factor=4.0, original_max_positions=128)
+    for length in (1, 127, 128):
+        assert rope_spec(settings, 32, length) == rope_spec(RopeSettings(), 32, length)
+    for length in (129, 200, 512):
+        theta = 1e4 * (4 * length / 128 - 3) ** (32 / 30)
+        found = rope_spec(settings, 32, length)
+        np.testing.assert_allclose(found.inv_freq, plain(theta, 32), rtol=1e-6)
+        assert found.attention_scale == 1.0
+
+
+def longrope(**changes: Any) -> RopeSettings:
+    fields = {
+        "kind": "longrope",
+        "factor": 8.0,
+        "original_max_positions": 64,
+        "short_factors": (1.0, 1.5, 2.0, 2.5),
+        "long_factors": (3.0, 6.0, 9.0, 12.0),
+    }
+    return RopeSettings(**(fields | changes))
+
+
+def test_longrope_divides_by_its_short_list_up_to_the_original_length_and_then_by_the_long() -> (
+    None
+):
+    for length, factors in ((1, (1.0, 1.5, 2.0, 2.5)), (64, (1.0, 1.5, 2.0, 2.5)),
+                            (65, (3.0, 6.0, 9.0, 12.0)), (512, (3.0, 6.0, 9.0, 12.0))):  # fmt: skip
+        found = rope_spec(longrope(), 8, length)
+        np.testing.assert_allclose(found.inv_freq, np.array(plain(1e4, 8)) / factors, rtol=1e-6)
+
+
+def test_longrope_scales_cosines_at_every_length_alike() -> None:
+    for length in (10, 500):
+        found = rope_spec(longrope(), 8, length).attention_scale
+        assert found == math.sqrt(1 + math.log(8) / math.log(64))
+        assert rope_spec(longrope(factor=0.5), 8, length).attention_scale == 1.0
+        assert rope_spec(longrope(attention_factor=1.7), 8, length).attention_scale == 1.7
+
+
+def test_a_share_of_a_head_has_the_frequencies_of_a_smaller_head() -> None:
+    share = rope_spec(RopeSettings(rotary_share=0.75), 32, 512)
+    assert share == rope_spec(RopeSettings(), 24, 512)
+    assert rope_spec(longrope(rotary_share=0.5), 16, 65) == rope_spec(longrope(), 8, 65)
+
+
 def test_frequencies_are_exact_float32_values() -> None:
-    for kind in ("default", "linear", "llama3", "yarn"):
+    for kind in ("default", "linear", "dynamic", "llama3", "yarn"):
         settings = RopeSettings(kind=kind, factor=2.5, original_max_positions=64)
         values = np.array(rope_spec(settings, 22, 512).inv_freq)
         assert np.array_equal(values, values.astype(np.float32))
