@@ -53,7 +53,8 @@ async def read_job(asked: Asked) -> Job:
     sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
     messages = checked_messages(given.get("messages"))
     text = await _rendered(engine, messages)
-    token_ids = await encode(engine, text, add_special_tokens=False)
+    adds_special = flag(given, "add_special_tokens")
+    token_ids = await encode(engine, text, add_special_tokens=adds_special)
     room_tokens = engine.card.max_model_len - len(token_ids)
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     chosen = limited(

@@ -22,6 +22,7 @@ from quire.api.prompts import checked_ids, encode
 from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 from quire.engine.output import TextDelta
 
@@ -59,6 +60,7 @@ async def read_job(asked: Asked) -> Job:
             "leave one of them out",
             param="echo",
         )
+    adds_special = flag(given, "add_special_tokens", default=True)
     texts = _prompts(given)
     if len(texts) * sampling.n > MAX_CHOICES:
         raise InvalidParameter(
@@ -68,14 +70,14 @@ async def read_job(asked: Asked) -> Job:
         )
     prompts = []
     for text in texts:
-        token_ids = await _ids(engine, text)
+        token_ids = await _ids(engine, text, add_special_tokens=adds_special)
         chosen = limited(
             sampling,
             default_tokens=COMPLETION_TOKENS,
             room_tokens=engine.card.max_model_len - len(token_ids),
             cap_tokens=asked.max_output_tokens,
         )
-        shown = (text if isinstance(text, str) else engine.tokenizer.decode(text)) if echo else ""
+        shown = _shown(engine, text, sampling) if echo else ""
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown))
         await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
     if len(prompts) > 1:
@@ -190,17 +192,25 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
     return [prompt]
 
 
-async def _ids(engine: Engine, prompt: Any) -> list[int]:
+async def _ids(engine: Engine, prompt: Any, *, add_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
         return checked_ids(engine, prompt)
-    token_ids = await encode(engine, prompt, add_special_tokens=True)
+    token_ids = await encode(engine, prompt, add_special_tokens=add_special_tokens)
     if not token_ids:
-        raise InvalidParameter(
-            "the prompt is empty, and this model has no begin-of-text token to stand for it; give "
-            "some text",
-            param="prompt",
+        why = (
+            "this model has no begin-of-text token to stand for it"
+            if add_special_tokens
+            else "add_special_tokens is false, so that no begin-of-text token stands for it"
         )
+        raise InvalidParameter(f"the prompt is empty, and {why}; give some text", param="prompt")
     return token_ids
+
+
+def _shown(engine: Engine, prompt: Any, sampling: SamplingParams) -> str:
+    """The text of a prompt, for `echo`."""
+    if isinstance(prompt, str):
+        return prompt
+    return engine.tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
 
 
 def _refuse_early(engine: Engine, prompts: Sequence[Prompt]) -> None:

@@ -35,9 +35,17 @@ SAMPLING = frozenset(
         "stop_token_ids",
         "include_stop_str_in_output",
         "ignore_eos",
+        "skip_special_tokens",
     }
 )
-_SHARED = SAMPLING | {"model", "stream", "stream_options", "logprobs", "cache_salt"}
+_SHARED = SAMPLING | {
+    "model",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "cache_salt",
+    "add_special_tokens",
+}
 COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
 CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 
@@ -90,12 +98,8 @@ UNSERVED: dict[str, Unserved] = {
     "use_beam_search": Unserved(allowed=(False,), why="beam search is not served"),
     "length_penalty": Unserved(allowed=(1, 1.0), why="beam search is not served"),
     "early_stopping": Unserved(allowed=(False,), why="beam search is not served"),
-    "skip_special_tokens": Unserved(allowed=(True,), why="special tokens have no text here"),
     "spaces_between_special_tokens": Unserved(
-        allowed=(True, False), why="special tokens have no text here"
-    ),
-    "add_special_tokens": Unserved(
-        allowed=(), why="completions get the tokenizer's special tokens, chats the template's"
+        allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
     "prompt_logprobs": Unserved(allowed=(), why="log-probabilities of prompts are not served yet"),
     "truncate_prompt_tokens": Unserved(allowed=(), why="prompts are never cut"),
@@ -140,9 +144,9 @@ def ignored_header(names: tuple[str, ...]) -> str:
     return ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in shown)
 
 
-def flag(given: Mapping[str, Any], name: str) -> bool:
-    """A boolean field, False where it was not given."""
-    value = given.get(name, False)
+def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """A boolean field, `default` where it was not given."""
+    value = given.get(name, default)
     if not isinstance(value, bool):
         raise InvalidParameter(f"{name} is {show(value)}; true or false is allowed", param=name)
     return value

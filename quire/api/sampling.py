@@ -31,6 +31,7 @@ def sampling_of(
     fields: dict[str, Any] = {name: given[name] for name in SAMPLING & given.keys()}
     for name in ("ignore_eos", "include_stop_str_in_output"):
         fields[name] = flag(given, name)
+    fields["skip_special_tokens"] = flag(given, "skip_special_tokens", default=True)
     if "stop" in fields:
         fields["stop"] = _stops(fields["stop"])
     if "stop_token_ids" in fields:

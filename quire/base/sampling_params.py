@@ -59,6 +59,8 @@ class SamplingParams:
     mirostat: 0 or 2, as in llama.cpp; it replaces the filters (top_k and so on).
     bad_words: texts that are not written, as in vLLM, but also where the prompt began one.
     allowed_token_ids: nothing else is chosen; None allows all.
+    skip_special_tokens: special tokens have no text in the answer; False writes them out (but not
+    the one that ended it), so that stop strings can match them.
 
     Raises InvalidParameter when a value is outside of what is allowed.
     """
@@ -99,6 +101,7 @@ class SamplingParams:
     mirostat_eta: float = 0.1
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name, low, high in _WHOLE_NUMBERS:
@@ -109,7 +112,7 @@ class SamplingParams:
             self._settle(name, number(name, getattr(self, name), least, most, open_low=open_low))
         if self.top_n_sigma < 0:  # llama.cpp's way to say off
             self._settle("top_n_sigma", 0.0)
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(
                     f"{name} is {show(getattr(self, name))}; true or false is allowed", param=name

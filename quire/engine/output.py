@@ -72,7 +72,9 @@ class OutputStream:
         self.wants_abort = False
         self._tokenizer = tokenizer
         self._request = request
-        self._detokenizer = Detokenizer(tokenizer, continues=continues)
+        self._detokenizer = Detokenizer(
+            tokenizer, sampling.skip_special_tokens, continues=continues
+        )
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
         self._watches = bool(sampling.stop)
         self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token

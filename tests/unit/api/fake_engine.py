@@ -55,8 +55,9 @@ class ByteTokenizer:
     def least_tokens(self, text: str) -> int:
         return len(text.encode(errors="surrogatepass"))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        kept = [id_ for id_ in token_ids if id_ != self._bos or not skip_special_tokens]
+        return bytes(kept).decode(errors="replace")
 
 
 class PlainTemplate:

@@ -57,6 +57,7 @@ def asked(**body: Any) -> SamplingParams:
         ("min_tokens", 4),
         ("ignore_eos", True),
         ("include_stop_str_in_output", True),
+        ("skip_special_tokens", False),
     ],
 )
 def test_a_sampling_field_reaches_the_engine_as_it_was_sent(field: str, value: Any) -> None:
@@ -286,3 +287,47 @@ def test_a_list_of_prompts_that_holds_null_is_refused(prompt: Any) -> None:
         assert (reply.status, reply.error["param"]) == (400, "prompt")
 
     asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(("said", "expected"), [(None, True), (True, True), (False, False)])
+def test_a_completion_gets_special_tokens_unless_told_otherwise(
+    said: bool | None, expected: bool
+) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=2)
+    assert completion(engine, add_special_tokens=said).status == 200
+    assert engine.asked[0].prompt_ids == ([2] if expected else []) + list(b"abc")
+
+
+@pytest.mark.parametrize(("said", "expected"), [(None, False), (True, True), (False, False)])
+def test_a_chat_gets_special_tokens_only_when_told(said: bool | None, expected: bool) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=2)
+    assert chat(engine, add_special_tokens=said).status == 200
+    assert engine.asked[0].prompt_ids == ([2] if expected else []) + list(b"user:hi;")
+
+
+def test_an_empty_prompt_without_special_tokens_is_refused_with_the_reason() -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=2)
+    reply = completion(engine, prompt="", add_special_tokens=False)
+    assert reply.status == 400
+    assert "add_special_tokens is false" in reply.error["message"]
+
+
+@pytest.mark.parametrize("field", ["add_special_tokens", "skip_special_tokens"])
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_a_flag_of_special_tokens_that_is_no_flag_is_refused(field: str, ask: Any) -> None:
+    reply = ask(**{field: "yes"})
+    assert reply.status == 400
+    assert reply.error["param"] == field
+
+
+@pytest.mark.parametrize(("skips", "echoed"), [(True, "hi"), (False, "\x02hi")])
+def test_the_echo_of_ids_shows_special_tokens_as_the_answer_does(skips: bool, echoed: str) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=2)
+    reply = completion(
+        engine, prompt=[2, *b"hi"], echo=True, skip_special_tokens=skips, max_tokens=1
+    )
+    assert reply.json["choices"][0]["text"].startswith(echoed)

@@ -340,3 +340,30 @@ def test_a_token_knows_where_in_the_text_its_own_begins(kind: str, cut: Sequence
     deltas = _run(tokenizer, _request(logprobs=0), _outputs(ids, cut, logprobs=True))
     assert "".join(delta.text for delta in deltas) == text
     assert [token.start_chars for delta in deltas for token in delta.logprobs] == starts
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("cut", [[], [1], [1, 2, 3]])
+def test_special_tokens_are_written_out_when_asked_for(kind: str, cut: list[int]) -> None:
+    tokenizer = _tokenizer(kind)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert bos is not None
+    assert eos is not None
+    letter = tokenizer.encode("xa", add_special_tokens=False)[-1]
+    for skips, text in ((True, "aa"), (False, "a<s>a")):
+        request = _request(skip_special_tokens=skips)
+        outputs = _outputs([letter, bos, letter], cut)
+        deltas = _run(tokenizer, request, outputs)
+        assert "".join(delta.text for delta in deltas) == text
+        assert deltas[-1].num_output_tokens == 3
+        ended = _outputs([letter, eos], cut[:1], reason=FinishReason.STOP, stop_id=eos)
+        assert "".join(delta.text for delta in _run(tokenizer, request, ended)) == "a"
+
+
+def test_a_stop_string_may_be_a_special_token_that_is_written_out() -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = [*tokenizer.encode("xa", add_special_tokens=False), tokenizer.bos_id or 0, 40]
+    request = _request(skip_special_tokens=False, stop=("<s>",))
+    deltas = _run(tokenizer, request, _outputs(ids, []))
+    assert "".join(delta.text for delta in deltas) == "xa"
+    assert deltas[-1].stop_reason == "<s>"
