@@ -1,0 +1,132 @@
+"""Deals the rows of tokens a model in the box is trained on, by shares that move with time.
+
+A row is full of documents: stories (plain, or asked for in a conversation), conversations of
+questions and answers, or one window of a book. What the user and the system say is read but not
+learned. Does not know PyTorch. Always holds: a document starts with the begin token; a turn ends
+with the end token, which is also the end of a story; the seed alone fixes the order.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from corpus import BEGIN, END, Texts, token_id
+from questions import SYSTEMS, Questions, Turn
+from tokenizers import Tokenizer
+from topics import request_for, swap_words
+
+PLAIN_SHARE = 0.2  # of the stories; the rest are asked for
+SWAPPED_SHARE = 0.5  # of the sampled stories; of the real ones, all are swapped
+TALK_TOKENS = 220  # conversations are dealt by the bundle, about as long as a story
+NOT_LEARNED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of the tokens, at one moment; they sum to 1."""
+
+    sampled: float
+    real: float
+    talk: float
+    books: float
+
+
+FIRST = Shares(sampled=0.62, real=0.08, talk=0.18, books=0.12)
+LAST = Shares(sampled=0.30, real=0.32, talk=0.37, books=0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens, and for each whether a model is to learn it."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class RowDealer:
+    """Deals endless rows of `row_tokens` ids."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        texts: Texts,
+        questions: Questions,
+        *,
+        nouns: frozenset[str],
+        row_tokens: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.questions = questions
+        self.nouns = nouns
+        self.row_tokens = row_tokens
+        self.begin, self.end = token_id(tokenizer, BEGIN), token_id(tokenizer, END)
+        self.roles = {
+            role: token_id(tokenizer, f"<|{role}|>") for role in ("system", "user", "assistant")
+        }
+        self.books = [self.ids_of(book) for book in texts.books]
+
+    def deal(self, rng: random.Random, progress: float) -> Row:
+        """One row for a moment of the run, from 0 to 1."""
+        mix = [
+            getattr(FIRST, kind) + (getattr(LAST, kind) - getattr(FIRST, kind)) * progress
+            for kind in ("sampled", "real", "talk", "books")
+        ]
+        if rng.random() < mix[3]:
+            return self._book_window(rng)
+        row = Row([], [])
+        while len(row.ids) < self.row_tokens:
+            (kind,) = rng.choices(("sampled", "real", "talk"), weights=mix[:3])
+            if kind == "talk":
+                until = len(row.ids) + TALK_TOKENS
+                while len(row.ids) < until:
+                    self._add_turns(row, self.questions.conversation(rng))
+            elif kind == "real" or not self.texts.sampled:
+                self._add_story(row, swap_words(rng.choice(self.texts.stories), rng), rng)
+            else:
+                story = rng.choice(self.texts.sampled)
+                if rng.random() < SWAPPED_SHARE:
+                    story = swap_words(story, rng)
+                self._add_story(row, story, rng)
+        return Row(row.ids[: self.row_tokens], row.learned[: self.row_tokens])
+
+    def story_ids(self, story: str) -> list[int]:
+        """A plain story as a document."""
+        return [self.begin, *self.ids_of(story), self.end]
+
+    def ids_of(self, text: str) -> list[int]:
+        """The text alone, without special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _book_window(self, rng: random.Random) -> Row:
+        (book,) = rng.choices(self.books, weights=[len(b) for b in self.books])
+        start = rng.randrange(len(book) - self.row_tokens)
+        ids = [self.begin, *book[start : start + self.row_tokens - 1]]
+        return Row(ids, [True] * len(ids))
+
+    def _add_story(self, row: Row, story: str, rng: random.Random) -> None:
+        if rng.random() < PLAIN_SHARE:
+            ids = self.story_ids(story)
+            row.ids.extend(ids)
+            row.learned.extend([True] * len(ids))
+            return
+        turns: list[Turn] = []
+        if rng.random() < 0.2:
+            turns.append(("system", rng.choice(SYSTEMS)))
+        if rng.random() < 0.12:
+            turns += self.questions.exchange(rng)
+        turns += [("user", request_for(story, self.nouns, rng)), ("assistant", story)]
+        if rng.random() < 0.12:
+            turns += self.questions.exchange(rng)
+        self._add_turns(row, turns)
+
+    def _add_turns(self, row: Row, turns: list[Turn]) -> None:
+        row.ids.append(self.begin)
+        row.learned.append(False)
+        for role, text in turns:
+            ids = self.ids_of(text)
+            row.ids.extend([self.roles[role], *ids, self.end])
+            is_learned = role == "assistant"
+            row.learned.extend([False, *([is_learned] * (len(ids) + 1))])
