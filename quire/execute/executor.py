@@ -17,6 +17,7 @@ from quire.program.batch import ForwardBatch
 from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.checkpoint import Checkpoint
 
 # Called while weights are loaded: (bytes done, bytes in all).
@@ -79,6 +80,9 @@ class Executor(Protocol):
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row of `logits` (which may be overwritten)."""
+
+    def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
+        """How likely known tokens are, by the rows of `logits` (which are only read)."""
 
     @property
     def ops_done(self) -> int:

@@ -1,9 +1,10 @@
 """ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
 
-Order within a plan: admissions, table deltas, block copies, trunk, head in slices, token choice,
-append to the token table. Knows nothing of policy, text or time. Always holds: plans run strictly
-in the order they were submitted; a failed row never touches another; what a plan's rows read was
-put into the mirrors by this plan or an earlier one, even where computing an earlier one failed.
+Order within a plan: admissions, table deltas, block copies, trunk; head in slices, with the scores
+of prompts; head in slices, with token choice; append to the token table. Knows nothing of policy,
+text or time. Always holds: plans run strictly in the order they were submitted; a failed row never
+touches another; what a plan's rows read was put into the mirrors by this plan or an earlier one,
+even where computing an earlier one failed.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import RowError, StepPlan, StepResult
+from quire.base.records import NO_INTS, RowError, StepPlan, StepResult
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.batches import forward_batch, sample_batch
 from quire.runner.handle import Handle
+from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, stacked
 from quire.runner.slot_tables import SlotTables
 from quire.runner.worker_thread import Job, WorkerThread
 from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
 ROW_FAILED = "the row's logits hold NaN, or bias and banned tokens leave nothing to choose"
 
 
@@ -80,32 +83,49 @@ class ModelRunner:
             return StepResult(step=plan.step, token_counts=np.zeros(0, np.int32), token_ids=_none())
         batch = forward_batch(plan, self.tables)
         self.executor.run_trunk(batch)
+        scored = score_prompts(
+            plan, batch, self.tables, self.executor, max_samples=self._max_samples
+        )
         slots = plan.slots[plan.samples]  # [R]
         positions = (plan.starts + plan.counts)[plan.samples]  # [R]
-        choice = self._choose(batch, slots, positions)
-        return self._finish(plan, choice, slots, positions)
+        choice, listed = self._choose(batch, slots, positions)
+        return self._finish(plan, scored, choice, listed, slots, positions)
 
-    def _choose(self, batch: ForwardBatch, slots: Int32s, positions: Int32s) -> TokenChoice:
-        """Head and token choice, at most max_samples rows at a time."""
-        parts = []
+    def _choose(
+        self, batch: ForwardBatch, slots: Int32s, positions: Int32s
+    ) -> tuple[TokenChoice, Float32s]:
+        """Head and token choice, at most max_samples rows at a time; and listed_logprobs."""
+        parts, listed = [], []
         for first in range(0, len(slots), self._max_samples):
             rows = slice(first, min(first + self._max_samples, len(slots)))
             logits = self.executor.run_head(batch, first, rows.stop - first)
             sampling = sample_batch(slots[rows], positions[rows], self.tables)
+            listed.append(listed_logprobs(logits, slots[rows], self.tables, self.executor))
             parts.append(self.executor.sample(logits, sampling))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        if len(parts) == 1:
+            return parts[0], listed[0]
+        return _joined(parts), stacked(listed, np.float32(np.nan))
 
     def _finish(
-        self, plan: StepPlan, choice: TokenChoice, slots: Int32s, positions: Int32s
+        self,
+        plan: StepPlan,
+        scored: ScoredRows | None,
+        choice: TokenChoice,
+        listed: Float32s,
+        slots: Int32s,
+        positions: Int32s,
     ) -> StepResult:
         token_counts = plan.samples.astype(np.int32)
-        good = choice.token_ids >= 0
+        failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
+        failed[plan.samples] |= choice.token_ids < 0
         errors: tuple[RowError, ...] = ()
-        if not good.all():
-            failed_rows = np.flatnonzero(plan.samples)[~good]
-            token_counts[failed_rows] = 0
-            errors = tuple(RowError(row=int(row), message=ROW_FAILED) for row in failed_rows)
-            slots, positions = slots[good], positions[good]
+        if failed.any():
+            token_counts[failed] = 0
+            errors = tuple(
+                RowError(row=int(row), message=ROW_FAILED) for row in np.flatnonzero(failed)
+            )
+            good = ~failed[plan.samples]
+            slots, positions, listed = slots[good], positions[good], listed[good]
             choice = TokenChoice(
                 token_ids=choice.token_ids[good],
                 logprobs=choice.logprobs[good],
@@ -120,27 +140,20 @@ class ModelRunner:
             logprobs=choice.logprobs,
             top_ids=choice.top_ids,
             top_logprobs=choice.top_logprobs,
+            listed_logprobs=listed,
+            score_counts=NO_INTS if scored is None else scored.counts,
+            scores=None if scored is None else scored.scores,
             errors=errors,
         )
 
 
 def _joined(parts: list[TokenChoice]) -> TokenChoice:
     """Slices of the head put together; [R, K] with K the widest slice's. No slices: no rows."""
-    num_rows = sum(len(part.token_ids) for part in parts)
-    width = max((part.top_ids.shape[1] for part in parts), default=0)
-    top_ids = np.full((num_rows, width), -1, np.int32)
-    top_logprobs = np.full((num_rows, width), np.nan, np.float32)
-    row = 0
-    for part in parts:
-        rows, columns = part.top_ids.shape
-        top_ids[row : row + rows, :columns] = part.top_ids
-        top_logprobs[row : row + rows, :columns] = part.top_logprobs
-        row += len(part.token_ids)
     return TokenChoice(
         token_ids=np.concatenate([_none(), *(part.token_ids for part in parts)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
+        top_ids=stacked([part.top_ids for part in parts], np.int32(-1)),
+        top_logprobs=stacked([part.top_logprobs for part in parts], np.float32(np.nan)),
     )
 
 

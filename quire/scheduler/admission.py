@@ -112,6 +112,7 @@ class Admissions:
                 num_prompt_tokens=ticket.num_prompt_tokens,
                 stop_ids=request.stop_ids,
                 sampling=request.sampling,
+                scores_from=ticket.num_scored if ticket.has_positions_to_score else None,
                 rules=request.rules,
                 mirostat_mu=ticket.mirostat_mu,
             )
@@ -129,7 +130,7 @@ class Admissions:
         draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
     def _count_prefix(self, ticket: Ticket, placement: Placement) -> None:
-        if placement.match is None:
+        if placement.match is None or ticket.has_positions_to_score:  # not looked up
             return
         self.queried_tokens_total += len(ticket.token_ids)
         self.hit_tokens_total += placement.stored

@@ -19,12 +19,14 @@ from quire.scheduler.state import Bools, Index, Int32s
 class Landing:
     """The rows of a result that stand, and the errors of requests that are still there.
 
-    index, ends: slots computed well, and how far. sampled: slots that got a token; entries: the
+    index, ends: slots computed well, and how far; rows: their rows in the plan, None for all.
+    sampled: slots that got a token; entries: the
     indices of these tokens in the result's arrays, None for all of them in order.
     """
 
     index: Index
     ends: Int32s
+    rows: Index | None
     sampled: Index
     entries: Index | None
     errors: tuple[RowError, ...]
@@ -68,6 +70,7 @@ class Flight:
         return Landing(
             index=self.index,
             ends=self.ends,
+            rows=None,
             sampled=self.index if num_sampled == num_rows else self.index[plan.samples],
             entries=None,
             errors=(),
@@ -89,6 +92,7 @@ class Flight:
         return Landing(
             index=self.index[stands],
             ends=self.ends[stands],
+            rows=stands.nonzero()[0],
             sampled=self.index[sampling],
             entries=first_entry[sampling],
             errors=tuple(error for error in result.errors if present[error.row]),

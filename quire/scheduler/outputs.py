@@ -55,6 +55,7 @@ def make_outputs(
         event.ticket.output(
             token_ids=(int(ids[event.row]),),
             logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed),
+            scores=event.ticket.take_scores(),
             finish_reason=event.finish_reason,
             stop_id=int(ids[event.row]) if event.finish_reason is FinishReason.STOP else None,
         )

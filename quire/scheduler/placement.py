@@ -6,7 +6,7 @@ Decides nothing about order or budget and changes no books.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.cache.manager import CacheManager, PrefixMatch
 from quire.scheduler.gate import prompt_is_computed
@@ -45,6 +45,9 @@ def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement
     if ticket.chain is None:
         return Placement(start=0, stored=0, num_new_blocks=total_blocks)
     match = cache.match(ticket.chain)
+    if ticket.has_positions_to_score:  # what the index holds has no logits
+        blocks = match.blocks[: ticket.num_scored // cache.block_size]
+        match = replace(match, blocks=blocks)
     stored = match.num_blocks * cache.block_size
     return Placement(
         start=min(stored, known - 1),

@@ -41,6 +41,7 @@ from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption import make_room
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.scores import keep_scores
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
@@ -173,6 +174,8 @@ class Scheduler:
 
         state, index, entries = self._state, landing.sampled, landing.entries
         state.computed[landing.index] = landing.ends
+        keep_scores(plan, result, landing.rows, state.ticket)
+        scored = state.done_without_output(landing.index, landing.ends)
         ids = result.token_ids if entries is None else result.token_ids[entries]
         lengths = state.append(index, ids, now_ms)
         if len(result.mirostat_mus):
@@ -180,14 +183,14 @@ class Scheduler:
             state.mirostat_mus[index] = mus if entries is None else mus[entries]
         stops = state.hits_stop(index, ids)
         has_event = stops | (lengths >= state.next_event[index])
-        if not np.count_nonzero(has_event) and not landing.errors:
+        if not (np.count_nonzero(has_event) or landing.errors or scored):
             return make_outputs(result, entries, None, state.request_ids(index), [], [])
         plain = (~has_event).nonzero()[0]
         request_ids = state.request_ids(index[plain])
         events = self._events(index, lengths, stops, has_event, now_ms)
-        errors = self._fail(landing.errors, plan)
+        ended = self._fail(landing.errors, plan) + self._end_scored(scored, now_ms)
         self._end_all([event.ticket for event in events if event.finish_reason is not None])
-        return make_outputs(result, entries, plain, request_ids, events, errors)
+        return make_outputs(result, entries, plain, request_ids, events, ended)
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -231,19 +234,19 @@ class Scheduler:
             raise InvalidParameter(
                 "the prompt has no tokens; at least one is needed", param="prompt"
             )
-        if prompt + 1 > room:
+        least = 0 if request.sampling.max_tokens == 0 else 1  # 0: it is scored, and no more
+        found = f"the prompt has {prompt} tokens" + " and one must be generated" * least
+        if prompt + least > room:
             raise ContextTooLong(
-                f"the prompt has {prompt} tokens and one must be generated; the context length "
-                f"is {room} tokens: shorten the prompt",
+                f"{found}; the context length is {room} tokens: shorten the prompt", param="prompt"
+            )
+        if prompt + least > self._cache.num_tokens:
+            raise ContextTooLong(
+                f"{found}; the KV cache holds {self._cache.num_tokens} tokens: shorten the prompt "
+                "or give it more memory",
                 param="prompt",
             )
-        if prompt + 1 > self._cache.num_tokens:
-            raise ContextTooLong(
-                f"the prompt has {prompt} tokens and one must be generated; the KV cache "
-                f"holds {self._cache.num_tokens} tokens: shorten the prompt or give it more memory",
-                param="prompt",
-            )
-        if request.max_total_tokens <= prompt:
+        if request.max_total_tokens < prompt + least:
             raise InvalidParameter(
                 f"max_total_tokens is {request.max_total_tokens} and the prompt has {prompt}; "
                 "there must be room for at least one token",
@@ -319,6 +322,15 @@ class Scheduler:
         self._row_errors += len(failed)
         self._end_all([ticket for ticket, _ in failed])
         return [t.output(finish_reason=FinishReason.ERROR, error=message) for t, message in failed]
+
+    def _end_scored(self, tickets: list[Ticket], now_ms: float) -> list[RequestOutput]:
+        """End requests that wanted their prompt scored and nothing else; their only outputs."""
+        self._end_all(tickets)
+        for ticket in tickets:
+            ticket.last_token_ms = now_ms
+        return [
+            t.output(scores=t.take_scores(), finish_reason=FinishReason.LENGTH) for t in tickets
+        ]
 
     def _preempt(self, slot: int) -> None:
         """Back to the queue with all tokens known; what was computed may still be found there."""

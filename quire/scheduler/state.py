@@ -4,7 +4,7 @@ A request has tokens known (tokens.lengths), scheduled (handed out in plans) and
 plans have ended well); `goal` is how far it should be scheduled now. There are no phases: a
 prompt, a chunk of it and a single new token are the same distance between scheduled and goal.
 Knows no blocks, budgets or order of service. Always holds, for running slots:
-computed <= scheduled <= goal <= limit - 1, and `active` lists them in order of admission.
+computed <= scheduled <= goal <= ceiling, and `active` lists them in order of admission.
 
 Slots stand in two kinds of array: int32 in plans, and `Index` (the platform's index type) where
 they index arrays, which is three times faster.
@@ -35,12 +35,15 @@ class RunningState:
         self.computed: Int32s = np.zeros(num_slots, np.int32)
         # Known tokens, and one more for each sample in flight: the worker knows it already.
         self.goal: Int32s = np.zeros(num_slots, np.int32)
-        # The last token a request may have needs no computing: goals stop at limit - 1.
+        # The last token a request may have needs no computing: goals stop at limit - 1. But a
+        # request without output, which is there for its prompt's scores, has all of it computed.
         self.ceiling: Int32s = np.zeros(num_slots, np.int32)
         # Positions below lie in shared blocks and are never stored again.
         self.stored: Int32s = np.zeros(num_slots, np.int32)
         # Known length that is worth an event: the first token, then the limit.
         self.next_event: Int32s = np.zeros(num_slots, np.int32)
+        self.num_without_output = 0
+        self._without_output: Bools = np.zeros(num_slots, np.bool_)
         self._stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
         # How many running requests stop at a token id, and whether any does; the last entry
         # stands for all ids beyond and stays 0. Most steps meet no such id at all.
@@ -76,7 +79,9 @@ class RunningState:
         self.tokens.admit(slot, ticket.token_ids, num_prompt_tokens)
         self.scheduled[slot] = self.computed[slot] = start
         self.goal[slot] = known
-        self.ceiling[slot] = ticket.limit - 1
+        self.ceiling[slot] = max(ticket.limit - 1, num_prompt_tokens)
+        self._without_output[slot] = ticket.limit == num_prompt_tokens
+        self.num_without_output += ticket.limit == num_prompt_tokens
         self.stored[slot] = stored
         self.next_event[slot] = known + 1 if known == num_prompt_tokens else ticket.limit
         self.last_token_ms[slot] = ticket.last_token_ms
@@ -96,9 +101,18 @@ class RunningState:
     def schedule(self, index: Index, ends: Int32s, goals: Int32s) -> Bools:
         """Rows of slots `index` reach `ends` in the plan being made; returns which sample."""
         samples: Bools = ends == goals
+        if self.num_without_output:
+            samples &= ~self._without_output[index]
         self.scheduled[index] = ends
         self.goal[index] = np.minimum(goals + samples, self.ceiling[index])
         return samples
+
+    def done_without_output(self, index: Index, ends: Int32s) -> list[Ticket]:
+        """Requests of slots `index`, computed up to `ends`, that wanted nothing but that."""
+        if not self.num_without_output:
+            return []
+        done = self._without_output[index] & (ends >= self.ceiling[index])
+        return [self.ticket(slot) for slot in index[done].tolist()]
 
     def append(self, index: Index, token_ids: Int32s, now_ms: float) -> Int32s:
         """One more known token for each of slots `index`; returns the new lengths."""
@@ -133,6 +147,8 @@ class RunningState:
             self.tickets[slot] = None
             self._request_ids[slot] = None
             self.free_slots.append(slot)
+            self.num_without_output -= bool(self._without_output[slot])
+            self._without_output[slot] = False
             for token_id in ticket.request.stop_ids:
                 self._stop_uses[token_id] -= 1
                 self._stops_any[token_id] = self._stop_uses[token_id] > 0

@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
+from quire.base.errors import WorkerError
+from quire.base.records import (
+    NO_FLOATS,
+    NO_INTS,
+    FinishReason,
+    PromptScores,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    TokenLogprobs,
+)
 from quire.cache.manager import Chain
 
 NO_SLOT = -1
@@ -45,17 +55,62 @@ class Ticket:
     first_scheduled_ms: float = math.nan
     first_token_ms: float = math.nan
     last_token_ms: float = math.nan
+    num_scored: int = 0  # prompt positions whose rows were scored: the next is num_scored
+    _score_parts: list[PromptScores] = field(default_factory=list)
+    _scores_told: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt; never changes."""
         return len(self.request.prompt_ids)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether this request tells its group the scores of the prompt; a fork does not."""
+        return self.request.sampling.prompt_logprobs is not None and self.leader is None
+
+    @property
+    def has_positions_to_score(self) -> bool:
+        """Whether rows of its prompt must still be computed for their logits."""
+        return self.scores_prompt and self.num_scored < self.num_prompt_tokens - 1
+
+    def keep_scores(self, part: PromptScores) -> None:
+        """The next positions' scores."""
+        self._score_parts.append(part)
+        self.num_scored += len(part.logprobs)
+
+    def take_scores(self) -> PromptScores | None:
+        """All scores of the prompt, the first time; None later, or where none were asked for.
+
+        Raises WorkerError where positions are missing.
+        """
+        if not self.scores_prompt or self._scores_told:
+            return None
+        if self.num_scored != self.num_prompt_tokens - 1:
+            raise WorkerError(
+                f"request {self.request.request_id}: {self.num_scored} of "
+                f"{self.num_prompt_tokens - 1} prompt tokens were scored; the worker must score "
+                "each once"
+            )
+        parts, self._score_parts, self._scores_told = self._score_parts, [], True
+        if not parts:
+            none = NO_INTS.reshape(0, 0), NO_FLOATS.reshape(0, 0)
+            return PromptScores(
+                logprobs=NO_FLOATS, ranks=NO_INTS, top_ids=none[0], top_logprobs=none[1]
+            )
+        return PromptScores(
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            ranks=np.concatenate([part.ranks for part in parts]),
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
+        )
+
     def output(
         self,
         *,
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
+        scores: PromptScores | None = None,
         finish_reason: FinishReason | None = None,
         stop_id: int | None = None,
         error: str | None = None,
@@ -65,6 +120,7 @@ class Ticket:
             request_id=self.request.request_id,
             token_ids=token_ids,
             logprobs=logprobs,
+            scores=scores,
             finish_reason=finish_reason,
             stop_id=stop_id,
             error=error,

@@ -1,0 +1,45 @@
+"""Scores of known tokens by the native kernel: a slice of rows in one call, without the GIL.
+
+The bits of the NumPy twin (sampling/scoring.py), for any number of threads, rows and any order of
+rows. Knows no requests; the pool belongs to the executor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.sampling.scoring import ScoreBatch, Scores, check_shapes
+
+if TYPE_CHECKING:
+    from quire._native import Pool
+
+
+def score(logits: NDArray[np.float32], batch: ScoreBatch, pool: Pool) -> Scores:
+    """Scores of logits [R, V] (only read), with the pool's threads.
+
+    Raises ValueError on shapes that disagree.
+    """
+    check_shapes(logits, batch)
+    if logits.strides[1] != logits.itemsize:
+        logits = np.ascontiguousarray(logits)
+    scores = Scores.empty(batch)
+    if len(logits) == 0:
+        return scores
+    _native.score(
+        pool,
+        logits=logits,
+        **{name: np.ascontiguousarray(getattr(batch, name), np.int32) for name in _WISHES},
+        logprobs=scores.logprobs,
+        ranks=scores.ranks,
+        top_ids=scores.top_ids,
+        top_logprobs=scores.top_logprobs,
+        listed_logprobs=scores.listed_logprobs,
+    )
+    return scores
+
+
+_WISHES = ("targets", "num_top", "listed_starts", "listed_ids")
