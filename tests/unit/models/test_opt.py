@@ -1,0 +1,182 @@
+"""OPT's configuration: published checkpoints open; what cannot be honoured is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.models.registry import build_program
+from quire.models.spec import ModelSpec
+from quire.program.ops import DType, OpKind
+from tests.unit.models.config_folder import opened, refused
+
+# As published on the model hub.
+OPT_125M: dict[str, Any] = {
+    "_name_or_path": "facebook/opt-125m",
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "transformers_version": "4.21.0.dev0",
+    "use_cache": True,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+}
+OPT_350M = OPT_125M | {
+    "_name_or_path": "opt-350m",
+    "do_layer_norm_before": False,
+    "ffn_dim": 4096,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "transformers_version": "4.20.0.dev0",
+    "word_embed_proj_dim": 512,
+}
+OPT_13B = OPT_125M | {
+    "_name_or_path": "facebook/opt-13b",
+    "_remove_final_layer_norm": False,
+    "ffn_dim": 20480,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "output_projection": True,
+    "word_embed_proj_dim": 5120,
+}
+OPT_GENERATION: dict[str, Any] = {
+    "_from_model_config": True,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "transformers_version": "4.26.0.dev0",
+}
+SAVED_ANEW = OPT_125M | {
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "_remove_final_layer_norm": False,
+    "tie_word_embeddings": True,
+}
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return build_program(spec, dtype=DType.F32, max_positions=100).source_shapes()
+
+
+# ---- published checkpoints
+
+
+def test_opt_125m_norms_first_and_learns_2048_positions(tmp_path: Path) -> None:
+    assert opened(tmp_path, OPT_125M, OPT_GENERATION) == ModelSpec(
+        architecture="OPTForCausalLM",
+        vocab_size=50272,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        norm_eps=1e-5,
+        activation="relu",
+        max_positions=2048,
+        rope=None,
+        tied_head=True,
+        dtype="f16",
+        bos_ids=(2,),
+        eos_ids=(2,),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        norm_form="layer",
+        norm_bias=True,
+    )
+
+
+def test_opt_350m_norms_its_sums_and_has_narrow_embeddings(tmp_path: Path) -> None:
+    spec = opened(tmp_path, OPT_350M, OPT_GENERATION)
+    assert (spec.norms_sums, spec.final_norm, spec.embedding_size) == (True, False, 512)
+    shapes = shapes_of(spec)
+    assert shapes["model.decoder.embed_tokens.weight"] == (50272, 512)
+    assert shapes["model.decoder.project_in.weight"] == (1024, 512)
+    assert shapes["model.decoder.project_out.weight"] == (512, 1024)
+    assert "model.decoder.final_layer_norm.weight" not in shapes
+
+
+def test_opt_13b_says_that_its_head_is_a_projection(tmp_path: Path) -> None:
+    assert opened(tmp_path, OPT_13B).num_layers == 40
+
+
+def test_an_opt_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None:
+    assert opened(tmp_path, SAVED_ANEW) == opened(tmp_path, OPT_125M)
+
+
+# ---- what the keys mean
+
+
+def test_the_first_two_rows_of_the_position_table_are_never_read(tmp_path: Path) -> None:
+    spec = opened(tmp_path, OPT_125M)
+    program = build_program(spec, dtype=DType.F32, max_positions=2048)
+    (part,) = program.weights["positions"].parts
+    assert (part.first_row, part.rows, part.of_rows) == (2, 2048, 2050)
+
+
+def test_biases_and_the_weights_of_norms_can_be_missing(tmp_path: Path) -> None:
+    spec = opened(tmp_path, OPT_125M, enable_bias=False, layer_norm_elementwise_affine=False)
+    program = build_program(spec, dtype=DType.F32, max_positions=10)
+    names = program.source_shapes()
+    assert not [name for name in names if name.endswith(".bias") or "norm" in name]
+    norms = [op for ops in program.segments.values() for op in ops if op.kind is OpKind.NORM]
+    assert {op.attrs["weight"] for op in norms} == {None}
+    assert len(norms) == 25
+
+
+def test_the_last_norm_can_be_removed_and_then_the_stream_is_rounded(tmp_path: Path) -> None:
+    spec = opened(tmp_path, OPT_125M, _remove_final_layer_norm=True)
+    program = build_program(spec, dtype=DType.BF16, max_positions=10)
+    kinds = [op.kind for op in program.segments["head"]]
+    assert kinds == [OpKind.GATHER_ROWS, OpKind.COPY, OpKind.LINEAR]
+
+
+def test_the_stream_stays_in_f32_though_its_sums_are_normed(tmp_path: Path) -> None:
+    program = build_program(opened(tmp_path, OPT_350M), dtype=DType.BF16, max_positions=10)
+    sums = [op.outputs[1] for op in program.segments["trunk"] if op.kind is OpKind.NORM]
+    assert {view.dtype for view in sums} == {DType.F32}
+    assert program.outputs["hidden"].dtype is DType.F32
+
+
+def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, OPT_125M, hidden_size=766)
+    assert "hidden_size is 766, not a multiple of num_attention_heads 12" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ffn_dim", None),
+        ("hidden_size", None),
+        ("max_position_embeddings", None),
+        ("word_embed_proj_dim", 0),
+        ("do_layer_norm_before", "yes"),
+        ("activation_function", "tanh"),
+        ("intermediate_size", 3072),
+        ("num_key_value_heads", 12),
+        ("rope_theta", 1e4),
+    ],
+)
+def test_what_an_opt_must_have_and_cannot_have(key: str, value: Any, tmp_path: Path) -> None:
+    assert key in refused(tmp_path, OPT_125M, **{key: value})
