@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import read_decoder
+from quire.models.decoder_config import read_decoder, read_layer_windows
 from quire.models.spec import ModelSpec
 
 HEAD_DIM = 256  # of every Gemma whose configuration does not say
@@ -55,6 +55,16 @@ def read_any_gemma(
         embedding_scale=hidden_size**0.5,
         **own,
     )
+
+
+def read_windows(config: ConfigReader, *, pattern: int) -> tuple[int, ...]:
+    """By layer_types; where there are none, each layer has a window but every `pattern`th."""
+    if config.has("layer_types"):
+        return read_layer_windows(config)
+    window = config.whole("sliding_window", 1, 2**27)
+    num_layers = config.whole("num_hidden_layers", 1, 10_000)
+    windows = tuple(window if (layer + 1) % pattern else 0 for layer in range(num_layers))
+    return windows if any(windows) else ()
 
 
 def read_soft_cap(config: ConfigReader, key: str, default: float) -> float:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import read_layer_windows
 from quire.models.gemma import (
     GEMMA_ACTIVATIONS,
     read_any_gemma,
     read_query_scale,
     read_soft_cap,
+    read_windows,
 )
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType, View
@@ -38,16 +38,6 @@ def read_gemma2(config: ConfigReader, architecture: str) -> ModelSpec:
         attention_soft_cap=read_soft_cap(config, "attn_logit_softcapping", ATTENTION_SOFT_CAP),
         logit_soft_cap=read_soft_cap(config, "final_logit_softcapping", LOGIT_SOFT_CAP),
     )
-
-
-def read_windows(config: ConfigReader, *, pattern: int) -> tuple[int, ...]:
-    """By layer_types; where there are none, each layer has a window but every `pattern`th."""
-    if config.has("layer_types"):
-        return read_layer_windows(config)
-    window = config.whole("sliding_window", 1, 2**27)
-    num_layers = config.whole("num_hidden_layers", 1, 10_000)
-    windows = tuple(window if (layer + 1) % pattern else 0 for layer in range(num_layers))
-    return windows if any(windows) else ()
 
 
 def build_gemma2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:

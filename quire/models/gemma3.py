@@ -14,8 +14,8 @@ from quire.models.gemma import (
     read_any_gemma,
     read_query_scale,
     read_soft_cap,
+    read_windows,
 )
-from quire.models.gemma2 import read_windows
 from quire.models.rope_reader import read_rope_by_layer
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType, View
