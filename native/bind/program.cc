@@ -80,25 +80,35 @@ void bind_weight(nb::module_& module) {
              "form"_a, "dtype"_a, "rows"_a, "columns"_a)
         .def("fill",
              [](quire::Weight& self, quire::Pool& pool, int64_t first, int64_t count,
-                const Bytes& source, const std::string& source_dtype, float offset) {
+                const Bytes& source, const std::string& source_dtype, float offset,
+                int64_t first_row, int64_t of_rows, bool transposed, bool digested) -> nb::object {
                  const quire::Source type = source_named(source_dtype);
-                 const int64_t needed = count * self.columns() * quire::source_bytes(type);
+                 const int64_t rows = of_rows > 0 ? of_rows : count;
+                 const int64_t needed = rows * self.columns() * quire::source_bytes(type);
                  if (count < 0 || static_cast<int64_t>(source.size()) != needed) {
                      throw std::invalid_argument(
                          std::to_string(source.size()) + " source bytes; " +
-                         std::to_string(count) + " rows take " + std::to_string(needed));
+                         std::to_string(rows) + " rows take " + std::to_string(needed));
                  }
                  quire::Content content(source.data(), needed);
                  {
                      nb::gil_scoped_release release;
-                     self.fill(pool, first, count, content, type, offset);
+                     self.fill(pool, first, count,
+                               {source.data(), type, first_row, rows, transposed,
+                                digested ? &content : nullptr},
+                               offset);
                  }
+                 if (!digested) return nb::none();
                  const quire::Digest digest = content.digest();
                  return nb::make_tuple(digest.low, digest.high);
              },
              "pool"_a, "first"_a, "count"_a, "source"_a, "source_dtype"_a, "offset"_a = 0.0f,
-             "Convert rows first .. first + count from raw source bytes [count * columns].\n\n"
-             "Returns the content_digest of the source, which is read once for both.")
+             nb::kw_only(), "first_row"_a = 0, "of_rows"_a = 0, "transposed"_a = false,
+             "digested"_a = true,
+             "Convert rows first .. first + count from the raw bytes of a tensor.\n\n"
+             "They are its rows first_row .. of `of_rows` (0: count); it is [of_rows, columns], or "
+             "[columns, of_rows] where transposed. Returns the content_digest of the whole source, "
+             "which is read once for both; None where it is not to be digested.")
         .def("row", &quire::Weight::row, "row"_a, "One row as floats, for checks.")
         .def_prop_ro("rows", &quire::Weight::rows)
         .def_prop_ro("columns", &quire::Weight::columns)

@@ -1,5 +1,5 @@
-// activation, add and scale: element by element, in f32, rounded once to the output's type.
-// An element of a result depends on the elements at its own place only, so neither vectors nor
+// activation, add, scale, soft_cap and copy: element by element, in f32, rounded once to the
+// output's type. An element of a result depends on the elements at its own place only, so neither vectors nor
 // threads can change it. exp and erf are fixed polynomials of ours: no library's bits come in.
 
 #include "quire/rows.h"
@@ -104,6 +104,39 @@ void scale(const ScaleArgs& args) {
                 auto* x = static_cast<decltype(x_tag)>(args.x.at(row));
                 for_columns(width, [&](int64_t c, int n) {
                     store_some(x + c, mul(load_some(x + c, n), factor), n);
+                });
+            });
+        }
+    });
+}
+
+void soft_cap(const SoftCapArgs& args) {
+    const int64_t width = args.x.width;
+    const Vec cap = set1(args.cap);
+    args.pool->deal(args.rows, rows_per_chunk(width), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            with_type(args.x.type, [&](auto* x_tag) {
+                auto* x = static_cast<decltype(x_tag)>(args.x.at(row));
+                for_columns(width, [&](int64_t c, int n) {
+                    const Vec share = div(load_some(x + c, n), cap);
+                    store_some(x + c, mul(tanh(share), cap), n);
+                });
+            });
+        }
+    });
+}
+
+void copy(const CopyArgs& args) {
+    const int64_t width = args.x.width;
+    args.pool->deal(args.rows, rows_per_chunk(width), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            with_type(args.x.type, [&](auto* x_tag) {
+                const auto* x = static_cast<decltype(x_tag)>(args.x.at(row));
+                with_type(args.y.type, [&](auto* y_tag) {
+                    auto* y = static_cast<decltype(y_tag)>(args.y.at(row));
+                    for_columns(width, [&](int64_t c, int n) {
+                        store_some(y + c, load_some(x + c, n), n);
+                    });
                 });
             });
         }

@@ -18,21 +18,21 @@ QUIRE_VEC float panel_element(const bf16* panel, int64_t lane, int64_t k) {
 
 // `tag` only says the weight's element type.
 template <class W, class Y>
-QUIRE_VEC void embed_row(const EmbedArgs& args, int64_t token, W* tag, Y* y) {
+QUIRE_VEC void embed_row(const EmbedArgs& args, int64_t index, W* tag, Y* y) {
     (void)tag;
     const int64_t k = args.weight.k;
     float values[kLanes] = {};
     if (args.packed) {
         const auto* panel = reinterpret_cast<const W*>(
             static_cast<const char*>(args.weight.data) +
-            token / kPanel * panel_bytes(k, args.weight.type));
+            index / kPanel * panel_bytes(k, args.weight.type));
         for_columns(k, [&](int64_t c, int n) {
-            for (int i = 0; i < n; ++i) values[i] = panel_element(panel, token % kPanel, c + i);
+            for (int i = 0; i < n; ++i) values[i] = panel_element(panel, index % kPanel, c + i);
             store_some(y + c, load(values), n);
         });
         return;
     }
-    const W* row = static_cast<const W*>(args.weight.data) + token * k;
+    const W* row = static_cast<const W*>(args.weight.data) + index * k;
     for_columns(k, [&](int64_t c, int n) { store_some(y + c, load_some(row + c, n), n); });
 }
 
@@ -43,7 +43,7 @@ void embed(const EmbedArgs& args) {
         for (int64_t row = begin; row < end; ++row) {
             with_type(args.weight.type, [&](auto* weight) {
                 with_type(args.y.type, [&](auto* y) {
-                    embed_row(args, args.token_ids[row], weight,
+                    embed_row(args, args.ids[row], weight,
                               static_cast<decltype(y)>(args.y.at(row)));
                 });
             });

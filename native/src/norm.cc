@@ -49,7 +49,8 @@ void norm_run(const NormArgs& args, const X* x, Y* y, int64_t width) {
     for_columns(width, [&](int64_t c, int n) {
         Vec a = load_some(x + c, n);
         if (args.layer) a = sub(a, center);
-        a = mul(mul(a, factor), load_some(args.weight + c, n));
+        a = mul(a, factor);
+        if (args.weight != nullptr) a = mul(a, load_some(args.weight + c, n));
         if (args.bias != nullptr) a = add(a, load_some(args.bias + c, n));
         store_some(y + c, a, n);
     });

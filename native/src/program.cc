@@ -19,16 +19,22 @@ struct Arity {
 };
 
 constexpr Arity kArities[] = {
-    {"embed", 1, 1, 0, 0, 1, 1},      {"norm", 2, 3, 2, 1, 1, 2},
+    {"embed", 1, 1, 1, 0, 1, 1},      {"norm", 2, 3, 2, 1, 0, 2},
     {"linear", 2, 2, 0, 0, 1, 2},     {"rope", 1, 1, 3, 0, 0, 0},
     {"store_kv", 2, 2, 1, 0, 0, 0},   {"attention", 2, 2, 3, 2, 0, 0},
     {"activation", 2, 3, 1, 0, 0, 0}, {"add", 2, 2, 0, 0, 0, 0},
-    {"scale", 1, 1, 0, 1, 0, 0},      {"gather_rows", 2, 2, 0, 0, 0, 0},
+    {"scale", 1, 1, 0, 1, 0, 0},      {"soft_cap", 1, 1, 0, 1, 0, 0},
+    {"copy", 2, 2, 0, 0, 0, 0},       {"gather_rows", 2, 2, 0, 0, 0, 0},
 };
 
 const Arity& arity_of(OpKind kind) { return kArities[static_cast<size_t>(kind)]; }
 
 bool within(size_t value, size_t low, size_t high) { return low <= value && value <= high; }
+
+// What an embed looks up.
+const int32_t* ids_of(const OpSpec& op, const StepInputs& inputs) {
+    return op.ints[0] ? inputs.rope_positions : inputs.token_ids;
+}
 
 void check_range(const char* name, const int32_t* values, int64_t count, int64_t low,
                  int64_t end) {
@@ -104,18 +110,26 @@ void Program::check_op(const OpSpec& op) const {
     if (op.weights.size() > 1 && op.weights[1]->rows() != op.weights[0]->rows()) {
         refuse("the bias has another length than the weight has rows");
     }
-    if (op.kind == OpKind::embed && op.weights[0]->columns() != op.views[0].width) {
-        refuse("the output is not as wide as the table");
+    if (op.kind == OpKind::embed) {
+        if (op.weights[0]->columns() != op.views[0].width) {
+            refuse("the output is not as wide as the table");
+        }
+        if (buffer_at(op.views[0].buffer).rows != RowCount::tokens) {
+            refuse("the output has not a row for each token");
+        }
     }
+    if (op.kind == OpKind::soft_cap && !(op.floats[0] > 0.0)) refuse("the cap is not above zero");
     if (op.kind == OpKind::norm) {
         const int64_t width = op.views[0].width;
         const int64_t run = op.ints[1] > 0 ? op.ints[1] : width;
-        if (width % run != 0 || op.weights[0]->rows() != run) refuse("weight and group disagree");
+        if (width % run != 0 || (!op.weights.empty() && op.weights[0]->rows() != run)) {
+            refuse("weight and group disagree");
+        }
         for (const ViewSpec& view : op.views) {
             if (view.width != width) refuse("views differ in width");
         }
     }
-    if (op.kind == OpKind::add || op.kind == OpKind::activation ||
+    if (op.kind == OpKind::add || op.kind == OpKind::activation || op.kind == OpKind::copy ||
         op.kind == OpKind::gather_rows) {
         for (const ViewSpec& view : op.views) {
             if (view.width != op.views[0].width) refuse("views differ in width");
@@ -246,8 +260,8 @@ void Program::check(const Segment& segment, const StepInputs& inputs) const {
             }
         }
         if (op.kind == OpKind::embed) {
-            check_range("token_ids", inputs.token_ids, inputs.num_tokens, 0,
-                        op.weights[0]->rows());
+            check_range(op.ints[0] ? "rope_positions" : "token_ids", ids_of(op, inputs),
+                        inputs.num_tokens, 0, op.weights[0]->rows());
         }
         if (op.kind == OpKind::rope) {
             const auto index = static_cast<size_t>(op.ints[0]);
@@ -332,7 +346,7 @@ void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
     switch (op.kind) {
         case OpKind::embed: {
             const Weight& weight = *op.weights[0];
-            return kernels.embed({inputs.token_ids, count, weight.form() == Form::matrix,
+            return kernels.embed({ids_of(op, inputs), count, weight.form() == Form::matrix,
                                   weight.matrix(), first, pool});
         }
         case OpKind::norm:
@@ -360,6 +374,10 @@ void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
             return kernels.add({first, second, count, pool});
         case OpKind::scale:
             return kernels.scale({first, count, real(0), pool});
+        case OpKind::soft_cap:
+            return kernels.soft_cap({first, count, real(0), pool});
+        case OpKind::copy:
+            return kernels.copy({first, second, count, pool});
         case OpKind::gather_rows:
             return kernels.gather_rows({first, second, count_of(op.views[1], inputs),
                                         inputs.sample_rows, pool});

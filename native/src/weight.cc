@@ -1,5 +1,6 @@
 // Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels'
-// layout, in one pass over the source, which is digested on the way. Rounding to bf16 happens here once, to nearest even.
+// layout, in one pass over the source, which is digested on the way; a transposed source is read
+// where it lies. Rounding to bf16 happens here once, to nearest even.
 // Always holds: packed bytes depend on the elements only, never on threads or on how a weight
 // was cut into parts; padding is not written and stays zero.
 
@@ -18,6 +19,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t kColumnBlock = 64;  // columns of 32 rows are turned at a time, within L1
+constexpr int64_t kShares = 64;       // of work that goes with no digest
 
 float widen_half(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
@@ -35,13 +37,19 @@ float widen_half(uint16_t half) {
     return sign != 0 ? -value : value;
 }
 
-// Reads source elements as f32 and stores them as T.
+// Reads source elements as f32 and stores them as T. Element (row, k) of what is filled lies at
+// start + row * row_stride + k * column_stride of the source.
 template <Source source, class T>
 struct Convert {
     const void* data;
     float offset;
+    int64_t start, row_stride, column_stride;
 
-    T operator()(int64_t index) const {
+    T operator()(int64_t row, int64_t k) const {
+        return element(start + row * row_stride + k * column_stride);
+    }
+
+    T element(int64_t index) const {
         float value;
         if constexpr (source == Source::f32) {
             std::memcpy(&value, static_cast<const char*>(data) + index * 4, 4);
@@ -65,12 +73,14 @@ struct Convert {
         }
     }
 
-    // The stored bytes are the source's bytes.
+    // The stored bytes are the source's bytes, row after row.
     bool verbatim() const {
-        return offset == 0.0f && source == (sizeof(T) == 4 ? Source::f32 : Source::bf16);
+        return offset == 0.0f && source == (sizeof(T) == 4 ? Source::f32 : Source::bf16) &&
+               column_stride == 1;
     }
 
-    const char* at(int64_t index) const {
+    const char* at(int64_t row, int64_t k) const {
+        const int64_t index = start + row * row_stride + k * column_stride;
         return static_cast<const char*>(data) + index * (source == Source::f32 ? 4 : 2);
     }
 };
@@ -126,20 +136,21 @@ void turn_words(const char* source, int64_t stride_bytes, int64_t rows, int64_t 
 }
 
 // Fills units 0 .. units in parts, each after its share of the source was digested: what is read
-// for the one lies in the caches for the other.
+// for the one lies in the caches for the other. content null: nothing is digested.
 template <class Part>
-void deal_with_digest(Pool& pool, Content& content, int64_t units, Part part) {
-    const int64_t pieces = content.pieces();
+void deal_with_digest(Pool& pool, Content* content, int64_t units, Part part) {
+    const int64_t pieces = content == nullptr ? (units < kShares ? units : kShares)
+                                              : content->pieces();
     pool.deal(pieces, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
-            content.take(i);
+            if (content != nullptr) content->take(i);
             part(units * i / pieces, units * (i + 1) / pieces);
         }
     });
 }
 
 template <class T, class Read>
-void fill_panels(Pool& pool, Content& content, char* data, Type type, int64_t first,
+void fill_panels(Pool& pool, Content* content, char* data, Type type, int64_t first,
                  int64_t count, int64_t columns, Read read) {
     const int64_t bytes = panel_bytes(columns, type);
     const int64_t first_panel = first / kPanel;
@@ -156,16 +167,24 @@ void fill_panels(Pool& pool, Content& content, char* data, Type type, int64_t fi
                 if (read.verbatim()) {  // whole words; an odd last column is left for below
                     const int64_t words = (k1 - k0) * int64_t{sizeof(T)} / 4;
                     start += words * 4 / int64_t{sizeof(T)};
-                    turn_words(read.at((low - first) * columns + k0),
-                               columns * int64_t{sizeof(T)}, high - low, words,
+                    turn_words(read.at(low - first, k0),
+                               read.row_stride * int64_t{sizeof(T)}, high - low, words,
                                reinterpret_cast<uint32_t*>(
                                    panel + panel_index<T>(low - p * kPanel, k0)));
                 }
+                if (read.column_stride != 1) {  // rows lie side by side: the way panels want them
+                    for (int64_t k = k0; k < k1; ++k) {
+                        for (int64_t row = low; row < high; ++row) {
+                            panel[panel_index<T>(row - p * kPanel, k)] = read(row - first, k);
+                        }
+                    }
+                    continue;
+                }
                 for (int64_t row = low; start < k1 && row < high; ++row) {
-                    const int64_t source = (row - first) * columns;
+                    const int64_t source = read.start + (row - first) * read.row_stride;
                     const int64_t lane = row - p * kPanel;
                     for (int64_t k = start; k < k1; ++k) {
-                        panel[panel_index<T>(lane, k)] = read(source + k);
+                        panel[panel_index<T>(lane, k)] = read.element(source + k);
                     }
                 }
             }
@@ -174,11 +193,15 @@ void fill_panels(Pool& pool, Content& content, char* data, Type type, int64_t fi
 }
 
 template <class T, class Read>
-void fill_rows(Pool& pool, Content& content, char* data, int64_t first, int64_t count,
+void fill_rows(Pool& pool, Content* content, char* data, int64_t first, int64_t count,
                int64_t columns, Read read) {
     T* out = reinterpret_cast<T*>(data) + first * columns;
     deal_with_digest(pool, content, count * columns, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) out[i] = read(i);
+        if (read.row_stride == columns) {
+            for (int64_t i = begin; i < end; ++i) out[i] = read.element(read.start + i);
+            return;
+        }
+        for (int64_t i = begin; i < end; ++i) out[i] = read(i / columns, i % columns);
     });
 }
 
@@ -196,31 +219,48 @@ Weight::Weight(Form form, Type type, int64_t rows, int64_t columns)
     memory_ = Memory(static_cast<std::size_t>(bytes));
 }
 
-void Weight::fill(Pool& pool, int64_t first, int64_t count, Content& source,
-                  Source source_type, float offset) {
+void Weight::fill(Pool& pool, int64_t first, int64_t count, const SourceRows& source,
+                  float offset) {
+    if (source.first_row < 0 || source.first_row + count > source.of_rows) {
+        throw std::out_of_range("rows " + std::to_string(source.first_row) + " to " +
+                                std::to_string(source.first_row + count) + " of a source of " +
+                                std::to_string(source.of_rows));
+    }
     if (first < 0 || count < 0 || first + count > rows_) {
         throw std::out_of_range("rows " + std::to_string(first) + " to " +
                                 std::to_string(first + count) + " of a weight of " +
                                 std::to_string(rows_));
     }
-    if (count == 0) return;
+    if (count == 0) {
+        for (int64_t i = 0; source.content != nullptr && i < source.content->pieces(); ++i) {
+            source.content->take(i);
+        }
+        return;
+    }
     const auto fill_with = [&](auto read, auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
         if (form_ == Form::matrix) {
-            fill_panels<T>(pool, source, memory_.data(), type_, first, count, columns_, read);
+            fill_panels<T>(pool, source.content, memory_.data(), type_, first, count, columns_, read);
         } else {
-            fill_rows<T>(pool, source, memory_.data(), first, count, columns_, read);
+            fill_rows<T>(pool, source.content, memory_.data(), first, count, columns_, read);
         }
+    };
+    const int64_t row_stride = source.transposed ? 1 : columns_;
+    const int64_t column_stride = source.transposed ? source.of_rows : 1;
+    const auto fill_from = [&](auto read, auto* element) {
+        read.data = source.bytes;
+        read.offset = offset;
+        read.start = source.first_row * row_stride;
+        read.row_stride = row_stride;
+        read.column_stride = column_stride;
+        fill_with(read, element);
     };
     const auto fill_as = [&](auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
-        switch (source_type) {
-            case Source::f32:
-                return fill_with(Convert<Source::f32, T>{source.bytes(), offset}, element);
-            case Source::f16:
-                return fill_with(Convert<Source::f16, T>{source.bytes(), offset}, element);
-            case Source::bf16:
-                return fill_with(Convert<Source::bf16, T>{source.bytes(), offset}, element);
+        switch (source.type) {
+            case Source::f32: return fill_from(Convert<Source::f32, T>{}, element);
+            case Source::f16: return fill_from(Convert<Source::f16, T>{}, element);
+            case Source::bf16: return fill_from(Convert<Source::bf16, T>{}, element);
         }
     };
     if (type_ == Type::f32) {

@@ -22,11 +22,11 @@ def check_batch(batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_
         if len(getattr(batch, name)) != rows:
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries for {rows} rows")
     columns = batch.block_tables.shape[1]
-    _check_range("token_ids", batch.token_ids, 0, vocab_size)
-    _check_range("positions", batch.positions, 0, columns * block_size)
-    _check_range("rope_positions", batch.rope_positions, 0, np.iinfo(np.int32).max)
-    _check_range("kv_slots", batch.kv_slots, -1, num_blocks * block_size)
-    _check_range("sample_rows", batch.sample_rows, 0, rows)
+    check_range("token_ids", batch.token_ids, 0, vocab_size)
+    check_range("positions", batch.positions, 0, columns * block_size)
+    check_range("rope_positions", batch.rope_positions, 0, np.iinfo(np.int32).max)
+    check_range("kv_slots", batch.kv_slots, -1, num_blocks * block_size)
+    check_range("sample_rows", batch.sample_rows, 0, rows)
     starts = batch.seq_starts
     if starts[0] != 0 or starts[-1] != rows or (np.diff(starts) < 0).any():
         raise ValueError(f"seq_starts {starts.tolist()} do not span {rows} token rows")
@@ -34,10 +34,11 @@ def check_batch(batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_
         raise ValueError(f"{len(batch.block_tables)} block tables for {len(starts) - 1} sequences")
     for table, (start, end) in zip(batch.block_tables, pairwise(starts), strict=True):
         last = batch.positions[start:end].max(initial=-1)
-        _check_range("block_tables", table[: last // block_size + 1], 0, num_blocks)
+        check_range("block_tables", table[: last // block_size + 1], 0, num_blocks)
 
 
-def _check_range(name: str, values: Int32s, low: int, end: int) -> None:
+def check_range(name: str, values: Int32s, low: int, end: int) -> None:
+    """Raise ValueError unless all values are at least `low` and below `end`."""
     wrong = (values < low) | (values >= end)
     if wrong.any():
         index = int(wrong.argmax())

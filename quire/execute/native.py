@@ -7,7 +7,8 @@ native call without the GIL. Knows nothing of requests; adds no arithmetic of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,11 +21,13 @@ from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Op, OpKind, Rows, View, Weight
+from quire.program.ops import Op, OpKind, Rows, View, Weight, WeightPart
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.native import choose
-from quire.weights.binding import check
+from quire.sampling.native_scoring import score
+from quire.sampling.scoring import ScoreBatch, Scores
+from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.content import WeightsDigest
 
@@ -67,7 +70,7 @@ class NativeExecutor:
         poison: bool = False,
     ) -> None:
         self.check_program(program)
-        check(program, checkpoint)
+        binding = bind(program, checkpoint)
         try:
             self.pool = _native.Pool(num_threads, isa=isa)
         except RuntimeError as error:  # its words name the instruction sets, or the threads
@@ -84,7 +87,7 @@ class NativeExecutor:
         try:
             self._native = _place_buffers(program, max_rows, self.pool)
             digest = WeightsDigest()
-            weights = _pack(program, checkpoint, self.pool, digest, progress)
+            weights = _pack(program, binding, self.pool, digest, progress)
             self.weights_digest = digest.hexdigest()
         except MemoryError as error:
             raise CapacityError(
@@ -152,6 +155,10 @@ class NativeExecutor:
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row of `logits`."""
         return choose(logits, batch, self.pool)
+
+    def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
+        """How likely known tokens are, by the rows of `logits` (which are only read)."""
+        return score(logits, batch, self.pool)
 
     @property
     def ops_done(self) -> int:
@@ -245,7 +252,7 @@ def _place_buffers(
 
 def _pack(
     program: Program,
-    checkpoint: Checkpoint,
+    binding: Binding,
     pool: _native.Pool,
     digest: WeightsDigest,
     progress: Progress | None,
@@ -256,16 +263,44 @@ def _pack(
     for name, weight in program.weights.items():
         packed[name] = native = _empty_weight(weight)
         first = 0
-        for part in weight.parts:
-            stored = checkpoint.tensor(part.source)
-            content = native.fill(pool, first, part.rows, stored.raw, stored.dtype, weight.offset)
-            digest.add(stored, content)
-            checkpoint.release(part.source)
+        for part in _joined(weight.parts):
+            stored = binding.tensor(part)
+            content = native.fill(
+                pool,
+                first,
+                part.rows,
+                stored.raw,
+                stored.dtype,
+                weight.offset,
+                first_row=part.first_row,
+                of_rows=part.of_rows,
+                transposed=part.transposed,
+                digested=not digest.holds(stored),
+            )
+            if content is not None:
+                digest.add(stored, content)
+            binding.release(part)
             first += part.rows
             done += part.rows * max(weight.columns, 1) * weight.dtype.itemsize
             if progress is not None:
                 progress(done, total)
     return packed
+
+
+def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:
+    """The same rows in fewer parts: those that follow each other in one source too are one."""
+    joined: list[WeightPart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.source == part.source
+            and last.first_row + last.rows == part.first_row
+        ):
+            joined[-1] = replace(last, rows=last.rows + part.rows)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _empty_weight(weight: Weight) -> _native.Weight:
@@ -284,6 +319,8 @@ def _native_op(op: Op, weights: Mapping[str, _native.Weight]) -> NativeOp:
     ints: list[int] = []
     floats: list[float] = []
     match op.kind:
+        case OpKind.EMBED:
+            ints = [int(attrs["ids"] == "positions")]
         case OpKind.NORM:
             ints = [int(attrs["form"] == "layer"), attrs["group"]]
             floats = [attrs["eps"]]
@@ -298,6 +335,8 @@ def _native_op(op: Op, weights: Mapping[str, _native.Weight]) -> NativeOp:
             ints = [ACTIVATION_CODES[attrs["form"]]]
         case OpKind.SCALE:
             floats = [attrs["factor"]]
+        case OpKind.SOFT_CAP:
+            floats = [attrs["cap"]]
     return str(op.kind), views, ints, floats, [weights[name] for name in named if name]
 
 
@@ -308,7 +347,7 @@ def _views(op: Op) -> tuple[View, ...]:
             return op.outputs
         case OpKind.NORM | OpKind.ACTIVATION:
             return (op.inputs[0], op.outputs[0], *op.inputs[1:])
-        case OpKind.LINEAR | OpKind.ATTENTION | OpKind.GATHER_ROWS:
+        case OpKind.LINEAR | OpKind.ATTENTION | OpKind.COPY | OpKind.GATHER_ROWS:
             return (*op.inputs, *op.outputs)
         case _:
             return op.inputs

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, WorkerError
 from quire.execute import reference_ops as ops
-from quire.execute.batch_check import check_batch
+from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.reference_attention import attention
 from quire.execute.rope_table import RopeTable, rope_bytes
@@ -25,7 +25,8 @@ from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.reference import choose
-from quire.weights.binding import check
+from quire.sampling.scoring import ScoreBatch, Scores, score
+from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.content import WeightsDigest
 from quire.weights.dtypes import round_to_bf16
@@ -54,7 +55,7 @@ class ReferenceExecutor:
         num_threads: int = 1,
         progress: Progress | None = None,
     ) -> None:
-        check(program, checkpoint)
+        binding = bind(program, checkpoint)
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}; at least 1 is allowed")
         self._program = program
@@ -64,7 +65,7 @@ class ReferenceExecutor:
             Rows.SEQUENCES: max_sequences,
         }
         digest = WeightsDigest()
-        self._weights = _load(program, checkpoint, digest, progress)
+        self._weights = _load(program, binding, digest, progress)
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._buffers = [
@@ -126,6 +127,10 @@ class ReferenceExecutor:
         """Choose a token for each row."""
         return choose(logits, batch)
 
+    def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
+        """How likely known tokens are, by the rows of `logits`."""
+        return score(logits, batch)
+
     def close(self) -> None:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
@@ -175,7 +180,12 @@ class ReferenceExecutor:
 
     def _embed(self, op: Op, batch: ForwardBatch) -> None:
         table = self._weights[op.attrs["weight"]]
-        self._write(op.outputs[0], ops.embed(table, batch.token_ids))
+        if op.attrs["ids"] == "tokens":
+            ids = batch.token_ids
+        else:
+            ids = batch.rope_positions
+            check_range("rope_positions", ids, 0, len(table))
+        self._write(op.outputs[0], ops.embed(table, ids))
 
     def _norm(self, op: Op, batch: ForwardBatch) -> None:
         x = op.inputs[0]
@@ -183,7 +193,7 @@ class ReferenceExecutor:
             self._write(x, ops.add(self._read(x), self._read(op.inputs[1])))
         y = ops.norm(
             self._read(x),
-            self._weights[op.attrs["weight"]],
+            self._weight(op.attrs["weight"]),
             eps=op.attrs["eps"],
             form=op.attrs["form"],
             bias=self._weight(op.attrs["bias"]),
@@ -244,6 +254,12 @@ class ReferenceExecutor:
     def _scale(self, op: Op, batch: ForwardBatch) -> None:
         self._write(op.outputs[0], ops.scale(self._read(op.inputs[0]), op.attrs["factor"]))
 
+    def _soft_cap(self, op: Op, batch: ForwardBatch) -> None:
+        self._write(op.outputs[0], ops.soft_cap(self._read(op.inputs[0]), op.attrs["cap"]))
+
+    def _copy(self, op: Op, batch: ForwardBatch) -> None:
+        self._write(op.outputs[0], ops.copy(self._read(op.inputs[0])))
+
     def _gather_rows(self, op: Op, batch: ForwardBatch) -> None:
         x = self._read(op.inputs[0])
         self._write(op.outputs[0], ops.gather_rows(x, self._sample_rows))
@@ -260,29 +276,32 @@ RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] 
         OpKind.ACTIVATION: ReferenceExecutor._activation,
         OpKind.ADD: ReferenceExecutor._add,
         OpKind.SCALE: ReferenceExecutor._scale,
+        OpKind.SOFT_CAP: ReferenceExecutor._soft_cap,
+        OpKind.COPY: ReferenceExecutor._copy,
         OpKind.GATHER_ROWS: ReferenceExecutor._gather_rows,
     }
 )
 
 
 def _load(
-    program: Program, checkpoint: Checkpoint, digest: WeightsDigest, progress: Progress | None
+    program: Program, binding: Binding, digest: WeightsDigest, progress: Progress | None
 ) -> dict[str, Float32s]:
     """All weights in float32: [rows, columns], or [rows] for a vector."""
     loaded: dict[str, Float32s] = {}
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        loaded[name] = _load_weight(weight, checkpoint, digest)
+        loaded[name] = _load_weight(weight, binding, digest)
         done += weight.size * weight.dtype.itemsize
         if progress is not None:
             progress(done, total)
     return loaded
 
 
-def _load_weight(weight: Weight, checkpoint: Checkpoint, digest: WeightsDigest) -> Float32s:
-    parts = [checkpoint.read_f32(part.source) for part in weight.parts]
+def _load_weight(weight: Weight, binding: Binding, digest: WeightsDigest) -> Float32s:
+    parts = [binding.read_f32(part) for part in weight.parts]
     for part in weight.parts:
-        digest.add(checkpoint.tensor(part.source))
-        checkpoint.release(part.source)
+        if not digest.holds(stored := binding.tensor(part)):
+            digest.add(stored)
+        binding.release(part)
     values = np.concatenate(parts) + np.float32(weight.offset)
     return round_to_bf16(values) if weight.dtype is DType.BF16 else values

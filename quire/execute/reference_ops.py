@@ -19,21 +19,29 @@ ONE = np.float32(1)
 HALF = np.float32(0.5)
 
 
-def embed(table: Float32s, token_ids: Int32s) -> Float32s:
-    """Rows of table [V, N] by id: [R, N]."""
-    y: Float32s = table[token_ids]
+def embed(table: Float32s, ids: Int32s) -> Float32s:
+    """Rows of table [V, N] by id (a token's, or a position): [R, N]."""
+    y: Float32s = table[ids]
     return y
 
 
 def norm(
-    x: Float32s, weight: Float32s, *, eps: float, form: str, bias: Float32s | None, group: int
+    x: Float32s,
+    weight: Float32s | None,
+    *,
+    eps: float,
+    form: str,
+    bias: Float32s | None,
+    group: int,
 ) -> Float32s:
     """RMS or layer norm of x [R, N], or of each run of `group` columns by itself."""
     runs = x.reshape(len(x), -1, group or x.shape[1])
     if form == "layer":
         runs = runs - runs.mean(axis=-1, keepdims=True)
     mean_square = (runs * runs).mean(axis=-1, keepdims=True)
-    y = runs * (ONE / np.sqrt(mean_square + np.float32(eps))) * weight
+    y = runs * (ONE / np.sqrt(mean_square + np.float32(eps)))
+    if weight is not None:
+        y = y * weight
     if bias is not None:
         y = y + bias
     normed: Float32s = y.reshape(x.shape)
@@ -81,6 +89,17 @@ def add(x: Float32s, y: Float32s) -> Float32s:
 def scale(x: Float32s, factor: float) -> Float32s:
     """x * factor."""
     return np.multiply(x, np.float32(factor), dtype=np.float32)
+
+
+def soft_cap(x: Float32s, cap: float) -> Float32s:
+    """cap * tanh(x / cap): next to x where it is small, never beyond cap."""
+    y: Float32s = np.tanh(x / np.float32(cap)) * np.float32(cap)
+    return y
+
+
+def copy(x: Float32s) -> Float32s:
+    """x itself: what changes is the dtype it is stored in."""
+    return x
 
 
 def gather_rows(x: Float32s, rows: Int32s) -> Float32s:

@@ -197,6 +197,10 @@ def _one_each(program: Program, op: Op, step: StepShape) -> Cost:
     return Cost(other_ops=_elements(op.outputs[0], step))
 
 
+def _soft_cap(program: Program, op: Op, step: StepShape) -> Cost:
+    return Cost(other_ops=6 * _elements(op.inputs[0], step))
+
+
 def _nothing(program: Program, op: Op, step: StepShape) -> Cost:
     return Cost()
 
@@ -212,6 +216,8 @@ _COSTS: Mapping[OpKind, Callable[[Program, Op, StepShape], Cost]] = MappingProxy
         OpKind.ACTIVATION: _activation,
         OpKind.ADD: _one_each,
         OpKind.SCALE: _one_each,
+        OpKind.SOFT_CAP: _soft_cap,
+        OpKind.COPY: _nothing,
         OpKind.GATHER_ROWS: _nothing,
     }
 )

@@ -2,7 +2,7 @@
 
 Frozen once built. Knows no executor and holds no data. Always holds: every view lies inside its
 buffer, every weight an operation names is in the table, every buffer read was written before
-(in the same segment, or in an earlier one).
+(in the same segment, or in an earlier one), and parts that name one source agree on its shape.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.program.ops import Buffer, CacheSpec, Op, RopeSpec, View, Weight
+from quire.program.ops import Buffer, CacheSpec, Op, OpKind, RopeSpec, View, Weight, WeightForm
 
 # Part of every fingerprint: raised when a recipe changes so that results differ in any bit.
 NUMERICS_VERSION = 1
@@ -36,6 +36,7 @@ class Program:
     max_positions: int
 
     def __post_init__(self) -> None:
+        self._check_sources()
         written: set[int] = set()
         for segment, ops in self.segments.items():
             for index, op in enumerate(ops):
@@ -50,9 +51,43 @@ class Program:
                     name = op.attrs.get(key)
                     if name is not None and name not in self.weights:
                         raise ValueError(f"{where}: no weight named {name!r}")
+                _check_attrs(op, where)
                 written.update(view.buffer.index for view in op.outputs)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights in their stored dtype."""
         return sum(weight.size * weight.dtype.itemsize for weight in self.weights.values())
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor the weights come from, by its name, in the order they are named."""
+        return {
+            part.source: weight.source_shape(part)
+            for weight in self.weights.values()
+            for part in weight.parts
+        }
+
+    def _check_sources(self) -> None:
+        shapes = self.source_shapes()
+        for weight in self.weights.values():
+            for part in weight.parts:
+                where = f"{self.name}: weight {weight.name}: part {part.name}"
+                end, total = part.first_row + part.rows, part.of_rows or part.rows
+                if part.rows < 1 or part.first_row < 0 or end > total:
+                    raise ValueError(f"{where}: rows {part.first_row} to {end} of {total}")
+                if part.transposed and weight.form is WeightForm.VECTOR:
+                    raise ValueError(f"{where}: a vector cannot be transposed")
+                if weight.source_shape(part) != shapes[part.source]:
+                    raise ValueError(
+                        f"{where}: {part.source} is {list(weight.source_shape(part))} here and "
+                        f"{list(shapes[part.source])} elsewhere"
+                    )
+
+
+def _check_attrs(op: Op, where: str) -> None:
+    if op.kind is OpKind.NORM and op.attrs["weight"] is None and op.attrs["bias"] is not None:
+        raise ValueError(f"{where}: a bias and no weight")
+    if op.kind is OpKind.EMBED and op.attrs["ids"] not in ("tokens", "positions"):
+        raise ValueError(f"{where}: ids is {op.attrs['ids']!r}; tokens or positions are meant")
+    if op.kind is OpKind.SOFT_CAP and not op.attrs["cap"] > 0:
+        raise ValueError(f"{where}: cap is {op.attrs['cap']}; it must be above 0")

@@ -119,8 +119,16 @@ def _detail(program: Program, op: Op) -> str:
         words.append(f"{weight_name} [{size}] {weight.dtype}")
     if op.attrs.get("bias") is not None:
         words.append("+ bias")
+    if op.kind is OpKind.EMBED and op.attrs["ids"] != "tokens":
+        words.append(f"by {op.attrs['ids']}")
     if op.kind is OpKind.NORM:
         words.append(op.attrs["form"])
+        if op.attrs["group"]:
+            words.append(f"each {op.attrs['group']}")
+    if op.kind is OpKind.SCALE:
+        words.append(f"by {op.attrs['factor']:g}")
+    if op.kind is OpKind.SOFT_CAP:
+        words.append(f"at {op.attrs['cap']:g}")
     if op.kind is OpKind.ACTIVATION:
         words.append(op.attrs["form"])
     if op.kind is OpKind.ATTENTION:
@@ -128,6 +136,8 @@ def _detail(program: Program, op: Op) -> str:
         words.append(f"of {op.attrs['head_dim']}")
         if op.attrs["window"]:
             words.append(f"window {op.attrs['window']}")
+        if op.attrs["soft_cap"]:
+            words.append(f"capped at {op.attrs['soft_cap']:g}")
     if op.kind is OpKind.ROPE:
         words.append(f"{op.attrs['heads']} heads of {op.attrs['head_dim']}")
     if "layer" in op.attrs:

@@ -1,62 +1,109 @@
-"""Compares a program's parameter table with a checkpoint: strict both ways.
+"""Binds a program's parameter table to a checkpoint: strict both ways, all problems together.
 
-A missing tensor, an unexpected one and one of a wrong shape are all errors, listed together.
-Three things beyond the table are accepted: the rotary buffers that old checkpoints carry, and a
-copy of the embedding as `lm_head.weight` where the head is tied, if it is the same bytes.
-Reads no values but those two matrices.
+A missing tensor, an unexpected one and one of a wrong shape are errors. What is accepted beyond
+the table: buffers that old checkpoints carry though they can be computed (BUFFERS); a copy of the
+embedding as `lm_head.weight` where the head is tied, if it is the same bytes; rows of a source
+that no part takes. A program names its sources in full (`transformer.h.0...`); where no name of
+the checkpoint begins with the word that most sources begin with, the file was written from the
+decoder alone, and its names are taken to lack that word (`h.0...`). Reads no values but those two
+matrices.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import re
+from collections import Counter
+from collections.abc import Mapping
 
-from quire.program.ops import Weight, WeightForm
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.program.ops import OpKind, WeightPart
 from quire.program.program import Program
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.safetensors import raise_problems
+from quire.weights.dtypes import NUMPY_TYPES
+from quire.weights.safetensors import StoredTensor, raise_problems
 
-ROTARY_BUFFER = ".rotary_emb.inv_freq"
-TIED_COPY, TIED_SOURCE = "lm_head.weight", "model.embed_tokens.weight"
+TIED_COPY = "lm_head.weight"
 COMPARED_ROWS = 4_096
+# Rotary frequencies; GPT-2's causal mask and what it puts where nothing is seen.
+BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
-def check(program: Program, checkpoint: Checkpoint) -> None:
-    """Raise WeightsError unless the checkpoint is exactly what the program needs."""
-    expected = _expected_shapes(program)
+class Binding:
+    """A checkpoint that holds what a program needs, asked by the parts of its weights."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names  # the checkpoint's, by the program's
+
+    def tensor(self, part: WeightPart) -> StoredTensor:
+        """The whole tensor that `part` is cut from, as stored."""
+        return self._checkpoint.tensor(self._names[part.source])
+
+    def read_f32(self, part: WeightPart) -> NDArray[np.float32]:
+        """A fresh float32 copy of the part's rows: [rows, columns], or [rows] of a vector."""
+        name, rows = self._names[part.source], slice(part.first_row, part.first_row + part.rows)
+        if part.transposed:
+            return np.ascontiguousarray(self._checkpoint.read_f32(name)[:, rows].T)
+        return self._checkpoint.read_f32(name, rows)
+
+    def release(self, part: WeightPart) -> None:
+        """Drop the pages of the tensor that `part` is cut from."""
+        self._checkpoint.release(self._names[part.source])
+
+
+def bind(program: Program, checkpoint: Checkpoint) -> Binding:
+    """Raises WeightsError unless the checkpoint is exactly what the program needs."""
+    shapes = program.source_shapes()
+    names = _names(shapes, checkpoint)
+    expected = {names[source]: shape for source, shape in shapes.items()}
     present = set(checkpoint.names)
+    tied_source = names.get(_tied_source(program) or "")
     problems = [
         f"{name} is missing (shape {list(shape)} is needed){_missing_reason(name)}"
         for name, shape in expected.items()
         if name not in present
     ]
     for name in checkpoint.names:
-        found = checkpoint.tensor(name).shape
+        stored = checkpoint.tensor(name)
         if name in expected:
-            if found != expected[name]:
+            if stored.shape != expected[name]:
                 problems.append(
-                    f"{name} has shape {list(found)}; config.json asks for {list(expected[name])}"
+                    f"{name} has shape {list(stored.shape)}; config.json asks for "
+                    f"{list(expected[name])}"
                 )
-        elif name == TIED_COPY and TIED_SOURCE in expected and TIED_SOURCE in present:
-            if not _same_bytes(checkpoint, TIED_COPY, TIED_SOURCE):
+            if stored.dtype not in NUMPY_TYPES:
+                problems.append(f"{name} is {stored.dtype}; f32, f16 and bf16 can be computed with")
+        elif name == TIED_COPY and tied_source in present:
+            if not _same_bytes(checkpoint, TIED_COPY, tied_source):
                 problems.append(
-                    f"{TIED_COPY} differs from {TIED_SOURCE}, but config.json ties them; "
+                    f"{TIED_COPY} differs from {tied_source}, but config.json ties them; "
                     "set tie_word_embeddings to false, or remove it"
                 )
-        elif not name.endswith(ROTARY_BUFFER):
-            problems.append(f"{name} (shape {list(found)}) is not part of {program.name}")
+        elif not BUFFERS.fullmatch(name):
+            problems.append(f"{name} (shape {list(stored.shape)}) is not part of {program.name}")
     raise_problems(f"{checkpoint.path}: weights and config.json disagree", problems)
+    return Binding(checkpoint, names)
 
 
-def _expected_shapes(program: Program) -> dict[str, tuple[int, ...]]:
-    return {
-        part.source: _part_shape(weight, part.rows)
-        for weight in program.weights.values()
-        for part in weight.parts
-    }
+def _names(sources: Mapping[str, object], checkpoint: Checkpoint) -> dict[str, str]:
+    """The checkpoint's name of each source."""
+    words = Counter(source.split(".", 1)[0] for source in sources)
+    prefix = f"{words.most_common(1)[0][0]}."
+    if any(name.startswith(prefix) for name in checkpoint.names):
+        return {source: source for source in sources}
+    return {source: source.removeprefix(prefix) for source in sources}
 
 
-def _part_shape(weight: Weight, rows: int) -> tuple[int, ...]:
-    return (rows,) if weight.form is WeightForm.VECTOR else (rows, weight.columns)
+def _tied_source(program: Program) -> str | None:
+    """The source of the embedding where it is the head too."""
+    ops = [op for segment in program.segments.values() for op in segment]
+    products = {op.attrs["weight"] for op in ops if op.kind is OpKind.LINEAR}
+    for op in ops:
+        if op.kind is OpKind.EMBED and op.attrs["weight"] in products:
+            return program.weights[op.attrs["weight"]].parts[0].source
+    return None
 
 
 def _missing_reason(name: str) -> str:

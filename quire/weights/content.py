@@ -24,6 +24,10 @@ class WeightsDigest:
         low, high = content or _native.content_digest(tensor.raw)
         self._lines[tensor.name] = f"{tensor.dtype} {list(tensor.shape)} {low:016x}{high:016x}"
 
+    def holds(self, tensor: StoredTensor) -> bool:
+        """Was the tensor added before?"""
+        return tensor.name in self._lines
+
     def hexdigest(self) -> str:
         """32 hexadecimal digits over all that was added."""
         digest = hashlib.blake2b(digest_size=16)

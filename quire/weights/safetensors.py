@@ -3,7 +3,8 @@
 Format (huggingface/safetensors): 8 bytes little-endian header length, a JSON object naming each
 tensor's dtype, shape and data_offsets (relative to the end of the header), then the data. What
 always holds after opening: tensors cover the data without gap or overlap, each has exactly the
-bytes its dtype and shape need, and all dtypes are f32, f16 or bf16. Values are not looked at.
+bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, or those of masks that old
+files carry, which nobody computes with. Values are not looked at.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.strict_json import parse_object
-from quire.weights.dtypes import NUMPY_TYPES
+from quire.weights.dtypes import MASK_BYTES, NUMPY_TYPES
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
 MAX_SHOWN_PROBLEMS = 20
 LENGTH_BYTES = 8
 
-DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "U8": "u8", "BOOL": "bool"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,8 @@ class StoredTensor:
     """A tensor as it lies in the file: `raw` uint8 [bytes], read-only, a view of the mapping.
 
     `dtype` is "f32", "f16" or "bf16"; `array` views the same bytes typed and shaped (bf16 as
-    uint16). The start need not be aligned to the element size.
+    uint16). A mask is "u8" or "bool" and has no `array`. The start need not be aligned to the
+    element size.
     """
 
     name: str
@@ -155,7 +157,8 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         problems.append(f"{name}: data_offsets is {offsets!r}; [start, end] is allowed")
         return None
-    needed = prod(shape) * NUMPY_TYPES[DTYPES[dtype]].itemsize
+    kind = DTYPES[dtype]
+    needed = prod(shape) * (MASK_BYTES if kind not in NUMPY_TYPES else NUMPY_TYPES[kind].itemsize)
     if offsets[1] - offsets[0] != needed:
         problems.append(
             f"{name}: {dtype} {shape} needs {needed} bytes, but data_offsets {offsets} "

@@ -49,7 +49,7 @@ def program() -> _native.Program:
     x, y, sampled = (0, 0, WIDTH), (1, 0, WIDTH), (2, 0, WIDTH)
     program.add_segment(
         [
-            ("embed", [x], [], [], [table]),
+            ("embed", [x], [0], [], [table]),
             ("rope", [x], [0, 1, WIDTH], [], []),
             ("store_kv", [x, x], [0], [], []),
             ("attention", [x, y], [0, 1, 0], [1.0, 0.0], []),
@@ -93,6 +93,14 @@ def test_indices_outside_their_arrays_are_refused_before_anything_runs(
     with pytest.raises(ValueError, match=message):
         program.run(0, **_step(**changes))
     assert program.ops_done == 0
+
+
+def test_positions_past_a_table_of_positions_are_refused(program: _native.Program) -> None:
+    table = _native.Weight("table", "f32", VOCAB, WIDTH)
+    program.add_segment([("embed", [(0, 0, WIDTH)], [1], [], [table])])
+    program.run(2, **_step(token_ids=_ints(99, 99)))  # not what is looked up
+    with pytest.raises(ValueError, match=r"rope_positions\[1\] is 7; allowed are 0 to 6"):
+        program.run(2, **_step(rope_positions=_ints(6, 7)))
 
 
 def test_columns_past_a_sequences_last_position_are_not_read(program: _native.Program) -> None:
@@ -185,6 +193,8 @@ def test_malformed_operations_are_refused_when_the_program_is_built(
         (("add", [view, (9, 0, WIDTH)], [], [], []), "no buffer 9"),
         (("add", [view, (1, 1, WIDTH)], [], [], []), "wider than its buffer"),
         (("add", [view, (1, 0, 8)], [], [], []), "views differ in width"),
+        (("soft_cap", [view], [], [0.0], []), "the cap is not above zero"),
+        (("embed", [(2, 0, WIDTH)], [1], [], [matrix]), "not a row for each token"),
         (("linear", [view, (1, 0, 6)], [], [], [matrix]), "differ in width"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -70,10 +70,10 @@ def _linear(dtype: str, out: str, k: int, n: int) -> Case:
     )
 
 
-def _norm(form: str, group: int) -> Case:
+def _norm(form: str, group: int, *, num_vectors: int = 1) -> Case:
     rng = np.random.default_rng(3)
     width = 4 * group or 77
-    weight = draw(rng, group or width)
+    vectors = [draw(rng, group or width) for _ in range(num_vectors)]
     return Case(
         kind="norm",
         operands=[Operand(width), Operand(width), Operand(width, "bf16")],
@@ -82,7 +82,7 @@ def _norm(form: str, group: int) -> Case:
         settings={
             "ints": [form == "layer", group],
             "floats": [1e-5],
-            "weights": [("vector", "f32", weight)],
+            "weights": [("vector", "f32", vector) for vector in vectors],
         },
     )
 
@@ -111,7 +111,7 @@ def _rope() -> Case:
     )
 
 
-def _embed(form: str, dtype: str, out: str) -> Case:
+def _embed(form: str, dtype: str, out: str, *, ids: str = "token_ids") -> Case:
     rng = np.random.default_rng(6)
     table = draw(rng, 50, 37, dtype=dtype)
     return Case(
@@ -119,8 +119,8 @@ def _embed(form: str, dtype: str, out: str) -> Case:
         operands=[Operand(37, out)],
         inputs={},
         output=0,
-        batch={"token_ids": rng.integers(0, 50, NUM_ROWS).astype(np.int32)},
-        settings={"weights": [(form, dtype, table)]},
+        batch={ids: rng.integers(0, 50, NUM_ROWS).astype(np.int32)},
+        settings={"ints": [ids == "rope_positions"], "weights": [(form, dtype, table)]},
     )
 
 
@@ -151,6 +151,8 @@ CASES = {
     "linear bf16 of long K": _linear("bf16", "bf16", 1101, 40),
     "rms norm with delta": _norm("rms", 0),
     "layer norm with delta": _norm("layer", 0),
+    "layer norm with bias": _norm("layer", 0, num_vectors=2),
+    "layer norm without weight": _norm("layer", 0, num_vectors=0),
     "norm of groups": _norm("rms", 24),
     "silu": _activation(0),
     "gelu": _activation(1),
@@ -159,10 +161,15 @@ CASES = {
     "rope": _rope(),
     "embed from panels": _embed("matrix", "bf16", "f32"),
     "embed from a table": _embed("table", "f32", "bf16"),
+    "embed by position": _embed("table", "bf16", "f32", ids="rope_positions"),
     "add": _plain("add", "f32", "f32"),
     "add bf16 to f32": _plain("add", "f32", "bf16"),
     "scale": _plain("scale", "f32", floats=[0.3]),
     "scale bf16": _plain("scale", "bf16", floats=[0.3]),
+    "soft_cap": _plain("soft_cap", "f32", floats=[1.5]),
+    "soft_cap bf16": _plain("soft_cap", "bf16", floats=[30.0]),
+    "copy": _plain("copy", "f32", "bf16", output=1),
+    "copy bf16": _plain("copy", "bf16", "f32", output=1),
     "gather_rows": _plain("gather_rows", "f32", "f32", output=1),
     "gather_rows bf16": _plain("gather_rows", "bf16", "bf16", output=1),
 }

@@ -163,6 +163,52 @@ def test_add_and_scale_round_once(
 
 @each_isa
 @each_dtype
+@pytest.mark.parametrize("cap", [0.3, 30.0])
+def test_a_soft_cap_is_right_from_one_end_of_the_range_to_the_other(
+    isa: str, dtype: str, cap: float
+) -> None:
+    magnitudes = np.concatenate([2.0 ** np.linspace(-30, 12, 333), [0.0, 1e30, np.inf]])
+    x = np.stack([magnitudes, -magnitudes]).astype(np.float32)
+    x = round_to_bf16(x) if dtype == "bf16" else x
+    y = OneOp("soft_cap", [Operand(x.shape[1], dtype)], isa, floats=[cap])({0: x}, num_rows=2)[0]
+    assert_close(y, twin.soft_cap(x, cap), dtype=dtype, scale=cap / 8)
+    assert (np.abs(y) <= cap * (1 + 2.0**-8)).all()
+    assert np.array_equal(np.signbit(y), np.signbit(x))
+
+
+@each_isa
+def test_a_soft_cap_keeps_what_is_not_a_number(isa: str) -> None:
+    x = np.full((1, 5), np.nan, np.float32)
+    assert np.isnan(OneOp("soft_cap", [Operand(5)], isa, floats=[2.0])({0: x}, num_rows=1)[0]).all()
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("out", DTYPES)
+def test_copy_rounds_to_the_type_it_writes(
+    rng: np.random.Generator, isa: str, dtype: str, out: str
+) -> None:
+    x = draw(rng, 3, 45, dtype=dtype)
+    y = OneOp("copy", [Operand(45, dtype), Operand(45, out)], isa)({0: x}, num_rows=3)[1]
+    np.testing.assert_array_equal(y, round_to_bf16(x) if out == "bf16" else x)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("form", ["rms", "layer"])
+def test_a_norm_without_a_weight_has_ones(
+    rng: np.random.Generator, isa: str, dtype: str, form: str
+) -> None:
+    x = draw(rng, 3, 45, dtype=dtype)
+    operands = [Operand(45, dtype), Operand(45)]
+    op = OneOp("norm", operands, isa, ints=[form == "layer", 0], floats=[1e-5])
+    y = op({0: x}, num_rows=3)[1]
+    expected = twin.norm(x, None, eps=1e-5, form=form, bias=None, group=0)
+    assert_close(y, expected, dtype="f32", scale=np.abs(expected) + 1)
+
+
+@each_isa
+@each_dtype
 @pytest.mark.parametrize("out", DTYPES)
 @pytest.mark.parametrize("form", ["matrix", "table"])
 def test_embed_gathers_rows_of_panels_and_tables(
@@ -170,10 +216,12 @@ def test_embed_gathers_rows_of_panels_and_tables(
 ) -> None:
     table = draw(rng, 101, 37, dtype=dtype)
     ids = np.array([0, 31, 32, 100, 7, 7], np.int32)
-    op = OneOp("embed", [Operand(37, out)], isa, weights=[(form, dtype, table)])
-    y = op({}, num_rows=6, batch={"token_ids": ids})[0]
     expected = twin.embed(table, ids)
-    np.testing.assert_array_equal(y, round_to_bf16(expected) if out == "bf16" else expected)
+    for by_position, name in enumerate(("token_ids", "rope_positions")):
+        weights = [(form, dtype, table)]
+        op = OneOp("embed", [Operand(37, out)], isa, ints=[by_position], weights=weights)
+        y = op({}, num_rows=6, batch={name: ids})[0]
+        np.testing.assert_array_equal(y, round_to_bf16(expected) if out == "bf16" else expected)
 
 
 @each_isa
@@ -196,6 +244,7 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_and_infinity(isa: str
         np.uint32,
     )  # fmt: skip
     values = np.tile(bits, 5)[None].view(np.float32)
-    op = OneOp("embed", [Operand(values.shape[1], "bf16")], isa, weights=[("table", "f32", values)])
+    weights = [("table", "f32", values)]
+    op = OneOp("embed", [Operand(values.shape[1], "bf16")], isa, ints=[0], weights=weights)
     y = op({}, num_rows=1)[0]
     np.testing.assert_array_equal(y.view(np.uint32), round_to_bf16(values).view(np.uint32))

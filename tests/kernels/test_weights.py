@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -65,6 +67,43 @@ def test_an_offset_is_added_in_f32_before_rounding() -> None:
     np.testing.assert_array_equal(_read(weight), expected)
 
 
+@pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("form", ["matrix", "table"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_rows_are_cut_from_a_larger_tensor_however_it_lies(
+    stored: str, dtype: str, form: str, transposed: bool, num_threads: int
+) -> None:
+    rng = np.random.default_rng(3)
+    drawn = rng.standard_normal((150, 67)).astype(np.float16).astype(np.float32)
+    values: Any = round_to_bf16(drawn) if stored == "bf16" else drawn
+    lying = values.T.copy() if transposed else values
+    raw = {"f32": lying, "f16": lying.astype(np.float16), "bf16": bf16_bits(lying)}[stored]
+    source = raw.view(np.uint8).ravel()
+    pool = _native.Pool(num_threads)
+    weight = _native.Weight(form, dtype, 101, 67)
+    taken = []
+    for first, last, first_row in ((0, 5, 2), (5, 77, 78), (77, 101, 40)):
+        digest = weight.fill(
+            pool, first, last - first, source, stored,
+            first_row=first_row, of_rows=150, transposed=transposed, digested=first == 0,
+        )  # fmt: skip
+        assert digest == (_native.content_digest(source) if first == 0 else None)
+        taken.append(values[first_row : first_row + last - first])
+    expected = np.concatenate(taken)
+    np.testing.assert_array_equal(
+        _read(weight), round_to_bf16(expected) if dtype == "bf16" else expected
+    )
+
+
+def test_elements_are_cut_from_a_longer_vector_and_offset() -> None:
+    values = np.arange(10, dtype=np.float32)
+    weight = _native.Weight("vector", "f32", 4, 1)
+    weight.fill(_native.Pool(1), 0, 4, values.view(np.uint8), "f32", 1.0, first_row=3, of_rows=10)
+    assert _read(weight).ravel().tolist() == [4, 5, 6, 7]
+
+
 def test_wrong_sizes_are_refused_with_the_numbers() -> None:
     weight = _native.Weight("matrix", "f32", 4, 3)
     source = np.zeros(24, np.uint8)
@@ -72,5 +111,9 @@ def test_wrong_sizes_are_refused_with_the_numbers() -> None:
         weight.fill(_native.Pool(1), 0, 4, source, "f32")
     with pytest.raises(IndexError, match=r"rows 3 to 5 of a weight of 4"):
         weight.fill(_native.Pool(1), 3, 2, source, "f32")
+    with pytest.raises(IndexError, match=r"rows 1 to 3 of a source of 2"):
+        weight.fill(_native.Pool(1), 0, 2, source, "f32", first_row=1, of_rows=2)
+    with pytest.raises(IndexError, match=r"rows -1 to 1 of a source of 2"):
+        weight.fill(_native.Pool(1), 0, 2, source, "f32", first_row=-1, of_rows=2)
     with pytest.raises(ValueError, match="source dtype"):
         weight.fill(_native.Pool(1), 0, 2, source, "f8")

@@ -130,11 +130,6 @@ QUIRE_VEC Vec exp2_below(Vec x) {
     return select_less(x, set1(-126.0f), zero(), mul(p, power_of_two(t)));
 }
 
-QUIRE_VEC Vec tanh(Vec x) {
-    const Vec e = exp(mul(abs(x), set1(-2.0f)));
-    return copy_sign(div(sub(set1(1.0f), e), add(set1(1.0f), e)), x);
-}
-
 QUIRE_VEC float first_lane(Vec a) {
     float lanes[kLanes];
     store(lanes, a);

@@ -42,9 +42,9 @@ static inline int64_t packed_bytes(int64_t n, int64_t k, Type type) {
     return (n + kPanel - 1) / kPanel * panel_bytes(k, type);
 }
 
-// y[r, :] = matrix row token_ids[r], widened or rounded to y's type.
+// y[r, :] = matrix row ids[r], widened or rounded to y's type.
 struct EmbedArgs {
-    const int32_t* token_ids;
+    const int32_t* ids;  // [rows]
     int64_t rows;
     bool packed;  // weight is in panels; else [n, k] row after row
     PackedMatrix weight;
@@ -67,7 +67,7 @@ struct NormArgs {
     int64_t rows;
     bool layer;  // layer norm; else rms
     float eps;
-    const float* weight;  // [group or width]
+    const float* weight;  // [group or width], or null
     const float* bias;    // same, or null
     int64_t group;        // 0: the whole row; else each run of `group` columns by itself
     Pool* pool;
@@ -104,6 +104,19 @@ struct ScaleArgs {  // x *= factor
     Rows x;
     int64_t rows;
     float factor;
+    Pool* pool;
+};
+
+struct SoftCapArgs {  // x = cap * tanh(x / cap)
+    Rows x;
+    int64_t rows;
+    float cap;
+    Pool* pool;
+};
+
+struct CopyArgs {  // y = x, rounded to y's type
+    Rows x, y;
+    int64_t rows;
     Pool* pool;
 };
 
@@ -170,6 +183,7 @@ struct AttentionArgs {
 };
 
 struct ChooseArgs;  // token choice: quire/sampling.h
+struct ScoreArgs;   // scores of known tokens: quire/sampling_score.h
 
 #define QUIRE_KERNELS(KERNEL)               \
     KERNEL(embed, EmbedArgs)                \
@@ -179,10 +193,13 @@ struct ChooseArgs;  // token choice: quire/sampling.h
     KERNEL(activation, ActivationArgs)      \
     KERNEL(add, AddArgs)                    \
     KERNEL(scale, ScaleArgs)                \
+    KERNEL(soft_cap, SoftCapArgs)           \
+    KERNEL(copy, CopyArgs)                  \
     KERNEL(gather_rows, GatherRowsArgs)     \
     KERNEL(store_kv, StoreKvArgs)           \
     KERNEL(attention, AttentionArgs)        \
-    KERNEL(choose, ChooseArgs)
+    KERNEL(choose, ChooseArgs)              \
+    KERNEL(score, ScoreArgs)
 
 // One instruction set's kernels. Each is defined in its own file, inside
 // `namespace quire::QUIRE_ISA_NS`, as `void name(const Args& args)`.

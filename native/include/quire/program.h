@@ -2,8 +2,8 @@
 // resolved numbers. Built once from quire/program by quire/execute/native.py.
 //
 //   kind         views            ints                  floats           weights
-//   embed        y                -                     -                weight
-//   norm         x, y[, delta]    layer, group          eps              weight[, bias]
+//   embed        y                by_position           -                weight
+//   norm         x, y[, delta]    layer, group          eps              [weight[, bias]]
 //   linear       x, y             -                     -                weight[, bias]
 //   rope         x                rope, heads, head_dim -                -
 //   store_kv     k, v             layer                 -                -
@@ -11,6 +11,8 @@
 //   activation   gate, y[, up]    form                  -                -
 //   add          x, y             -                     -                -
 //   scale        x                -                     factor           -
+//   soft_cap     x                -                     cap              -
+//   copy         x, y             -                     -                -
 //   gather_rows  x, y             -                     -                -
 #pragma once
 
@@ -43,7 +45,8 @@ struct ViewSpec {
 
 // In the order of the table above.
 enum class OpKind {
-    embed, norm, linear, rope, store_kv, attention, activation, add, scale, gather_rows
+    embed, norm, linear, rope, store_kv, attention, activation, add, scale, soft_cap, copy,
+    gather_rows
 };
 const char* name_of(OpKind kind);
 // Throws std::invalid_argument.

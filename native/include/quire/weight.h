@@ -17,16 +17,24 @@ enum class Source : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 
 static inline int64_t source_bytes(Source source) { return source == Source::f32 ? 4 : 2; }
 
+// Rows first_row .. of a checkpoint's tensor of `of_rows` rows: [of_rows, columns], or, where it is
+// stored transposed, [columns, of_rows].
+struct SourceRows {
+    const uint8_t* bytes;  // of the whole tensor
+    Source type;
+    int64_t first_row, of_rows;
+    bool transposed;
+    Content* content;  // the whole tensor's, taken on the way; null: it was digested before
+};
+
 class Weight {
   public:
     // matrix: panels (see PackedMatrix); table: [rows, columns]; vector: f32 [rows].
     Weight(Form form, Type type, int64_t rows, int64_t columns);
 
-    // Converts `count` rows of `columns` elements into rows first .. first + count, adding
-    // `offset` to each element in f32, and takes all pieces of `source` on the way. Throws
-    // std::out_of_range past the last row.
-    void fill(Pool& pool, int64_t first, int64_t count, Content& source, Source source_type,
-              float offset);
+    // Converts `count` rows of `source` into rows first .. first + count, adding `offset` to each
+    // element in f32. Throws std::out_of_range past the last row, of the weight or the source.
+    void fill(Pool& pool, int64_t first, int64_t count, const SourceRows& source, float offset);
 
     Form form() const { return form_; }
     Type type() const { return type_; }

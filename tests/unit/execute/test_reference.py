@@ -209,7 +209,7 @@ def test_operations_no_llama_uses_follow_their_contract(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"e": table, **vectors, **heads})
     p = ProgramBuilder("odd", dtype=DType.F32)
     p.cache(CacheSpec("paged", 1, 1, 4, DType.F32))
-    x = p.embed(p.table("embed", "e", 8, 8))
+    x = p.embed(p.table("embed", WeightPart("e", "e", 8), 8))
     weight = p.vector("w", [WeightPart("w", "w", 8)], offset=1.0)
     y = p.norm(x, weight, eps=1e-3, form="layer", bias=p.vector("b", [WeightPart("b", "b", 8)]))
     p.norm_heads(y, p.vector("h", [WeightPart("h", "h", 4)]), eps=1e-3, head_dim=4)

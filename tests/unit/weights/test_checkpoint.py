@@ -14,7 +14,7 @@ import pytest
 from quire.base.errors import WeightsError
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
-from quire.weights.binding import check
+from quire.weights import binding
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.safetensors_writer import write_safetensors
 from tests.tiny_models import tiny_config, tiny_tensors, write_tiny_llama, write_weights
@@ -27,7 +27,7 @@ def bind(folder: Path) -> Checkpoint:
     spec = open_model(folder)
     program = build_program(spec, dtype=DType.F32, max_positions=64)
     checkpoint = open_checkpoint(folder)
-    check(program, checkpoint)
+    binding.bind(program, checkpoint)
     return checkpoint
 
 

@@ -1,0 +1,221 @@
+"""Sources of weights: cut, transposed, under names without their first word; what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.errors import WeightsError
+from quire.execute.native import NativeExecutor
+from quire.execute.reference import ReferenceExecutor
+from quire.program.builder import ProgramBuilder
+from quire.program.ops import CacheSpec, DType, Weight, WeightForm, WeightPart
+from quire.program.program import Program
+from quire.weights.binding import Binding, bind
+from quire.weights.checkpoint import open_checkpoint
+from tests.models.generate import sequence_batch
+from tests.safetensors_writer import encode, write_raw, write_safetensors
+
+Tensors = dict[str, Any]
+EMBED, FUSED, POSITIONS = "core.embed.weight", "core.fused.weight", "core.positions.weight"
+
+
+def program(**changes: Any) -> Program:
+    """Learned positions after two unused rows; one product of a transposed tensor cut in three."""
+    p = ProgramBuilder("Odd", dtype=DType.F32)
+    p.cache(CacheSpec("paged", 1, 1, 4, DType.F32))
+    embed = p.matrix("embed", [WeightPart("embed", EMBED, 9)], 8)
+    x = p.embed(embed)
+    table = p.table("positions", WeightPart("p", POSITIONS, 5, first_row=2, of_rows=7), 8)
+    p.add(x, p.embed(table, ids="positions"))
+    cut = {"of_rows": 13, "transposed": True} | changes
+    parts = [
+        WeightPart("a", FUSED, 4, first_row=0, **cut),
+        WeightPart("b", FUSED, 3, first_row=4, **cut),
+        WeightPart("c", FUSED, 2, first_row=10, **cut),
+    ]
+    bias = [WeightPart("a", "core.fused.bias", 9, first_row=4, of_rows=13)]
+    h = p.linear(x, p.matrix("fused", parts, 8), bias=p.vector("fused.bias", bias))
+    p.norm(h, p.vector("norm", [WeightPart("norm", "core.norm.weight", 9)]), eps=1e-5)
+    p.output("logits", p.linear(p.begin_head(x), embed, dtype=DType.F32))
+    return p.build(vocab_size=9, max_positions=5)
+
+
+def tensors() -> Tensors:
+    rng = np.random.default_rng(4)
+    shapes = {
+        EMBED: (9, 8), POSITIONS: (7, 8), FUSED: (8, 13), "core.fused.bias": (13,),
+        "core.norm.weight": (9,),
+    }  # fmt: skip
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def bound(folder: Path, held: Tensors) -> Binding:
+    write_safetensors(folder / "model.safetensors", held)
+    return bind(program(), open_checkpoint(folder))
+
+
+def refused(folder: Path, held: Tensors) -> str:
+    with pytest.raises(WeightsError) as caught:
+        bound(folder, held)
+    return str(caught.value)
+
+
+def test_a_part_is_read_where_it_lies(tmp_path: Path) -> None:
+    held = tensors()
+    binding, weights = bound(tmp_path, held), program().weights
+    found = [binding.read_f32(part) for part in weights["fused"].parts]
+    columns = [held[FUSED][:, 0:4], held[FUSED][:, 4:7], held[FUSED][:, 10:12]]
+    for one, right in zip(found, columns, strict=True):
+        np.testing.assert_array_equal(one, right.T)
+    (part,) = weights["positions"].parts
+    np.testing.assert_array_equal(binding.read_f32(part), held[POSITIONS][2:])
+    (part,) = weights["fused.bias"].parts
+    np.testing.assert_array_equal(binding.read_f32(part), held["core.fused.bias"][4:])
+
+
+@pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
+def test_both_executors_hold_the_rows_that_were_cut_and_digest_whole_tensors(
+    stored: str, tmp_path: Path
+) -> None:
+    write_safetensors(tmp_path / "model.safetensors", tensors(), dtype=stored)
+    checkpoint = open_checkpoint(tmp_path)
+    limits = {"max_tokens": 8, "max_samples": 8, "max_sequences": 1}
+    native = NativeExecutor(program(), checkpoint, **limits, poison=True)
+    reference = ReferenceExecutor(program(), checkpoint, **limits)
+    assert native.weights_digest == reference.weights_digest
+    logits = []
+    for executor in (native, reference):
+        executor.allocate_cache(4, 16)
+        batch = sequence_batch([3, 1, 8, 0], 0, 16)
+        executor.run_trunk(batch)
+        logits.append(executor.run_head(batch, 0, 4).copy())
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+    held = {name: checkpoint.read_f32(name) for name in checkpoint.names}
+    stream = held[EMBED][[3, 1, 8, 0]] + held[POSITIONS][2:6]
+    np.testing.assert_allclose(logits[1], stream @ held[EMBED].T, rtol=1e-4, atol=1e-4)
+    fused = reference._weights["fused"]
+    np.testing.assert_array_equal(fused, held[FUSED].T[[0, 1, 2, 3, 4, 5, 6, 10, 11]])
+
+
+def test_a_row_that_no_part_takes_is_digested_too(tmp_path: Path) -> None:
+    digests = set()
+    for index, column in enumerate((0, 9, 12)):  # the last two are in no part
+        changed = tensors()
+        changed[FUSED][3, column] += 1
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        write_safetensors(folder / "model.safetensors", changed)
+        checkpoint = open_checkpoint(folder)
+        for make in (NativeExecutor, ReferenceExecutor):
+            executor = make(program(), checkpoint, max_tokens=1, max_samples=1, max_sequences=1)
+            digests.add(executor.weights_digest)
+    assert len(digests) == 3
+
+
+def test_names_without_the_first_word_of_all_sources_are_found(tmp_path: Path) -> None:
+    bare = {name.removeprefix("core."): values for name, values in tensors().items()}
+    binding = bound(tmp_path, bare)
+    (part,) = program().weights["embed"].parts
+    assert binding.tensor(part).name == "embed.weight"
+    np.testing.assert_array_equal(binding.read_f32(part), bare["embed.weight"])
+
+
+def test_problems_are_told_by_the_names_the_file_uses(tmp_path: Path) -> None:
+    bare = {name.removeprefix("core."): values for name, values in tensors().items()}
+    bare["norm.weight"] = bare["norm.weight"][:3]
+    message = refused(tmp_path, bare)
+    assert "- norm.weight has shape [3]" in message
+    assert "1 problem" in message
+
+
+def test_a_file_with_both_kinds_of_names_is_refused(tmp_path: Path) -> None:
+    held = tensors()
+    held["fused.weight"] = held.pop(FUSED)
+    message = refused(tmp_path, held)
+    assert f"{FUSED} is missing (shape [8, 13] is needed)" in message
+    assert "fused.weight (shape [8, 13]) is not part of Odd" in message
+
+
+def test_a_transposed_tensor_the_other_way_round_is_refused(tmp_path: Path) -> None:
+    held = tensors()
+    held[FUSED] = np.ascontiguousarray(held[FUSED].T)
+    message = refused(tmp_path, held)
+    assert f"{FUSED} has shape [13, 8]; config.json asks for [8, 13]" in message
+
+
+def test_a_copy_of_the_tied_embedding_is_accepted_under_any_name_of_the_embedding(
+    tmp_path: Path,
+) -> None:
+    held = tensors()
+    bound(tmp_path, held | {"lm_head.weight": held[EMBED]})
+    message = refused(tmp_path, held | {"lm_head.weight": held[EMBED] + 1})
+    assert f"lm_head.weight differs from {EMBED}" in message
+
+
+def test_masks_that_old_files_carry_are_passed_over_whatever_their_type(tmp_path: Path) -> None:
+    held = tensors()
+    masks = {
+        "core.h.0.attn.bias": ("U8", (1, 1, 4, 4)),
+        "core.h.11.attn.masked_bias": ("BOOL", ()),
+    }
+    _write_with_masks(tmp_path, held, masks)
+    bind(program(), open_checkpoint(tmp_path))
+    _write_with_masks(tmp_path, held, {"core.mask": ("U8", (1, 1, 4, 4))})
+    with pytest.raises(WeightsError, match=r"core\.mask \(shape \[1, 1, 4, 4\]\) is not part of"):
+        bind(program(), open_checkpoint(tmp_path))
+
+
+def test_a_weight_of_a_masks_type_is_refused(tmp_path: Path) -> None:
+    held = tensors()
+    del held["core.norm.weight"]
+    _write_with_masks(tmp_path, held, {"core.norm.weight": ("U8", (9,))})
+    with pytest.raises(WeightsError, match=r"core\.norm\.weight is u8; f32, f16 and bf16 can"):
+        bind(program(), open_checkpoint(tmp_path))
+
+
+def _write_with_masks(
+    folder: Path, held: Tensors, masks: dict[str, tuple[str, tuple[int, ...]]]
+) -> None:
+    """F32 tensors, then masks of ones of one byte each."""
+    header: dict[str, Any] = {}
+    body = b""
+    for name, values in held.items():
+        raw = encode(values, "f32")
+        offsets = [len(body), len(body) + len(raw)]
+        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": offsets}
+        body += raw
+    for name, (dtype, shape) in masks.items():
+        raw = b"\1" * int(np.prod(shape, dtype=int))
+        offsets = [len(body), len(body) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        body += raw
+    write_raw(folder / "model.safetensors", json.dumps(header).encode(), body)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"of_rows": 11}, r"part c: rows 10 to 12 of 11"),
+        ({"of_rows": 0}, r"is \[8, 4\] here and \[8, 2\] elsewhere"),
+    ],
+)
+def test_a_program_that_cuts_beyond_a_source_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        program(**changes)
+
+
+def test_a_program_whose_parts_disagree_about_a_source_is_refused() -> None:
+    right = program()
+    other = Weight("other", WeightForm.TABLE, (WeightPart("x", FUSED, 13),), 8, DType.F32)
+    with pytest.raises(ValueError, match=r"is \[8, 13\] here and \[13, 8\] elsewhere"):
+        replace(right, weights={**right.weights, "other": other})
+    turned = WeightPart("x", "v", 13, transposed=True)
+    vector = Weight("other", WeightForm.VECTOR, (turned,), 0, DType.F32)
+    with pytest.raises(ValueError, match="a vector cannot be transposed"):
+        replace(right, weights={**right.weights, "other": vector})
