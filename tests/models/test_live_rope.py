@@ -1,0 +1,125 @@
+"""Rotary frequencies against transformers itself, kind by kind (marked `parity`: needs torch).
+
+Where transformers computes them anew from each sequence's length, it is shown a sequence of the
+length that is served here: that is where both must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.models.registry import open_model
+from quire.models.rope import rope_spec
+from quire.models.spec import ModelSpec
+from tests.tiny_models import tiny_config
+
+pytestmark = pytest.mark.parity
+
+WITHIN_A_BIT = 3e-7  # and one for PyTorch, whose power is off by one at times
+LONG = [1.25, 2.5, 3.75, 5.0, 6.25, 7.5]
+SHORT = [1.0, 1.01, 1.03, 1.1, 1.2, 1.4]
+
+
+def written(folder: Path, **changes: Any) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(tiny_config(**changes)))
+    return open_model(folder)
+
+
+def phi3(folder: Path, **changes: Any) -> ModelSpec:
+    phi = {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        "head_dim": None,
+        "pad_token_id": 3,
+    }
+    return written(folder, **(phi | changes))
+
+
+def agree(ours: Any, frequencies: Any, scale: float) -> None:
+    np.testing.assert_allclose(ours.inv_freq, frequencies.numpy(), rtol=WITHIN_A_BIT, atol=0)
+    assert ours.attention_scale == pytest.approx(scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("length", [2, 64, 65, 512])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden_size": 80, "partial_rotary_factor": 0.75},
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": SHORT,
+                "long_factor": LONG,
+                "attention_factor": 1.5,
+                "factor": 3.0,
+            }
+        },
+    ],
+    ids=["plain", "partial", "factors"],
+)
+def test_longrope_of_the_served_length_is_that_of_a_sequence_of_that_length(
+    changes: dict[str, Any], length: int, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    spec = phi3(tmp_path, **changes)
+    theirs = Phi3RotaryEmbedding(Phi3Config.from_pretrained(tmp_path))
+    theirs(torch.zeros(1), torch.arange(length)[None])
+    assert spec.rope is not None
+    ours = rope_spec(spec.rope, spec.head_dim, length)
+    agree(ours, theirs.inv_freq, theirs.attention_scaling)
+
+
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 700, 1100, 1280])
+def test_dynamic_angles_of_the_served_length_are_those_of_a_sequence_of_that_length(
+    length: int, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    spec = written(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.5})
+    assert spec.max_positions == 1280
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
+    theirs(torch.zeros(1), torch.arange(length)[None])
+    assert spec.rope is not None
+    agree(rope_spec(spec.rope, spec.head_dim, length), theirs.inv_freq, theirs.attention_scaling)
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
+def test_gemma_3_turns_its_two_types_of_layer_as_transformers_does(
+    scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    from transformers import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    spec = written(
+        tmp_path,
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        hidden_act=None,
+        mlp_bias=None,
+        num_hidden_layers=7,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling=scaling,
+        sliding_window=16,
+    )
+    theirs = Gemma3RotaryEmbedding(Gemma3TextConfig.from_pretrained(tmp_path))
+    assert spec.rope is not None
+    assert spec.local_rope is not None
+    everywhere = rope_spec(spec.rope, spec.head_dim, 512)
+    agree(everywhere, theirs.full_attention_inv_freq, theirs.full_attention_attention_scaling)
+    windowed = rope_spec(spec.local_rope, spec.head_dim, 512)
+    agree(windowed, theirs.sliding_attention_inv_freq, theirs.sliding_attention_attention_scaling)
