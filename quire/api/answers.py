@@ -17,7 +17,8 @@ from quire.api.serving import Engine
 from quire.base.errors import OverloadedError, RequestError, ShuttingDown, StepRowError
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
-from quire.engine.output import TextDelta, TokenText
+from quire.engine.output import TextDelta
+from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
 
 # Deltas of several prompts that wait for the writer; a slow reader stops at this many.

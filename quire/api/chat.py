@@ -24,8 +24,9 @@ from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter, RequestError
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
 from quire.base.show import show
-from quire.engine.output import TextDelta, TokenText
+from quire.engine.output import TextDelta
 from quire.engine.requests import default_sampling
+from quire.engine.token_text import TokenText
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.output import TokenText
+from quire.engine.token_text import TokenText
 
 _IMPOSSIBLE = -9999.0
 

@@ -26,7 +26,8 @@ from quire.cli.options import (
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
     from quire.engine.llm import AsyncLLM
-    from quire.engine.output import TextDelta, TokenText
+    from quire.engine.output import TextDelta
+    from quire.engine.token_text import TokenText
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,10 +43,11 @@ from quire.engine.messages import (
     Submit,
     error_of,
 )
-from quire.engine.output import TextDelta, TokenText
+from quire.engine.output import TextDelta
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import TextSide, load_text_side
+from quire.engine.token_text import TokenText
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -55,6 +56,7 @@ Message = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One finished stream. logprobs are parallel to token_ids, empty if not asked for.
+    With SamplingParams.logprob_token_ids each of them has `listed`.
 
     stop_reason: the stop string or the caller's stop token id, if one ended it. error: why, where
     finish_reason is "error".
@@ -75,12 +77,15 @@ class Completion:
 class Answer:
     """What became of one prompt: `outputs` has SamplingParams.n completions, by index.
 
-    The properties are those of the first completion.
+    prompt_logprobs: parallel to prompt_ids, None first; empty unless SamplingParams asks for
+    prompt_logprobs. They are made when they are read. The properties are those of the first
+    completion.
     """
 
     prompt: str | None
     prompt_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
+    prompt_logprobs: Sequence[TokenText | None] = ()
 
     @property
     def text(self) -> str:
@@ -392,6 +397,7 @@ class _Job:
         self._prompt = prompt
         self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in requests)
         self._num_open = len(requests)
+        self._prompt_logprobs: Sequence[TokenText | None] = ()
 
     @property
     def is_done(self) -> bool:
@@ -401,6 +407,7 @@ class _Job:
     def take(self, delta: TextDelta) -> None:
         """Keep what a stream said."""
         self._deltas[delta.index].append(delta)
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._num_open -= 1
 
@@ -410,6 +417,7 @@ class _Job:
             prompt=self._prompt,
             prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),
             outputs=tuple(_completion(deltas) for deltas in self._deltas),
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

@@ -11,28 +11,14 @@ scheduler, no transport and no JSON.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
+from quire.engine.token_text import PromptLogprobs, TokenText
 from quire.text.detokenizer import Detokenizer, Span
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenText:
-    """A token with its log-probability, as text and as bytes (which may be part of a character).
-
-    top: the best alternatives, the likeliest first; their own `top` is empty. start_chars: how
-    many characters of the stream's text come before the token's own (0 for alternatives).
-    """
-
-    token_id: int
-    text: str
-    raw: bytes
-    logprob: float
-    top: tuple[TokenText, ...] = ()
-    start_chars: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +28,8 @@ class TextDelta:
     token_ids were completed by this delta; logprobs are parallel to them, or empty if not asked
     for. num_output_tokens counts all delivered so far, this delta's included. The last delta has
     a finish_reason; stop_reason is the stop string or the caller's stop token id, if one ended it.
+    prompt_logprobs, parallel to the prompt's tokens, are told once a request, where they were
+    asked for: by one of its streams, in its first delta, before any other stream has one.
     """
 
     index: int
@@ -56,6 +44,7 @@ class TextDelta:
     times: RequestTimes | None
     seed: int | None
     error: str | None
+    prompt_logprobs: Sequence[TokenText | None] = ()
 
 
 class OutputStream:
@@ -86,9 +75,14 @@ class OutputStream:
         self._num_chars = 0  # of the delivered tokens
         self._cached_tokens = 0
         self._times: RequestTimes | None = None
+        self._prompt_logprobs: Sequence[TokenText | None] = ()  # not told yet
+        self._listed = tuple(
+            (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))
+            for id_ in sampling.logprob_token_ids
+        )
 
     def push(self, output: RequestOutput, step_ms: float = 0.0) -> TextDelta | None:
-        """Take an output; None while there is no text to show and the stream goes on.
+        """Take an output; None while there is nothing to show and the stream goes on.
 
         step_ms: when the step it came from ended, on the engine's clock. Only events carry times,
         so the stream keeps the time of its last token itself: it may end before the engine knows.
@@ -113,7 +107,9 @@ class OutputStream:
             stop_reason = output.stop_id if asked else None
             text += self._stops.flush()
             return self._last(text, num_tokens, output.finish_reason, stop_reason, output.error)
-        return self._delta(text, self._num_complete_tokens()) if text else None
+        if not text and not self._prompt_logprobs:
+            return None
+        return self._delta(text, self._num_complete_tokens() if text else self._num_delivered)
 
     def fail(self, error: Exception, *, engine_knows: bool) -> TextDelta:
         """End the stream because its tokens could not be made text."""
@@ -126,6 +122,13 @@ class OutputStream:
         self._waiting_ids += output.token_ids
         if self._request.sampling.logprobs is not None:
             self._waiting_logprobs += output.logprobs
+        if output.scores is not None:
+            self._prompt_logprobs = PromptLogprobs(
+                self._tokenizer,
+                self._request.prompt_ids.tolist(),
+                output.scores,
+                skip_special_tokens=self._request.sampling.skip_special_tokens,
+            )
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         times = output.times or self._times
         if times is not None and output.token_ids and step_ms > times.last_token_ms:
@@ -190,6 +193,7 @@ class OutputStream:
         )
         del self._waiting_ids[:num_new], self._waiting_logprobs[:num_new]
         self._num_delivered = num_tokens
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         return TextDelta(
             index=self._request.stream,
             text=text,
@@ -203,6 +207,7 @@ class OutputStream:
             times=self._times,
             seed=self._request.sampling.seed,
             error=error,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _token_text(self, token: TokenLogprobs, index: int) -> TokenText:
@@ -222,5 +227,9 @@ class OutputStream:
                     logprob=logprob,
                 )
                 for token_id, logprob in token.top
+            ),
+            listed=tuple(
+                TokenText(token_id=token_id, text=text, raw=raw, logprob=logprob)
+                for (token_id, text, raw), logprob in zip(self._listed, token.listed, strict=True)
             ),
         )

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from quire.base.errors import SettingError
-from quire.base.records import StepPlan, StepResult
+from quire.base.records import PromptScores, StepPlan, StepResult
 from quire.base.report import Report
 from quire.base.wire import Wire, WireError
 from quire.engine.core import Runner
@@ -131,14 +131,20 @@ def replay(records: Iterable[StepRecord], runner: Runner) -> list[str]:
 
 
 def _differing(one: StepResult, other: StepResult) -> list[str]:
-    names = []
-    for item in fields(StepResult):
-        left, right = getattr(one, item.name), getattr(other, item.name)
-        if isinstance(left, np.ndarray):
-            # Bytes, not values: NaN equals NaN, and 0.0 differs from -0.0.
-            same = left.shape == right.shape and left.tobytes() == right.tobytes()
-        else:
-            same = left == right
-        if not same:
-            names.append(item.name)
-    return names
+    return [
+        item.name
+        for item in fields(StepResult)
+        if not _same(getattr(one, item.name), getattr(other, item.name))
+    ]
+
+
+def _same(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        # Bytes, not values: NaN equals NaN, and 0.0 differs from -0.0.
+        return left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, PromptScores) and isinstance(right, PromptScores):
+        return all(
+            _same(getattr(left, item.name), getattr(right, item.name))
+            for item in fields(PromptScores)
+        )
+    return left == right

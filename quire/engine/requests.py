@@ -29,16 +29,18 @@ def make_requests(
 
     All have the same seed; their noise differs by stream, numbered from `first_stream`. Raises
     InvalidParameter for ids the model does not have and for an empty prompt, ContextTooLong where
-    no output fits.
+    no output fits (none is needed where max_tokens is 0).
     """
     prompt = _prompt(card, prompt_ids)
     _check_ids(card, "stop_token_ids", sampling.stop_token_ids)
     _check_ids(card, "logit_bias", tuple(sampling.logit_bias))
+    _check_ids(card, "logprob_token_ids", sampling.logprob_token_ids)
     room_tokens = card.max_model_len - len(prompt)
-    if room_tokens < 1:
+    if room_tokens < 0 or (room_tokens == 0 and sampling.max_tokens != 0):
+        needed = "" if sampling.max_tokens == 0 else ", and at least one token of output is needed"
         raise ContextTooLong(
             f"the prompt has {len(prompt)} tokens; prompt and output together may have "
-            f"{card.max_model_len}, and at least one token of output is needed; shorten the prompt",
+            f"{card.max_model_len}{needed}; shorten the prompt",
             param="prompt",
         )
     if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:

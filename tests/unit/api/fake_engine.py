@@ -20,8 +20,9 @@ from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import ServerConfig
 from quire.engine.card import Health, ModelCard
-from quire.engine.output import TextDelta, TokenText
+from quire.engine.output import TextDelta
 from quire.engine.requests import make_requests
+from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
 
 CARD = ModelCard(
