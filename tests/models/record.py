@@ -1,12 +1,12 @@
 """Records what transformers computes for the cases, so that parity is checked without PyTorch.
 
-    python -m tests.models.record
+    python -m tests.models.record [NAME ...]
 
-writes recorded/NAME.json for each case: a digest of the checkpoint, the logits of a few rows,
-the most likely token of every row, its margin over the second; for checkpoints stored in bfloat16
-the worst error of transformers' own bfloat16 run; for some a greedy continuation. All relative
-numbers are shares of the row's largest absolute logit. Needs torch and transformers; run it when
-cases change.
+writes recorded/NAME.json for each case (or for those named): a digest of the checkpoint, the
+logits of a few rows, the most likely token of every row, its margin over the second; for
+checkpoints stored in bfloat16 the worst error of transformers' own bfloat16 run; for some a greedy
+continuation. All relative numbers are shares of the row's largest absolute logit. Needs torch and
+transformers; run it when cases change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.models.cases import CASES, Case
+from tests.models.case import Case
+from tests.models.cases import CASES
 
 RECORDED = Path(__file__).parent / "recorded"
 NUM_ROWS = 5
@@ -33,15 +34,24 @@ CONTINUED = ("mqa_untied", "biases", "rope_llama3")
 def transformers_logits(
     folder: Path, token_ids: Sequence[int], *, dtype: str = "float32"
 ) -> NDArray[np.float32]:
-    """Logits [len(token_ids), vocab] of transformers' LlamaForCausalLM computing in `dtype`."""
+    """Logits [len(token_ids), vocab] of transformers' own model computing in `dtype`.
+
+    Raises ValueError where it finds a tensor too many or too few in the folder.
+    """
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = transformers.LlamaForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
-    ).eval()
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    if wrong := {kind: names for kind, names in loaded.items() if names}:
+        raise ValueError(f"{folder}: transformers disagrees about the tensors: {wrong}")
+    model.eval()
     with torch.no_grad():
         return model(torch.tensor([list(token_ids)])).logits[0].float().numpy()
 
@@ -99,7 +109,10 @@ def record(case: Case, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     RECORDED.mkdir(exist_ok=True)
+    chosen = sys.argv[1:]
     for case in CASES:
+        if chosen and case.name not in chosen:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             recording = record(case, case.write(Path(folder)))
         text = json.dumps(recording, separators=(",", ":")).replace('],"', '],\n"')

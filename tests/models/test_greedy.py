@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.data import outside
-from tests.models.cases import CASES, Case
+from tests.models.case import Case
+from tests.models.cases import CASES
 from tests.models.generate import EXECUTORS, greedy, open_executor
 from tests.models.record import CONTINUED, RECORDED
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quire.program.ops import DType
-from tests.models.cases import CASES, Case
+from tests.models.case import Case
+from tests.models.cases import CASES
 from tests.models.generate import EXECUTORS, logits_of, open_executor
 from tests.models.record import RECORDED, weights_digest
 

@@ -13,7 +13,8 @@ from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
 from quire.program.program import Program
 from quire.program.serialize import digest, from_plain, to_plain
-from tests.models.cases import CASES, Case
+from tests.models.case import Case
+from tests.models.cases import CASES
 from tests.tiny_models import write_tiny_llama
 
 

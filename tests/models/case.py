@@ -1,0 +1,53 @@
+"""Case: a tiny checkpoint of any family, and the tokens to feed it.
+
+All have a vocabulary of 131 and 512 positions unless they say otherwise. Families list theirs in
+cases_NAME.py, and cases.py collects them. Knows no executor and no transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.tiny_models import write_tiny, write_tiny_llama
+
+VOCAB_SIZE, MAX_POSITIONS = 131, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A checkpoint (config changes, seed, stored dtype) and the number of tokens to feed it.
+
+    `base` is the config.json of the family's tiny model, which `changes` override (None drops a
+    key); without one it is the tiny Llama of tests/tiny_models.py. `length` tokens are drawn from
+    the vocabulary by the seed.
+    """
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    length: int = 40
+    seed: int = 1
+    stored: str = "f32"
+    base: Mapping[str, Any] | None = None
+
+    def write(self, folder: Path) -> Path:
+        """Write the checkpoint into `folder`."""
+        sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS}
+        if self.base is None:
+            return write_tiny_llama(
+                folder, seed=self.seed, dtype=self.stored, **(sizes | self.changes)
+            )
+        config = sizes | dict(self.base) | self.changes
+        return write_tiny(folder, config, seed=self.seed, dtype=self.stored)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt."""
+        own = self.changes.get("vocab_size") or (self.base or {}).get("vocab_size")
+        rng = np.random.default_rng(self.seed + 100)
+        ids: list[int] = rng.integers(0, own or VOCAB_SIZE, self.length).tolist()
+        return ids
