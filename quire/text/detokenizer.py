@@ -79,11 +79,12 @@ class Detokenizer:
                 piece: Piece
                 if self._opens:
                     piece = self._pieces.first_piece(token_id)
-                    self._opens = False
+                    self._opens = piece == b""  # an id without a token opens nothing
                 else:
                     piece = piece_of(token_id)
                 if isinstance(piece, bytes):
-                    spans += run.push(piece, index)
+                    if piece:
+                        spans += run.push(piece, index)
                 else:
                     if run.held_from is not None or run.broken:
                         spans += run.close()

@@ -21,8 +21,21 @@ from quire.text.byte_alphabet import stand_ins
 Piece = str | bytes
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_WORD_PIECE_CLEANUP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
 _SUPPORTED = (
-    "ByteLevel, or a sequence of Replace, Metaspace or Strip, then at most one ByteFallback, one "
+    "ByteLevel or WordPiece alone, or a sequence of Replace, Metaspace or Strip, then at most one ByteFallback, one "
     "Fuse, and one Strip at the start"
 )
 
@@ -50,8 +63,9 @@ class _Chain:
 
 
 class PieceTable:
-    """Pieces by id. `num_ids` is one more than the largest id; ids without a token are empty.
+    """Pieces by id. `num_ids` is one more than the largest id.
 
+    An id without a token has the piece b"" and is as if it were not there: text around it joins.
     Raises TokenizerError at construction for a decoder this file does not know.
     """
 
@@ -69,20 +83,21 @@ class PieceTable:
         """The piece of a token that is not the first. Raises InvalidParameter out of range."""
         piece = self._later.get(token_id)
         if piece is None:
-            piece = self._later[int(token_id)] = self._chain.later(self._token(token_id))
+            piece = self._later[int(token_id)] = self._made(token_id, self._chain.later)
         return piece
 
     def first_piece(self, token_id: int) -> Piece:
         """The piece of a token that opens the text."""
-        return self._chain.first(self._token(token_id))
+        return self._made(token_id, self._chain.first)
 
-    def _token(self, token_id: int) -> str:
+    def _made(self, token_id: int, piece_of: Callable[[str], Piece]) -> Piece:
         if not 0 <= token_id < self.num_ids:
             raise InvalidParameter(
                 f"token id {token_id} is out of range; ids from 0 to {self.num_ids - 1} exist",
                 param="token_ids",
             )
-        return self._token_of_id(int(token_id)) or ""
+        token = self._token_of_id(int(token_id))
+        return b"" if token is None else piece_of(token)
 
 
 def _compile(decoder_json: bytes | None) -> _Chain:
@@ -93,6 +108,9 @@ def _compile(decoder_json: bytes | None) -> _Chain:
     if [step["type"] for step in steps] == ["ByteLevel"]:
         to_bytes = _byte_level_piece()
         return _Chain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
+    if [step["type"] for step in steps] == ["WordPiece"]:
+        first, later = _word_piece(steps[0])
+        return _Chain(rules=JoinRules(), first=first, later=later)
     return _compile_text_chain(steps)
 
 
@@ -164,6 +182,21 @@ def _strip(step: dict[str, Any]) -> Callable[[str], str]:
         return token[low:high]
 
     return rewrite
+
+
+def _word_piece(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """A token that goes on a word loses its prefix, another gets a space; cleanup is by token."""
+    prefix, cleans = step["prefix"], step["cleanup"]
+
+    def clean(token: str) -> str:
+        for found, becomes in _WORD_PIECE_CLEANUP if cleans else ():
+            token = token.replace(found, becomes)
+        return token
+
+    def later(token: str) -> str:
+        return clean(token[len(prefix) :] if token.startswith(prefix) else " " + token)
+
+    return clean, later
 
 
 def _metaspace(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:

@@ -102,6 +102,8 @@ def _model(content: bytes) -> SentencePieces:
         elif field == _NORMALIZER and isinstance(value, bytes):
             normalizer.update((field, value) for field, value, _ in _fields(value, at))
     _check(texts, kinds)
+    if not trainer:
+        raise _Broken(f"after {len(texts)} pieces it ends without saying of which kind it is")
     model = trainer.get(_MODEL_TYPE, ModelKind.UNIGRAM)
     if model not in tuple(ModelKind):
         raise _Broken(f"its model type is {model!r}; {', '.join(map(str, ModelKind))} are known")

@@ -11,7 +11,7 @@ along (auto_map) is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ def _from_model(file: Path, config: dict[str, Any]) -> Source:
     is_t5 = str(config.get("tokenizer_class") or "").removesuffix("Fast") == "T5Tokenizer"
     if is_t5 and config.get("add_eos_token") is None:
         config["add_eos_token"] = True  # of the usual classes the only one that closes a text
-    config = _with_defaults(config, pieces.named, pieces.texts, adds_bos=not is_t5)
+    config = _with_defaults(config, pieces.named, adds_bos=not is_t5)
     if why_not_converted(pieces, config) is None:
         backend = converted(pieces, config, file)
         return Source(file=file, backend=backend, config=config, prefix=prefix_once(pieces, config))
@@ -130,18 +130,20 @@ def _from_vocabulary(file: Path, config: dict[str, Any]) -> Source:
 def _of_family(
     file: Path, backend: tokenizers.Tokenizer, family: Family, config: dict[str, Any]
 ) -> Source:
-    config = _with_defaults(
-        config, family.named, backend.get_vocab().keys(), adds_bos=family.adds_bos
-    )
+    named = {
+        role: token
+        for role, token in family.named.items()
+        if backend.token_to_id(token) is not None
+    }
+    config = _with_defaults(config, named, adds_bos=family.adds_bos)
     return Source(file=file, backend=backend, config=config)
 
 
 def _with_defaults(
-    config: dict[str, Any], named: Mapping[str, str], known: Collection[str], *, adds_bos: bool
+    config: dict[str, Any], named: Mapping[str, str], *, adds_bos: bool
 ) -> dict[str, Any]:
     """The config, with the names and rules of the model's own class where it says nothing."""
-    usual = {role: token for role, token in named.items() if token in known}
-    complete = {**usual, **config}
+    complete = {**named, **config}
     if complete.get("add_bos_token") is None:
         complete["add_bos_token"] = adds_bos and "bos_token" in named_tokens(complete)
     return complete

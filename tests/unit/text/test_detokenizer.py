@@ -183,8 +183,8 @@ def test_unknown_ids_are_refused_and_the_stream_goes_on() -> None:
 @pytest.mark.parametrize(
     "decoder",
     [
-        decoders.WordPiece(),
         decoders.CTC(),
+        decoders.BPEDecoder(),
         decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
