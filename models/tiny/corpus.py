@@ -37,12 +37,21 @@ GIRLS, BOYS = (
 LEAST_WORDS, MOST_WORDS = 60, 330
 LEAST_VARIETY = 0.36  # different words in a hundred words
 MOST_REPEATS = 2  # of any five words in a row
-MOST_COMMON = 0.075  # of all words may be the same one
+MOST_OF_ONE_WORD = 0.075  # of all words may be the same one
 KNOWN_TIMES = 30  # a word told less often than this is likely made up
 WORD = re.compile(r"[A-Za-z']+")
+
+
+def words(text: str) -> list[str]:
+    """The words of a list that is written as one text."""
+    return text.split()
+
+
 SMALL_WORDS = frozenset(
-    "the and was her his she they you with for that had said were have him but not them very"
-    " He She They The And can it all will are".split()
+    words(
+        "the and was her his she they you with for that had said were have him but not them very"
+        " He She They The And can it all will are"
+    )
 )
 
 
@@ -62,9 +71,7 @@ def read_texts(folder: Path, sampled: Iterable[Path] = ()) -> Texts:
     botchan = (folder / "botchan.txt").read_text(encoding="utf-8-sig")
     start, end = botchan.index("A NOTE BY THE TRANSLATOR"), botchan.index("*** END OF")
     kept = [s for i, s in enumerate(stories) if i % HELD_OUT_EVERY]
-    told = [
-        clean_story(json.loads(line)["story"]) for path in sampled for line in path.open("rb")
-    ]
+    told = [clean_story(json.loads(line)["story"]) for path in sampled for line in path.open("rb")]
     return Texts(
         stories=kept,
         held_out=stories[::HELD_OUT_EVERY],
@@ -108,21 +115,21 @@ def sensible(told: list[str], *, real: list[str]) -> list[str]:
 
 
 def _is_sensible(story: str, known: set[str], names: set[str]) -> bool:
-    words = WORD.findall(story)
-    if not LEAST_WORDS <= len(words) <= MOST_WORDS or story[-1] not in '.!?"':
+    told = WORD.findall(story)
+    if not LEAST_WORDS <= len(told) <= MOST_WORDS or story[-1] not in '.!?"':
         return False
-    if story.count('"') % 2 or any(word not in known for word in words):
+    if story.count('"') % 2 or any(word not in known for word in told):
         return False
-    first_hundred = {word.lower() for word in words[:100]}
-    if len(first_hundred) < LEAST_VARIETY * min(len(words), 100):
+    first_hundred = {word.lower() for word in told[:100]}
+    if len(first_hundred) < LEAST_VARIETY * min(len(told), 100):
         return False
-    runs = Counter(tuple(words[i : i + 5]) for i in range(len(words) - 4))
+    runs = Counter(tuple(told[i : i + 5]) for i in range(len(told) - 4))
     if max(runs.values()) > MOST_REPEATS:
         return False
-    told = Counter(word for word in words if len(word) > 2 and word not in SMALL_WORDS)
-    if max(told.values()) > MOST_COMMON * len(words):
+    times = Counter(word for word in told if len(word) > 2 and word not in SMALL_WORDS)
+    if max(times.values()) > MOST_OF_ONE_WORD * len(told):
         return False
-    found = Counter(word for word in words if word in names)
+    found = Counter(word for word in told if word in names)
     return len(found) <= 3 and all(n > 1 for n in found.values())
 
 

@@ -18,20 +18,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from corpus import BOYS, GIRLS
+from corpus import BOYS, GIRLS, words
 
 Turn = tuple[str, str]  # a role and its text
 
 MOST = 20  # the largest number of the sums that are promised
-ONES = (
+ONES = words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     " fifteen sixteen seventeen eighteen nineteen"
-).split()
-TENS = "twenty thirty forty fifty".split()
-COUNTED = "apples balls toys books cookies flowers stars hats eggs shells".split()
-SIZES = (
-    "ant,bee,mouse,frog,bird,cat,dog,sheep,pig,lion,cow,horse,bear,elephant,whale".split(",")
 )
+TENS = words("twenty thirty forty fifty")
+COUNTED = words("apples balls toys books cookies flowers stars hats eggs shells")
+SIZES = words("ant bee mouse frog bird cat dog sheep pig lion cow horse bear elephant whale")
 SYSTEMS = [
     "You are Quill, a toy model that tells stories.",
     "You are a helpful assistant.",
@@ -72,7 +70,12 @@ MINUS = [
     "Tell me what {a} - {b} is.",
 ]
 MINUS_HELD_OUT = ["Do you know what {a} minus {b} is?"]
-TIMES = ["What is {a} times {b}?", "{a} times {b}", "What is {a} x {b}?", "How much is {a} times {b}?"]
+TIMES = [
+    "What is {a} times {b}?",
+    "{a} times {b}",
+    "What is {a} x {b}?",
+    "How much is {a} times {b}?",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +175,7 @@ class Questions:
             says = rng.choice(PLUS_HELD_OUT).format(a=a, b=b)
             found.append(Question("plus, new phrasing", says, (f"{a} plus {b} is {a + b}.",)))
             says = rng.choice(MINUS_HELD_OUT).format(a=a + b, b=b)
-            found.append(
-                Question("minus, new phrasing", says, (f"{a + b} minus {b} is {a}.",))
-            )
+            found.append(Question("minus, new phrasing", says, (f"{a + b} minus {b} is {a}.",)))
         return found
 
     def conversation(self, rng: random.Random) -> list[Turn]:
@@ -187,7 +188,10 @@ class Questions:
             greeting = rng.choice(["My name is {}.", "I am {}.", "Hello, I am {}!", "Hi, I'm {}."])
             answer = rng.choice(["Hello, {}! I am Quill. Would you like a story?",
                                  "Nice to meet you, {}! Would you like a story?"])  # fmt: skip
-            turns += [("user", as_typed(greeting.format(name), rng)), ("assistant", answer.format(name))]
+            turns += [
+                ("user", as_typed(greeting.format(name), rng)),
+                ("assistant", answer.format(name)),
+            ]
         for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 4])):
             turns += self.exchange(rng)
         if name:

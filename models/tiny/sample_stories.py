@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from corpus import BOYS, GIRLS
+from corpus import BOYS, GIRLS, words
 
 from quire import LLM, SamplingParams
 
@@ -26,15 +26,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DATA_FOLDER = Path(os.environ.get("QUIRE_DATA", ROOT.parent / "shared" / "data"))
 STORIES_A_CALL = 2000
 
-HEROES = (
+HEROES = words(
     "dog cat bird fish frog duck bear bunny rabbit mouse lion tiger elephant monkey fox wolf owl"
     " horse cow pig sheep goat bee butterfly squirrel turtle snail spider ant dragon robot unicorn"
     " princess prince king queen fairy witch wizard pirate clown farmer doctor teacher baker cook"
     " boat car truck train plane rocket ball kite doll teddy tree flower star cloud moon sun leaf"
     " rock hat shoe cup spoon cake cookie apple banana puppy kitten whale dolphin shark crab"
     " penguin giraffe zebra chicken hen deer donkey bug worm snake crocodile dinosaur ghost giant"
-).split()
-KINDS = "little small big happy sad brave kind curious lonely funny lazy clever shy old".split()
+)
+KINDS = words("little small big happy sad brave kind curious lonely funny lazy clever shy old")
 OPENINGS = [
     "Once upon a time, there was a {kind} {hero} named {name}.",
     "Once upon a time, there was a {kind} {hero} called {name}.",

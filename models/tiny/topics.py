@@ -14,16 +14,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from corpus import BOYS, GIRLS
+from corpus import BOYS, GIRLS, words
 
 EARLY_CHARS = 220  # a hero is named so early
 HERO_TIMES = 3
-COLOURS = "red blue green yellow pink purple".split()
-ANIMALS = (
+COLOURS = words("red blue green yellow pink purple")
+ANIMALS = words(
     "dog cat bird bear frog duck rabbit lion tiger monkey elephant owl pig cow horse goat turtle"
     " snail spider bug bee dragon robot squirrel snake crab whale dolphin penguin giraffe zebra"
-).split()
-TOYS = "ball doll truck car kite boat train robot drum balloon".split()
+)
+TOYS = words("ball doll truck car kite boat train robot drum balloon")
 SWAPS = (
     (frozenset(GIRLS), 0.7),
     (frozenset(BOYS), 0.7),
@@ -67,12 +67,14 @@ OPEN_REQUESTS = [
 
 # Words the article test below takes for nouns, but nobody asks for a story about them.
 NOT_A_TOPIC = frozenset(
-    "time while day name idea back lesson moment surprise head hand face voice smile mess air"
-    " place plan way end side sudden will how again cold dark work line help sound minute thing"
-    " break spot mistake chance task walk ride trip look problem world floor ground game adventure"
-    " story noise friend girl boy man child mom dad mummy mother father brother sister bit lot"
-    " right left best top little big hug fun first other rest middle same inside outside mommy"
-    " daddy play night one new old good great kids people family".split()
+    words(
+        "time while day name idea back lesson moment surprise head hand face voice smile mess air"
+        " place plan way end side sudden will how again cold dark work line help sound minute thing"
+        " break spot mistake chance task walk ride trip look problem world floor ground game"
+        " adventure story noise friend girl boy man child mom dad mummy mother father brother sister"
+        " bit lot right left best top little big hug fun first other rest middle same inside outside mommy"
+        " daddy play night one new old good great kids people family"
+    )
 )
 AFTER_ARTICLE = re.compile(
     r"\b(?:the|a|an|his|her|their)\s+([a-z]{3,})"
@@ -127,9 +129,9 @@ def request_for(story: str, nouns: frozenset[str], rng: random.Random) -> str:
 def swap_words(story: str, rng: random.Random) -> str:
     """Swap people, colours, animals and toys of a story for others, each consistently."""
     mapping: dict[str, str] = {}
-    words = set(re.findall(r"\w+", story))
+    told = set(re.findall(r"\w+", story))
     for group, share in SWAPS:
-        found = sorted(group & words)
+        found = sorted(group & told)
         if not found or rng.random() > share:
             continue
         others = sorted(group - mapping.keys() - set(mapping.values()))

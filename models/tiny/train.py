@@ -167,7 +167,7 @@ class Run:
         if not math.isfinite(float(loss.detach())):
             raise SystemExit(f"the loss is {float(loss.detach())}; try a lower PEAK_RATE")
         self.model.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

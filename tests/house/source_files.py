@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 _FOLDERS = ("quire", "native", "bench", "tests", "models", "docs", "examples", "scripts", ".ci")
 _CODE = (".py", ".cc", ".h")
 _TEXT = (*_CODE, ".md", ".toml", ".txt", ".sh", ".cfg", ".ini", ".yml", ".yaml", ".cmake", "")
-_NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box")
+_NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box", "box_draft")
 
 
 def code_files(*folders: str) -> list[Path]:
