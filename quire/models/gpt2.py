@@ -8,6 +8,8 @@ pass; T token rows, H hidden width, D head width.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import ACTIVATIONS, read_decoder
@@ -16,12 +18,14 @@ from quire.program.builder import ProgramBuilder
 from quire.program.ops import DType, View
 from quire.program.program import Program
 
-NAMES = {
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "max_position_embeddings": "n_positions",
-}
+NAMES = MappingProxyType(
+    {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+    }
+)
 
 # Training; a mask's size in old code; the summary head of other tasks; and how attention is
 # computed in half precision, which here is always in f32.

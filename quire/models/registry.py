@@ -23,6 +23,7 @@ from quire.models.generation import with_generation_defaults
 from quire.models.gpt2 import build_gpt2, read_gpt2
 from quire.models.granite import read_granite
 from quire.models.llama import build_llama, read_llama
+from quire.models.olmo import build_olmo, read_olmo2, read_olmo3
 from quire.models.opt import build_opt, read_opt
 from quire.models.phi3 import build_phi3, read_phi3
 from quire.models.spec import ModelSpec
@@ -48,6 +49,8 @@ FAMILIES = MappingProxyType(
         "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=read_gemma3, build=build_gemma3),
         "GraniteForCausalLM": Family(model_type="granite", read=read_granite, build=build_llama),
         "GPT2LMHeadModel": Family(model_type="gpt2", read=read_gpt2, build=build_gpt2),
+        "Olmo2ForCausalLM": Family(model_type="olmo2", read=read_olmo2, build=build_olmo),
+        "Olmo3ForCausalLM": Family(model_type="olmo3", read=read_olmo3, build=build_olmo),
         "OPTForCausalLM": Family(model_type="opt", read=read_opt, build=build_opt),
     }
 )
