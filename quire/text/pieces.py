@@ -35,8 +35,8 @@ _WORD_PIECE_CLEANUP = (
     (" 're", "'re"),
 )
 _SUPPORTED = (
-    "ByteLevel or WordPiece alone, or a sequence of Replace, Metaspace or Strip, then at most one ByteFallback, one "
-    "Fuse, and one Strip at the start"
+    "ByteLevel or WordPiece alone, or a sequence of Replace, Metaspace or Strip, then at most one "
+    "ByteFallback, one Fuse, and one Strip at the start"
 )
 
 

@@ -7,6 +7,7 @@ of google/sentencepiece; of the wire format: protobuf's encoding page.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from quire.base.errors import TokenizerError
 
 _MAX_PIECE_BYTES = 65_536
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 # Fields of ModelProto, SentencePiece, TrainerSpec and NormalizerSpec.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _PIECE_TEXT, _PIECE_SCORE, _PIECE_KIND = 1, 2, 3
@@ -145,6 +147,9 @@ def _check(texts: list[str], kinds: list[PieceKind]) -> None:
             if text in seen:
                 raise _Broken(f"the piece {id_}, {text!r}, is there twice")
             seen.add(text)
+    for id_, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
+        if kind is PieceKind.BYTE and not _BYTE_PIECE.fullmatch(text):
+            raise _Broken(f"the byte piece {id_}, {text!r}, is no byte as <0x41> is")
 
 
 def _piece(content: bytes, at: int) -> tuple[str, float, PieceKind]:

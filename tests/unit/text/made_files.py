@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import itertools
 import json
 import struct
 from collections import Counter
@@ -28,7 +29,7 @@ def merged(words: Sequence[str], alphabet: Iterable[str], size: int) -> list[str
     tokens = list(alphabet)
     split = [list(word) for word in words]
     while len(tokens) < size:
-        pairs = Counter(pair for parts in split for pair in zip(parts, parts[1:], strict=False))
+        pairs = Counter(pair for parts in split for pair in itertools.pairwise(parts))
         fresh = [pair for pair in pairs if "".join(pair) not in tokens]
         if not fresh:
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -11,10 +13,10 @@ from tests.unit.text.made_files import merged
 
 
 def _as_the_rule_says(text: str, rank: dict[str, int]) -> list[int]:
-    """tiktoken's and SentencePiece's rule, read plainly: the best neighbours, the leftmost first."""
+    """tiktoken's and SentencePiece's rule read plainly: best neighbours, leftmost first."""
     parts = list(text)
     while True:
-        joined = [left + right for left, right in zip(parts, parts[1:], strict=False)]
+        joined = [left + right for left, right in itertools.pairwise(parts)]
         known = [(rank[pair], at) for at, pair in enumerate(joined) if pair in rank]
         if not known:
             return [rank[part] for part in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import unicodedata
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def _as_tiktoken_does(text: str, pattern: str) -> list[int]:
             if "".join(parts) in rank:
                 parts = ["".join(parts)]
                 break
-            joined = [left + right for left, right in zip(parts, parts[1:], strict=False)]
+            joined = [left + right for left, right in itertools.pairwise(parts)]
             known = [(rank[pair], at) for at, pair in enumerate(joined) if pair in rank]
             if not known:
                 break
