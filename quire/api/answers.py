@@ -27,11 +27,13 @@ _QUEUED_DELTAS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a request. `echo` is the text put in front of its choices."""
+    """One prompt of a request. `echo` is the text put in front of its choices; `first`, its first
+    token, without a log-probability (NaN), where the echo's log-probabilities are told too."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
     echo: str = ""
+    first: TokenText | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Choice:
     stop_reason: str | int | None = None
     seed: int | None = None
     output_tokens: int = 0
+    prompt_logprobs: Sequence[TokenText | None] = ()  # of its prompt; each choice has them
 
 
 class Answers:
@@ -106,6 +109,9 @@ class Answers:
                 choice.stop_reason = delta.stop_reason
                 choice.seed = delta.seed
                 choice.output_tokens = delta.num_output_tokens
+                if delta.prompt_logprobs:
+                    for each in choices[prompt]:
+                        each.prompt_logprobs = delta.prompt_logprobs
         for of_prompt, pieces in zip(choices, texts, strict=True):
             for choice, text in zip(of_prompt, pieces, strict=True):
                 choice.text = "".join(text)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.fields import CHAT, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
-from quire.api.logprobs import chat_logprobs
+from quire.api.logprobs import chat_logprobs, prompt_logprobs
 from quire.api.prompts import encode
 from quire.api.sampling import limited, sampling_of
 from quire.api.serving import Engine, Serving
@@ -65,7 +65,10 @@ async def read_job(asked: Asked) -> Job:
         cap_tokens=asked.max_output_tokens,
     )
     writer = ChatWriter(
-        asked.envelope, wants_logprobs=wants_logprobs, include_usage=asked.include_usage
+        asked.envelope,
+        wants_logprobs=wants_logprobs,
+        num_prompt_top=chosen.prompt_logprobs,
+        include_usage=asked.include_usage,
     )
     return Job(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
 
@@ -73,9 +76,17 @@ async def read_job(asked: Asked) -> Job:
 class ChatWriter:
     """`chat.completion` objects and `chat.completion.chunk` objects. For one answer."""
 
-    def __init__(self, envelope: Envelope, *, wants_logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        *,
+        wants_logprobs: bool,
+        num_prompt_top: int | None,
+        include_usage: bool,
+    ) -> None:
         self._envelope = envelope
         self._wants_logprobs = wants_logprobs
+        self._num_prompt_top = num_prompt_top
         self._include_usage = include_usage
         self._begun: set[int] = set()
 
@@ -96,6 +107,7 @@ class ChatWriter:
             **self._frame("chat.completion"),
             "choices": written,
             "usage": usage_json(usage),
+            **self._scored(choices[0][0].prompt_logprobs),
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
@@ -103,7 +115,7 @@ class ChatWriter:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             role = {"role": "assistant", "content": "", "refusal": None}
-            yield self._chunk(delta.index, role)
+            yield {**self._chunk(delta.index, role), **self._scored(delta.prompt_logprobs)}
         if delta.text or delta.logprobs:
             logprobs = self._logprobs(delta.logprobs)
             yield self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
@@ -153,6 +165,12 @@ class ChatWriter:
             "model": envelope.model,
             "system_fingerprint": envelope.fingerprint,
         }
+
+    def _scored(self, tokens: Sequence[TokenText | None]) -> dict[str, Any]:
+        """What is told of the prompt: once, beside the choices, where it was asked for."""
+        if not tokens or self._num_prompt_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         return chat_logprobs(tokens) if self._wants_logprobs else None
@@ -230,9 +248,10 @@ def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{show(given['max_tokens'])}; they mean the same: give one",
             param="max_completion_tokens",
         )
-    if isinstance(newer, bool) or not isinstance(newer, int) or newer < 1:
+    least = 0 if "prompt_logprobs" in given else 1
+    if isinstance(newer, bool) or not isinstance(newer, int) or newer < least:
         raise InvalidParameter(
-            f"max_completion_tokens is {show(newer)}; a whole number from 1 is allowed",
+            f"max_completion_tokens is {show(newer)}; a whole number from {least} is allowed",
             param="max_completion_tokens",
         )
     return {"max_tokens": newer}

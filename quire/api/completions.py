@@ -2,13 +2,16 @@
 
 Prompts run at once; choices are numbered prompt by prompt, n to each, as OpenAI numbers them. A
 prompt "" is the model's begin-of-text token where it has one, and refused where it has none.
-max_tokens is 16 where the request does not say. `echo` puts the prompt's text in front.
+max_tokens is 16 where the request does not say. `echo` puts the prompt's text in front, and with
+`logprobs` the log-probabilities of its tokens; max_tokens 0 then asks for nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +20,7 @@ from starlette.responses import Response
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.fields import COMPLETIONS, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
-from quire.api.logprobs import completion_logprobs
+from quire.api.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from quire.api.prompts import checked_ids, encode
 from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
@@ -25,6 +28,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 from quire.engine.output import TextDelta
+from quire.engine.token_text import TokenText
 
 MAX_CHOICES = 1024
 
@@ -46,19 +50,13 @@ async def read_job(asked: Asked) -> Job:
     """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
     given, engine = asked.given, asked.engine
     num_top = given.get("logprobs")
-    sampling = sampling_of(given, engine.default_sampling(), logprobs=num_top)
+    echo = flag(given, "echo")
+    sampling = _sampling(asked, echo=echo)
     if given.get("best_of", sampling.n) != sampling.n:
         raise InvalidParameter(
             f"best_of is {show(given['best_of'])}, n is {sampling.n}; answers are not ranked: "
             "leave best_of out, or make it equal to n",
             param="best_of",
-        )
-    echo = flag(given, "echo")
-    if echo and num_top is not None:
-        raise InvalidParameter(
-            "echo is true and logprobs is given; log-probabilities of prompts are not served yet: "
-            "leave one of them out",
-            param="echo",
         )
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _prompts(given)
@@ -78,12 +76,17 @@ async def read_job(asked: Asked) -> Job:
             cap_tokens=asked.max_output_tokens,
         )
         shown = _shown(engine, text, sampling) if echo else ""
-        prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown))
+        first = _first(engine, token_ids) if echo and num_top is not None else None
+        prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
         await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
     if len(prompts) > 1:
         await asyncio.to_thread(_refuse_early, engine, prompts)
     writer = CompletionWriter(
-        asked.envelope, prompts, num_top=num_top, include_usage=asked.include_usage
+        asked.envelope,
+        prompts,
+        num_top=num_top,
+        num_prompt_top=given.get("prompt_logprobs"),
+        include_usage=asked.include_usage,
     )
     return Job(prompts=prompts, writer=writer)
 
@@ -97,10 +100,16 @@ class CompletionWriter:
         prompts: Sequence[Prompt],
         *,
         num_top: int | None,
+        num_prompt_top: int | None,
         include_usage: bool,
     ) -> None:
         self._prompts = prompts
         self._num_top = num_top
+        self._num_prompt_top = num_prompt_top
+        self._lists_ids = bool(prompts[0].sampling.logprob_token_ids)
+        # By prompt, written once and told with each of its choices.
+        self._echoed: dict[int, dict[str, Any]] = {}
+        self._scored: dict[int, dict[str, Any]] = {}
         self._include_usage = include_usage
         self._begun: set[tuple[int, int]] = set()
         self._frame: dict[str, Any] = {
@@ -116,31 +125,33 @@ class CompletionWriter:
         written = []
         for at, of_prompt in enumerate(choices):
             for index, choice in enumerate(of_prompt):
-                echo = self._prompts[at].echo
+                self._keep_prompt(at, choice.prompt_logprobs)
                 written.append(
                     {
                         "index": self._index(at, index),
-                        "text": echo + choice.text,
-                        "logprobs": self._logprobs(choice.logprobs, len(echo)),
+                        "text": self._prompts[at].echo + choice.text,
+                        "logprobs": self._logprobs(at, choice.logprobs, begins=True),
                         "finish_reason": choice.finish_reason,
                         "stop_reason": choice.stop_reason,
                         "seed": choice.seed,
+                        **self._scored.get(at, {}),
                     }
                 )
         return {**self._frame, "choices": written, "usage": usage_json(usage)}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """One chunk; the first of a choice begins with the echo."""
-        echo, text = self._prompts[prompt].echo, delta.text
-        if (prompt, delta.index) not in self._begun:
-            self._begun.add((prompt, delta.index))
-            text = echo + text
+        """One chunk; the first of a choice begins with the echo and tells of the prompt."""
+        self._keep_prompt(prompt, delta.prompt_logprobs)
+        begins = (prompt, delta.index) not in self._begun
+        self._begun.add((prompt, delta.index))
         choice: dict[str, Any] = {
             "index": self._index(prompt, delta.index),
-            "text": text,
-            "logprobs": self._logprobs(delta.logprobs, len(echo)),
+            "text": self._prompts[prompt].echo + delta.text if begins else delta.text,
+            "logprobs": self._logprobs(prompt, delta.logprobs, begins=begins),
             "finish_reason": delta.finish_reason,
         }
+        if begins:
+            choice |= self._scored.get(prompt, {})
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
         yield self._chunk([choice])
@@ -160,10 +171,52 @@ class CompletionWriter:
     def _index(self, prompt: int, index: int) -> int:
         return prompt * self._prompts[0].sampling.n + index
 
-    def _logprobs(self, tokens: Any, echo_chars: int) -> dict[str, Any] | None:
+    def _keep_prompt(self, at: int, tokens: Sequence[TokenText | None]) -> None:
+        """Write what is told of prompt `at`, when it is first known."""
+        prompt = self._prompts[at]
+        if not tokens or at in self._echoed or at in self._scored:
+            return
+        if prompt.first is not None and self._num_top is not None:
+            self._echoed[at] = echoed_logprobs(
+                prompt.first, tokens, num_chars=len(prompt.echo), num_top=self._num_top
+            )
+        if self._num_prompt_top is not None:
+            self._scored[at] = {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
+
+    def _logprobs(
+        self, at: int, tokens: Sequence[TokenText], *, begins: bool
+    ) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        return completion_logprobs(tokens, echo_chars=echo_chars, num_top=self._num_top)
+        written = completion_logprobs(
+            tokens,
+            echo_chars=len(self._prompts[at].echo),
+            num_top=self._num_top,
+            lists_ids=self._lists_ids,
+        )
+        return joined(self._echoed[at], written) if begins and at in self._echoed else written
+
+
+def _sampling(asked: Asked, *, echo: bool) -> SamplingParams:
+    """The parameters; an echo with log-probabilities needs those of the prompt too."""
+    given, num_top = dict(asked.given), asked.given.get("logprobs")
+    if echo and num_top is not None:
+        given.setdefault("prompt_logprobs", num_top)
+    sampling = sampling_of(given, asked.engine.default_sampling(), logprobs=num_top)
+    if not echo or sampling.logprobs is None or sampling.prompt_logprobs is None:
+        return sampling
+    return replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs))
+
+
+def _first(engine: Engine, token_ids: Sequence[int]) -> TokenText:
+    """The first token of a prompt, which nothing precedes."""
+    token_id = token_ids[0]
+    return TokenText(
+        token_id=token_id,
+        text=engine.tokenizer.token_text(token_id),
+        raw=engine.tokenizer.token_bytes(token_id),
+        logprob=math.nan,
+    )
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:

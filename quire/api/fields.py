@@ -36,6 +36,8 @@ SAMPLING = frozenset(
         "include_stop_str_in_output",
         "ignore_eos",
         "skip_special_tokens",
+        "prompt_logprobs",
+        "logprob_token_ids",
     }
 )
 _SHARED = SAMPLING | {
@@ -101,7 +103,6 @@ UNSERVED: dict[str, Unserved] = {
     "spaces_between_special_tokens": Unserved(
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
-    "prompt_logprobs": Unserved(allowed=(), why="log-probabilities of prompts are not served yet"),
     "truncate_prompt_tokens": Unserved(allowed=(), why="prompts are never cut"),
     "bad_words": Unserved(allowed=([],), why="use logit_bias to keep tokens out"),
     "allowed_token_ids": Unserved(allowed=(), why="use logit_bias to keep tokens out"),

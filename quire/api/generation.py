@@ -6,6 +6,7 @@ neither API's words. Always holds: nothing reaches the engine before every field
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -108,8 +109,18 @@ async def generate(
     choices = await until_gone(
         answers.whole(), request.receive, over=serving.over, deadline=deadline
     )
-    content = msgspec.json.encode(job.writer.whole(choices, answers.usage))
+    content = await _written(job, choices, answers.usage)
     return Response(content, headers=headers, media_type="application/json")
+
+
+async def _written(job: Job, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
+    """The body; one that tells of whole prompts is long, and is written beside the loop."""
+
+    def written() -> bytes:
+        return msgspec.json.encode(job.writer.whole(choices, usage))
+
+    is_long = any(prompt.sampling.prompt_logprobs is not None for prompt in job.prompts)
+    return await asyncio.to_thread(written) if is_long else written()
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -36,6 +36,14 @@ def sampling_of(
         fields["stop"] = _stops(fields["stop"])
     if "stop_token_ids" in fields:
         fields["stop_token_ids"] = _listed("stop_token_ids", fields["stop_token_ids"])
+    if "logprob_token_ids" in fields:
+        fields["logprob_token_ids"] = _listed("logprob_token_ids", fields["logprob_token_ids"])
+        if fields["logprob_token_ids"] and logprobs is None:
+            raise InvalidParameter(
+                "logprob_token_ids is given without logprobs; add logprobs (0 for completions, "
+                "true for chats)",
+                param="logprob_token_ids",
+            )
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"])
     return replace(defaults, logprobs=logprobs, **fields).resolve()

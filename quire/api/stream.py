@@ -74,11 +74,18 @@ class EventStream(Response):
     async def _write_all(self, send: Send) -> None:
         async with aclosing(self._answers.deltas()) as deltas:
             async for prompt, delta in deltas:
-                events = [_event(chunk) for chunk in self._chunks.of_delta(prompt, delta)]
-                await self._write(send, b"".join(events))
+                await self._write(send, await self._events(prompt, delta))
         usage = self._chunks.of_usage(self._answers.usage)
         last = _DONE if usage is None else _event(usage) + _DONE
         await self._write(send, last, more=False)
+
+    async def _events(self, prompt: int, delta: TextDelta) -> bytes:
+        """A delta's chunks; those that tell of a whole prompt are long: beside the loop."""
+
+        def events() -> bytes:
+            return b"".join(_event(chunk) for chunk in self._chunks.of_delta(prompt, delta))
+
+        return await asyncio.to_thread(events) if delta.prompt_logprobs else events()
 
     async def _write(self, send: Send, events: bytes, *, more: bool = True) -> None:
         if not self._started:

@@ -56,6 +56,12 @@ class ByteTokenizer:
     def least_tokens(self, text: str) -> int:
         return len(text.encode(errors="surrogatepass"))
 
+    def token_text(self, token_id: int) -> str:
+        return bytes([token_id]).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         kept = [id_ for id_ in token_ids if id_ != self._bos or not skip_special_tokens]
         return bytes(kept).decode(errors="replace")
