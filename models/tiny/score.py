@@ -15,6 +15,7 @@ import math
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import corpus
@@ -29,19 +30,40 @@ from quire import LLM, SamplingParams
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 DATA_FOLDER = Path(os.environ.get("QUIRE_DATA", ROOT.parent / "shared" / "data"))
-SCORED_BYTES = 900  # of each story, so that every model's context holds it
-STORY_REQUESTS = ["a dog", "a cat", "a robot", "a boy named Tom", "Lily and a frog", "a kite"]
+SCORED_BYTES = 800  # of each story, so that every model's context holds it
+SAMPLED = [
+    "Hello!",
+    "What is your name?",
+    "What is 8 + 5?",
+    "What color is the sky?",
+    "Tell me a story about a dog.",
+    "Tell me a story about a girl named Mia.",
+]
 
 
-def story_losses(model: Llama, folder: Path, stories: list[str]) -> dict[str, float]:
-    """Loss of the starts of the stories, a byte of text."""
+def num_parameters(model: Llama) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def megabytes(folder: Path) -> str:
+    """Size of a folder, in millions of bytes."""
+    return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.1f}"
+
+
+def story_losses(
+    model: Llama, folder: Path, stories: list[str], *, paragraph_break: str = "\n\n"
+) -> dict[str, float]:
+    """Loss of the starts of the stories; paragraph_break is the one the model was trained with.
+
+    The bytes counted are the same whatever the break, of which one byte counts.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     num_nats, num_bytes, num_tokens = 0.0, 0, 0
     for story in stories:
-        text = story.encode()[:SCORED_BYTES].decode(errors="ignore")
-        ids = tokenizer.encode(text).ids
+        text = story.encode()[:SCORED_BYTES].decode(errors="ignore").strip()
+        ids = tokenizer.encode(text.replace("\n\n", paragraph_break)).ids
         num_nats += sum_of_losses(model, ids)
-        num_bytes += len(text.encode())
+        num_bytes += len(text.replace("\n\n", "\n").encode())
         num_tokens += len(ids) - 1
     return {
         "nats_per_token": round(num_nats / num_tokens, 4),
@@ -91,42 +113,80 @@ def agreement(big: Llama, small: Llama, rows: list[list[int]]) -> dict[str, floa
     }
 
 
+def samples(folder: Path) -> str:
+    """What a user sees with the defaults, one try each, as quotations."""
+    with LLM(folder) as llm:
+        sampling = replace(llm.default_sampling, seed=1, max_tokens=450)
+    told = []
+    for says, answer in zip(SAMPLED, answers_to(folder, SAMPLED, sampling), strict=True):
+        told.append(f"> **{says}**\n>\n> " + answer.replace("\n\n", "\n>\n> "))
+    return "\n\n".join(told)
+
+
+def write_card(template: str, out: Path, facts: dict[str, object]) -> None:
+    """Fill a card; what stands between @ signs is written by a person afterwards."""
+    (out / "README.md").write_text((HERE / template).read_text().format(**facts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the toy model in the box.")
     parser.add_argument("--model", type=Path, default=ROOT / "quire" / "models" / "box")
     parser.add_argument("--draft", type=Path, default=ROOT / "quire" / "models" / "box_draft")
     parser.add_argument("--data", type=Path, default=DATA_FOLDER, help="the data folder")
-    parser.add_argument("--show", type=int, default=20, help="so many wrong answers")
+    parser.add_argument("--show", type=int, default=40, help="so many wrong answers")
+    parser.add_argument("--cards", action="store_true", help="write the cards of both models")
     args = parser.parse_args()
 
     texts = corpus.read_texts(args.data / "text")
     questions = Questions(HERE, sorted(find_nouns(texts.stories)))
-    big = load_model(args.model)
-    report: dict[str, object] = {
-        "box": story_losses(big, args.model, texts.held_out),
-        "stories260K": story_losses(
-            load_model(args.data / "stories260K"), args.data / "stories260K", texts.held_out
-        ),
-    }
-    if args.draft.exists():
-        small = load_model(args.draft)
-        tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-        rng = random.Random(7)
-        told = [tokenizer.encode(story).ids for story in texts.held_out]
-        talk = [
-            tokenizer.encode(f"<|user|>{q.says}<|end|><|assistant|>{q.answers[0]}<|end|>").ids
-            for q in rng.sample(questions.held_out(), k=200)
-        ]
-        report["draft"] = story_losses(small, args.draft, texts.held_out)
-        report["draft on stories"] = agreement(big, small, told)
-        report["draft on questions"] = agreement(big, small, talk)
+    big, teller = load_model(args.model), args.data / "stories260K"
+    box = story_losses(big, args.model, texts.held_out)
+    other = story_losses(load_model(teller), teller, texts.held_out, paragraph_break="\n")
     scores, wrong = question_scores(args.model, questions)
-    report["held-out questions"] = scores
-    print(json.dumps(report, indent=1))
+    print(json.dumps({"box": box, "stories260K": other, "held-out questions": scores}, indent=1))
     print("\n".join(wrong[: args.show]))
-    says = [f"Tell me a story about {topic}." for topic in STORY_REQUESTS]
-    for request, story in zip(says, answers_to(args.model, says, None), strict=True):
-        print(f"\n**{request}**\n{story}")
+    said = samples(args.model)
+    print(said)
+    if args.cards:
+        facts: dict[str, object] = {
+            "parameters": f"{num_parameters(big):,}",
+            "megabytes": megabytes(args.model),
+            "box_nats": box["nats_per_byte"],
+            "box_bits": box["bits_per_byte"],
+            "box_token": box["nats_per_token"],
+            "teller_nats": other["nats_per_byte"],
+            "teller_bits": other["bits_per_byte"],
+            "teller_token": other["nats_per_token"],
+            "questions": "\n".join(f"| {kind} | {score} |" for kind, score in scores.items()),
+            "samples": said,
+        }
+        write_card("card.md", args.model, facts)
+    if not args.draft.exists():
+        return
+    small = load_model(args.draft)
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    told = [tokenizer.encode(story).ids for story in texts.held_out]
+    talk = [
+        tokenizer.encode(f"<|user|>{q.says}<|end|><|assistant|>{q.answers[0]}<|end|>").ids
+        for q in random.Random(7).sample(questions.held_out(), k=200)
+    ]
+    draft = story_losses(small, args.draft, texts.held_out)
+    on_stories, on_talk = agreement(big, small, told), agreement(big, small, talk)
+    print(json.dumps({"draft": draft, "stories": on_stories, "questions": on_talk}, indent=1))
+    if args.cards:
+        facts = {
+            "parameters": f"{num_parameters(small):,}",
+            "times": f"{num_parameters(big) / num_parameters(small):.1f}",
+            "megabytes": megabytes(args.draft),
+            "nats": draft["nats_per_byte"],
+            "bits": draft["bits_per_byte"],
+            "box_bits": box["bits_per_byte"],
+            "story_same": on_stories["top_1"],
+            "story_kept": on_stories["acceptance"],
+            "talk_same": on_talk["top_1"],
+            "talk_kept": on_talk["acceptance"],
+        }
+        write_card("card_draft.md", args.draft, facts)
 
 
 if __name__ == "__main__":
