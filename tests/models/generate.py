@@ -16,6 +16,7 @@ from quire.execute.executor import Executor
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
+from quire.models.spec import ModelSpec
 from quire.program.batch import ForwardBatch
 from quire.program.ops import DType
 from quire.weights.checkpoint import open_checkpoint
@@ -29,11 +30,24 @@ def open_executor(
     path: Path, *, kind: str = "reference", dtype: DType = DType.F32, max_tokens: int = 128
 ) -> Executor:
     """An executor of the model in `path`, with cache for the model's whole length."""
-    spec = open_model(path)
-    program = build_program(spec, dtype=dtype, max_positions=spec.max_positions)
+    return executor_of(open_model(path), path, kind=kind, dtype=dtype, max_tokens=max_tokens)
+
+
+def executor_of(
+    spec: ModelSpec,
+    path: Path,
+    *,
+    kind: str = "reference",
+    dtype: DType = DType.F32,
+    max_tokens: int = 128,
+    served: int = 0,
+) -> Executor:
+    """An executor of `spec` with the weights in `path`, for `served` positions (0: all it has)."""
+    max_positions = served or spec.max_positions
+    program = build_program(spec, dtype=dtype, max_positions=max_positions)
     limits = {"max_tokens": max_tokens, "max_samples": max_tokens, "max_sequences": 4}
     executor = CLASSES[kind](program, open_checkpoint(path), num_threads=1, **limits)
-    executor.allocate_cache(-(-spec.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
+    executor.allocate_cache(-(-max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor
 
 

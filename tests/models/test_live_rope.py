@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers itself, kind by kind (marked `parity`: needs torch).
+"""Rotary angles against transformers itself, kind by kind (marked `parity`: needs torch).
 
 Where transformers computes them anew from each sequence's length, it is shown a sequence of the
 length that is served here: that is where both must agree.
@@ -16,6 +16,9 @@ import pytest
 from quire.models.registry import open_model
 from quire.models.rope import rope_spec
 from quire.models.spec import ModelSpec
+from tests.models import cases_phi3
+from tests.models.generate import EXECUTORS, executor_of, logits_of
+from tests.models.record import relative_error, transformers_logits
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.parity
@@ -123,3 +126,20 @@ def test_gemma_3_turns_its_two_types_of_layer_as_transformers_does(
     agree(everywhere, theirs.full_attention_inv_freq, theirs.full_attention_attention_scaling)
     windowed = rope_spec(spec.local_rope, spec.head_dim, 512)
     agree(windowed, theirs.sliding_attention_inv_freq, theirs.sliding_attention_attention_scaling)
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_a_longrope_model_served_at_its_original_length_answers_with_its_short_list(
+    kind: str, tmp_path: Path
+) -> None:
+    """The model has 512 positions; 64 are served, and each row is that of transformers."""
+    pytest.importorskip("torch")
+    case = next(case for case in cases_phi3.CASES if case.name == "phi3_longrope_long")
+    folder, token_ids = case.write(tmp_path), case.token_ids[:64]
+    right = transformers_logits(folder, token_ids)
+    for served, agrees in ((64, True), (65, False), (512, False)):
+        executor = executor_of(open_model(folder), folder, kind=kind, served=served)
+        found = logits_of(executor, token_ids, max_positions=64, chunk=37)
+        error = relative_error(found, right)
+        assert (error <= 1e-4) == agrees, served
+        assert agrees or error > 0.01
