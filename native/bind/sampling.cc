@@ -4,6 +4,9 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 
 #include "quire/kernels.h"
 #include "quire/sampling.h"
@@ -22,13 +25,51 @@ using IntsOut = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+// The arrays of RareParameters by name; all of them are there. Keeps each alive until it is gone.
+class RareArrays {
+  public:
+    explicit RareArrays(const nb::dict& arrays) : arrays_(arrays) {
+        args_.typical_p = floats("typical_p");
+        args_.top_n_sigma = floats("top_n_sigma");
+        args_.epsilon_cutoff = floats("epsilon_cutoff");
+        args_.eta_cutoff = floats("eta_cutoff");
+        args_.xtc_probability = floats("xtc_probability");
+        args_.xtc_threshold = floats("xtc_threshold");
+        args_.dry_multiplier = floats("dry_multiplier");
+        args_.dry_base = floats("dry_base");
+        args_.dry_allowed_length = ints("dry_allowed_length");
+        args_.dry_last_n = ints("dry_last_n");
+        args_.ngram_size = ints("ngram_size");
+        args_.mirostat = ints("mirostat");
+        args_.mirostat_tau = floats("mirostat_tau");
+        args_.mirostat_eta = floats("mirostat_eta");
+        args_.mirostat_mu = floats("mirostat_mu");
+        args_.breaker_starts = ints("breaker_starts");
+        args_.breaker_ids = ints("breaker_ids");
+        args_.sequence_rows = ints("sequence_rows");
+        args_.sequence_starts = ints("sequence_starts");
+        args_.sequence_ids = ints("sequence_ids");
+        args_.allowed_starts = ints("allowed_starts");
+        args_.allowed_ids = ints("allowed_ids");
+    }
+
+    const quire::RareArgs* args() const { return &args_; }
+
+  private:
+    const float* floats(const char* name) { return nb::cast<Floats>(arrays_[name], false).data(); }
+    const int32_t* ints(const char* name) { return nb::cast<Ints>(arrays_[name], false).data(); }
+
+    const nb::dict& arrays_;  // the caller's, which holds the arrays
+    quire::RareArgs args_{};
+};
+
 void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Floats top_p,
             Floats min_p, Floats repetition_penalty, Floats presence_penalty,
             Floats frequency_penalty, Longs seeds, Ints streams, Ints positions,
             Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
             Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
-            Ints banned_ids, IntsOut token_ids, FloatsOut logprobs, IntTable top_ids,
-            FloatTable top_logprobs) {
+            Ints banned_ids, std::optional<nb::dict> rare, IntsOut token_ids, FloatsOut logprobs,
+            IntTable top_ids, FloatTable top_logprobs, FloatsOut mus) {
     quire::ChooseArgs args{};
     args.logits = logits.data();
     args.stride = logits.stride(0);
@@ -53,6 +94,9 @@ void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Fl
     args.bias_values = bias_values.data();
     args.banned_starts = banned_starts.data();
     args.banned_ids = banned_ids.data();
+    std::optional<RareArrays> rare_arrays;
+    if (rare) args.rare = rare_arrays.emplace(*rare).args();
+    args.mus = mus.size() > 0 ? mus.data() : nullptr;
     args.num_top = static_cast<int32_t>(top_ids.shape(1));
     args.token_ids = token_ids.data();
     args.logprobs = logprobs.data();
@@ -71,7 +115,7 @@ void bind_sampling(nb::module_& module) {
                "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a,
                "seeds"_a, "streams"_a, "positions"_a, "num_prompt_tokens"_a, "num_logprobs"_a,
                "history_starts"_a, "history"_a, "bias_starts"_a, "bias_ids"_a, "bias_values"_a,
-               "banned_starts"_a, "banned_ids"_a, "token_ids"_a, "logprobs"_a, "top_ids"_a,
-               "top_logprobs"_a,
+               "banned_starts"_a, "banned_ids"_a, "rare"_a.none(), "token_ids"_a, "logprobs"_a, "top_ids"_a,
+               "top_logprobs"_a, "mus"_a,
                "Choose a token for each row; see quire/sampling/native.py.");
 }

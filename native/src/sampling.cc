@@ -3,7 +3,8 @@
 // reduction here is exact (largest with ties to the lower id, counts, sums of masses), so it has
 // no order.
 //
-// top_k and top_p select, they do not sort. Values are dealt into bins by their distance from
+// The rare steps (typical_p, DRY and so on) are in sampling_rare.cc; a row that has them does them
+// in one thread. top_k and top_p select, they do not sort. Values are dealt into bins by their distance from
 // the largest, the bin holding the boundary is found by its running sum, and only that bin's
 // tokens are looked at closely. Either filter ends as a Cut: one value and one id.
 
@@ -26,6 +27,7 @@ constexpr int kBins = 2048;        // of 1/64 each; the last holds all that is f
 constexpr float kBinsPerUnit = 64.0f;
 constexpr float kSmallestTemperature = 0x1p-40f;
 constexpr float kSmallestMinP = 0x1p-126f;
+constexpr int32_t kMirostat = 2;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr int32_t kLastId = std::numeric_limits<int32_t>::max();
@@ -71,6 +73,7 @@ Cut boundary(std::vector<Candidate>& candidates, double sum, double needed) {
 struct Scratch {
     std::vector<float> values;    // [V] the row after edits and temperature
     std::vector<int32_t> counts;  // [V] all zero between uses
+    std::vector<float> allowed;   // values of the allowed ids
 };
 
 class Row {
@@ -79,11 +82,14 @@ class Row {
     Row(const ChooseArgs& args, const SamplingPasses& passes, int32_t row, Pool* pool,
         Scratch& scratch)
         : args_(args), passes_(passes), row_(row), pool_(pool), scratch_(scratch),
-          raw_(args.logits + row * args.stride), num_chunks_(1) {
+          raw_(args.logits + row * args.stride), key_(noise_key(args.seeds[row], args.streams[row],
+                                                                args.positions[row])),
+          num_chunks_(1) {
         if (pool != nullptr) num_chunks_ = (args.vocabulary + kChunk - 1) / kChunk;
     }
 
     void choose() {
+        if (args_.mus != nullptr) args_.mus[row_] = 0.0f;
         const int32_t token_id = token();
         args_.token_ids[row_] = token_id;
         args_.logprobs[row_] = kNaN;
@@ -133,10 +139,8 @@ class Row {
     }
 
     BestToken noisiest(const float* values, float temperature, Cut cut) {
-        const NoiseKey key =
-            noise_key(args_.seeds[row_], args_.streams[row_], args_.positions[row_]);
         return best_of_chunks([&](int32_t begin, int32_t end, bool* bad) {
-            return passes_.noisiest(values, begin, end, temperature, cut, key, bad);
+            return passes_.noisiest(values, begin, end, temperature, cut, key_, bad);
         });
     }
 
@@ -149,23 +153,59 @@ class Row {
         const float temperature = args_.temperature[row_];
         if (temperature < kSmallestTemperature) return largest(values).id;
         const bool filtered = args_.top_k[row_] > 0 || args_.top_p[row_] < 1.0f ||
-                              args_.min_p[row_] >= kSmallestMinP;
+                              args_.min_p[row_] >= kSmallestMinP || has_rare_filters();
         if (!filtered) return noisiest(values, temperature, {-kInfinity, kLastId}).id;
 
+        float drop = kInfinity;
+        if (args_.rare != nullptr && args_.rare->top_n_sigma[row_] > 0.0f) {
+            const BestToken top = largest(values);
+            if (top.id < 0) return -1;
+            drop = sigma_drop(values, args_.vocabulary, top.value, args_.rare->top_n_sigma[row_]);
+        }
         scratch_.values.resize(args_.vocabulary);
-        float* scaled = scratch_.values.data();
+        float* scaled = scratch_.values.data();  // perhaps `values` itself
         const BestToken top = best_of_chunks([&](int32_t begin, int32_t end, bool* bad) {
             return passes_.scale(values, begin, end, temperature, scaled, bad);
         });
         if (top.id < 0) return -1;
-        return noisiest(scaled, 1.0f, filter(scaled, top.value)).id;
+        Filtered row{scaled, args_.vocabulary, top.value, {-kInfinity, kLastId}, passes_};
+        if (args_.rare != nullptr && args_.rare->mirostat[row_] == kMirostat) return steered(row);
+        row.keep_from(top.value - drop / temperature);
+        filter(row);
+        return noisiest(scaled, 1.0f, row.cut).id;
+    }
+
+    // By mirostat; sets the row's mu.
+    int32_t steered(Filtered& row) {
+        keep_unsurprising(row, args_.rare->mirostat_mu[row_]);
+        const int32_t token_id = noisiest(row.values, 1.0f, row.cut).id;
+        if (token_id >= 0) args_.mus[row_] = moved_mu(row, token_id, *args_.rare, row_);
+        return token_id;
+    }
+
+    bool has_rare_filters() const {
+        const RareArgs* rare = args_.rare;
+        return rare != nullptr &&
+               (rare->typical_p[row_] < 1.0f || rare->top_n_sigma[row_] > 0.0f ||
+                rare->epsilon_cutoff[row_] > 0.0f || rare->eta_cutoff[row_] > 0.0f ||
+                rare->mirostat[row_] == kMirostat || has_xtc());
+    }
+
+    bool has_xtc() const { return coin(key_) < args_.rare->xtc_probability[row_]; }
+
+    bool has_rare_edits() const {
+        const RareArgs* rare = args_.rare;
+        return rare != nullptr &&
+               (rare->dry_multiplier[row_] > 0.0f || rare->ngram_size[row_] > 0 ||
+                rare->sequence_rows[row_ + 1] > rare->sequence_rows[row_] ||
+                rare->allowed_starts[row_ + 1] > rare->allowed_starts[row_]);
     }
 
     bool has_edits() const {
         return args_.bias_starts[row_ + 1] > args_.bias_starts[row_] ||
                args_.banned_starts[row_ + 1] > args_.banned_starts[row_] ||
                args_.repetition_penalty[row_] != 1.0f || args_.frequency_penalty[row_] != 0.0f ||
-               args_.presence_penalty[row_] != 0.0f;
+               args_.presence_penalty[row_] != 0.0f || has_rare_edits();
     }
 
     // Steps 2 to 4: bias, penalties, bans.
@@ -194,8 +234,15 @@ class Row {
                 values[id] -= frequency * static_cast<float>(count) + presence;
             });
         }
+        const Ids history{prompt, end - prompt};
+        if (args_.rare != nullptr && args_.rare->dry_multiplier[row_] > 0.0f) {
+            penalize_repeats(values, history, *args_.rare, row_, counts);
+        }
         for (int32_t i = args_.banned_starts[row_]; i < args_.banned_starts[row_ + 1]; i++) {
             values[args_.banned_ids[i]] = -kInfinity;
+        }
+        if (args_.rare != nullptr) {
+            ban(values, args_.vocabulary, history, *args_.rare, row_, scratch_.allowed);
         }
         return values;
     }
@@ -210,12 +257,23 @@ class Row {
         }
     }
 
-    // What min_p, then top_k, then top_p leave.
-    Cut filter(const float* values, float top) {
-        Cut cut{-kInfinity, kLastId};
+    // From min_p to XTC.
+    void filter(Filtered& row) {
+        const RareArgs* rare = args_.rare;
         if (args_.min_p[row_] >= kSmallestMinP) {
-            cut.value = top - recipe::minus_log(args_.min_p[row_]);
+            row.keep_from(row.top - recipe::minus_log(args_.min_p[row_]));
         }
+        row.cut = with_top_k(row.values, row.top, row.cut);
+        if (rare != nullptr && rare->typical_p[row_] < 1.0f) {
+            keep_typical(row, rare->typical_p[row_]);
+        }
+        row.cut = with_top_p(row.values, row.top, row.cut);
+        if (rare == nullptr) return;
+        cut_off(row, rare->epsilon_cutoff[row_], rare->eta_cutoff[row_]);
+        if (has_xtc()) exclude_top_choices(row, rare->xtc_threshold[row_]);
+    }
+
+    Cut with_top_k(const float* values, float top, Cut cut) {
         const int32_t top_k = args_.top_k[row_];
         if (top_k > 0) {
             const std::vector<double> counts = bins(values, top, cut, false);
@@ -223,6 +281,10 @@ class Row {
             for (double count : counts) kept += count;
             if (kept > top_k) cut = narrowed(values, top, cut, counts, top_k, false);
         }
+        return cut;
+    }
+
+    Cut with_top_p(const float* values, float top, Cut cut) {
         if (args_.top_p[row_] < 1.0f) {
             const std::vector<double> sums = bins(values, top, cut, true);
             double total = 0.0;
@@ -340,6 +402,7 @@ class Row {
     Pool* const pool_;
     Scratch& scratch_;
     const float* const raw_;
+    const NoiseKey key_;
     int64_t num_chunks_;
 };
 

@@ -1,18 +1,33 @@
 """SampleBatch: what token choice needs to know about each row; TokenChoice: what it yields.
 
-Rows need not share parameters. The semantics, in this order, for a row with raw logits l [V]:
+Rows need not share parameters. The semantics, in this order, for a row with raw logits l [V];
+steps marked * are in RareParameters (definitions: sampling/rare.py):
 
 1. log-probabilities (where asked for) are of l itself: l - logsumexp(l), the sum exact in any
    order (sampling/noise.py).
 2. l[id] += bias for each logit_bias entry.
 3. repetition penalty r over the distinct tokens of prompt and output: l > 0 ? l / r : l * r.
    then for tokens of the output: l -= frequency * count + presence.
-4. while fewer than min_tokens were generated: l[stop ids] = -inf.
-5. temperature 0: the largest l, ties to the lowest id. Else l /= temperature, and
+   * then DRY: l -= multiplier * base^(n - allowed_length) for tokens that would go on a repeat
+   of n >= allowed_length tokens.
+4. l[id] = -inf for banned ids (stop ids while fewer than min_tokens were generated), * for the
+   last ids of banned sequences whose other ids end the history, * for tokens that would
+   complete an n-gram the history has, and * for all but the allowed ids, where some are given.
+5. temperature 0: the largest l, ties to the lowest id. Else l /= temperature, and the filters,
+   each over what those before it left:
+   * top_n_sigma: drop l < max - n * sigma, sigma over all finite l;
    min_p: drop l < max + log(min_p); top_k: keep the k largest (ties: lower ids first);
-   top_p: over what is left, sorted by (probability down, id up), keep the shortest prefix whose
-   probability reaches top_p of the remaining mass; then the largest of l + gumbel(seed, stream,
-   position, id) over what is kept, ties to the lowest id.
+   * typical_p: by |surprise - entropy|, smallest first, keep until typical_p of the mass is
+   reached, and ties; top_p: over what is left, sorted by (probability down, id up), keep the
+   shortest prefix whose probability reaches top_p of the remaining mass;
+   * epsilon_cutoff and eta_cutoff: drop what is less probable, but never the most probable;
+   * XTC: by the row's coin, drop all tokens of at least xtc_threshold but the last of them.
+   * With mirostat the filters are one: drop tokens of more than mu bits of surprise.
+   Then the largest of l + gumbel(seed, stream, position, id) over what is kept, ties to the
+   lowest id. * Mirostat then moves mu: mu -= eta * (surprise of the token - tau).
+
+vLLM has this order as far as it has the steps; transformers has min_p after top_p. llama.cpp
+divides by the temperature last, after XTC, so that its filters see temperature 1.
 
 A row with NaN or +inf, in its logits or after step 4 or the temperature, or with nothing left to
 choose, is a row error, never a wrong token. Temperatures below 2^-40 count as 0.
@@ -35,14 +50,51 @@ def _ints() -> Int32s:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RareParameters:
+    """What few rows ask for, of all R rows of a batch; rows without have the value that is off.
+
+    dry_last_n: how many tokens of the history DRY looks at; -1 all. breakers: ids it sees no
+    repeat across. sequences: ids of banned sequences one after the other, each of at least one
+    id; row i has those from sequence_rows[i] to sequence_rows[i + 1], sequence j the ids from
+    sequence_starts[j] on. allowed: none for a row that may choose any. mirostat is 0 or 2, mu what
+    the row's last TokenChoice.mus said, or 2 tau at first.
+    """
+
+    typical_p: Float32s  # [R] 1 keeps all
+    top_n_sigma: Float32s  # [R] 0 keeps all
+    epsilon_cutoff: Float32s  # [R]
+    eta_cutoff: Float32s  # [R]
+    xtc_probability: Float32s  # [R]
+    xtc_threshold: Float32s  # [R]
+    dry_multiplier: Float32s  # [R] 0 is off
+    dry_base: Float32s  # [R]
+    dry_allowed_length: Int32s  # [R] 1 to 50
+    dry_last_n: Int32s  # [R]
+    ngram_size: Int32s  # [R] 0 is off; to 50
+    mirostat: Int32s  # [R]
+    mirostat_tau: Float32s  # [R]
+    mirostat_eta: Float32s  # [R]
+    mirostat_mu: Float32s  # [R]
+    breaker_starts: Int32s  # [R + 1]
+    breaker_ids: Int32s = field(default_factory=_ints)
+    sequence_rows: Int32s  # [R + 1]
+    sequence_starts: Int32s  # [number of sequences + 1]
+    sequence_ids: Int32s = field(default_factory=_ints)
+    allowed_starts: Int32s  # [R + 1]
+    allowed_ids: Int32s = field(default_factory=_ints)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
     """Parameters of R rows; ragged parts are given by starts [R + 1] into flat arrays.
 
     positions: absolute position the chosen token will have (the noise depends on it).
     history: all known tokens of the row's request, prompt first (read only where the row has a
-    penalty; may be empty otherwise); num_prompt_tokens of them are the prompt.
+    penalty, DRY, banned sequences or n-grams; may be empty otherwise); num_prompt_tokens of them
+    are the prompt.
     num_logprobs: -1 none, else the alternatives wanted (0 to 20).
     banned: ids that may not be chosen now (stop ids while min_tokens is not reached).
+    rare: None where no row asks for any of it.
     """
 
     temperature: Float32s  # [R]
@@ -64,14 +116,17 @@ class SampleBatch:
     bias_values: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
     banned_starts: Int32s  # [R + 1]
     banned_ids: Int32s = field(default_factory=_ints)
+    rare: RareParameters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
     """token_ids [R], -1 where the row failed; logprobs [R] of the chosen (NaN: not asked for);
-    top_ids, top_logprobs [R, K], best first (ties: lower id first), -1 and NaN where unused."""
+    top_ids, top_logprobs [R, K], best first (ties: lower id first), -1 and NaN where unused;
+    mus [R]: mirostat's mu from now on, 0 for rows without it; empty where no row has it."""
 
     token_ids: Int32s
     logprobs: Float32s
     top_ids: Int32s
     top_logprobs: Float32s
+    mus: Float32s = field(default_factory=lambda: np.empty(0, np.float32))

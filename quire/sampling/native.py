@@ -6,14 +6,14 @@ rows and any order of rows. Knows no requests; the pool belongs to the executor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.sampling.batch import SampleBatch, TokenChoice
-from quire.sampling.reference import check_shapes
+from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
+from quire.sampling.reference import check_shapes, has_mirostat
 
 if TYPE_CHECKING:
     from quire._native import Pool
@@ -34,22 +34,32 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> Token
         logprobs=np.empty(num_rows, np.float32),
         top_ids=np.empty((num_rows, num_top), np.int32),
         top_logprobs=np.empty((num_rows, num_top), np.float32),
+        mus=np.empty(num_rows if has_mirostat(batch) else 0, np.float32),
     )
     if num_rows == 0:
         return choice
     _native.choose(
         pool,
         logits=logits,
-        **{name: np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _FIELDS},
+        **_arrays(batch, _FIELDS),
+        rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,
         top_ids=choice.top_ids,
         top_logprobs=choice.top_logprobs,
+        mus=choice.mus,
     )
     return choice
 
 
-_FIELDS: tuple[tuple[str, type[np.generic]], ...] = (
+_Fields = tuple[tuple[str, type[np.generic]], ...]
+
+
+def _arrays(record: SampleBatch | RareParameters, names: _Fields) -> dict[str, NDArray[Any]]:
+    return {name: np.ascontiguousarray(getattr(record, name), dtype) for name, dtype in names}
+
+
+_FIELDS: _Fields = (
     ("temperature", np.float32),
     ("top_k", np.int32),
     ("top_p", np.float32),
@@ -69,4 +79,28 @@ _FIELDS: tuple[tuple[str, type[np.generic]], ...] = (
     ("bias_values", np.float32),
     ("banned_starts", np.int32),
     ("banned_ids", np.int32),
+)
+_RARE_FIELDS: _Fields = (
+    ("typical_p", np.float32),
+    ("top_n_sigma", np.float32),
+    ("epsilon_cutoff", np.float32),
+    ("eta_cutoff", np.float32),
+    ("xtc_probability", np.float32),
+    ("xtc_threshold", np.float32),
+    ("dry_multiplier", np.float32),
+    ("dry_base", np.float32),
+    ("dry_allowed_length", np.int32),
+    ("dry_last_n", np.int32),
+    ("ngram_size", np.int32),
+    ("mirostat", np.int32),
+    ("mirostat_tau", np.float32),
+    ("mirostat_eta", np.float32),
+    ("mirostat_mu", np.float32),
+    ("breaker_starts", np.int32),
+    ("breaker_ids", np.int32),
+    ("sequence_rows", np.int32),
+    ("sequence_starts", np.int32),
+    ("sequence_ids", np.int32),
+    ("allowed_starts", np.int32),
+    ("allowed_ids", np.int32),
 )

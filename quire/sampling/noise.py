@@ -110,7 +110,12 @@ def mass(x: Floats) -> NDArray[np.float64]:
     for coefficient in EXP2_COEFFICIENTS[-2::-1]:
         poly = poly * f + np.float32(coefficient)
     power = ((n.astype(np.int32) + np.int32(127)) << np.int32(23)).view(np.float32)
-    result: NDArray[np.float64] = ((poly * power).astype(np.float64) + _MASS_ROUND) - _MASS_ROUND
+    return mass_multiple((poly * power).astype(np.float64))
+
+
+def mass_multiple(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x of [0, 1] rounded to multiples of 2^-34, whose sums are exact in any order."""
+    result: NDArray[np.float64] = (x + _MASS_ROUND) - _MASS_ROUND
     return result
 
 

@@ -1,8 +1,8 @@
 """Token choice in NumPy: the obvious twin of the native one, same tokens bit for bit.
 
 Sorts where the native code selects, goes row by row, and is otherwise the semantics of
-sampling/batch.py written down. Knows no threads and no requests. Always holds: a row's result
-depends on its own logits and parameters only.
+sampling/batch.py written down; the rare steps are in sampling/rare.py. Knows no threads and no
+requests. Always holds: a row's result depends on its own logits and parameters only.
 
 Beside NaN, +inf is a row error (a model that overflowed has no distribution), whether it was in
 the logits or comes out of penalties and temperature. Temperatures below 2^-40 are greedy: no
@@ -11,17 +11,27 @@ noise could turn a difference that f32 shows. A min_p below the smallest normal 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.sampling.batch import Float32s, Int32s, SampleBatch, TokenChoice
+from quire.sampling import rare as rarely
+from quire.sampling.batch import Float32s, Int32s, RareParameters, SampleBatch, TokenChoice
 from quire.sampling.noise import MAX_VOCAB, gumbel, mass, minus_log
 
 SMALLEST_TEMPERATURE = np.float32(2.0**-40)
-SMALLEST_MIN_P = np.float32(2.0**-126)
-NOTHING = np.float32(-np.inf)
+SMALLEST_MIN_P = rarely.SMALLEST_SHARE
+NOTHING = rarely.NOTHING
+MIROSTAT = 2
+
+
+class Picked(NamedTuple):
+    """A row's token (-1: it failed) and mirostat's mu after it."""
+
+    token_id: int
+    mu: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class _Row:
     logprob: float = float("nan")
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    mu: float = 0.0
 
 
 def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
@@ -49,7 +60,13 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         logprobs=np.array([row.logprob for row in rows], np.float32),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        mus=np.array([row.mu for row in rows] if has_mirostat(batch) else [], np.float32),
     )
+
+
+def has_mirostat(batch: SampleBatch) -> bool:
+    """Whether a row steers by mirostat."""
+    return batch.rare is not None and bool((batch.rare.mirostat == MIROSTAT).any())
 
 
 def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
@@ -61,22 +78,55 @@ def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
         )
     if not 0 < logits.shape[1] <= MAX_VOCAB:
         raise ValueError(f"vocabulary of {logits.shape[1]}; 1 to {MAX_VOCAB} is allowed")
-    ids = {"history": batch.history, "bias_ids": batch.bias_ids, "banned_ids": batch.banned_ids}
-    for name, array in ids.items():
-        if len(array) and not 0 <= array.min() <= array.max() < logits.shape[1]:
-            raise ValueError(
-                f"{name} holds ids from {array.min()} to {array.max()}; the vocabulary has "
-                f"{logits.shape[1]} tokens"
-            )
-    for name, starts, size in (
-        ("history_starts", batch.history_starts, len(batch.history)),
-        ("bias_starts", batch.bias_starts, len(batch.bias_ids)),
-        ("banned_starts", batch.banned_starts, len(batch.banned_ids)),
+    for name, array in (
+        ("history", batch.history),
+        ("bias_ids", batch.bias_ids),
+        ("banned_ids", batch.banned_ids),
     ):
-        if len(starts) != rows + 1 or starts[0] < 0 or starts[-1] > size:
-            raise ValueError(f"{name} must be {rows + 1} offsets into an array of {size}")
-        if (np.diff(starts) < 0).any():
-            raise ValueError(f"{name} must not fall: {starts}")
+        _check_ids(name, array, logits.shape[1])
+    _check_starts("history_starts", batch.history_starts, rows, len(batch.history))
+    _check_starts("bias_starts", batch.bias_starts, rows, len(batch.bias_ids))
+    _check_starts("banned_starts", batch.banned_starts, rows, len(batch.banned_ids))
+    if batch.rare is not None:
+        _check_rare(batch.rare, rows, logits.shape[1])
+
+
+def _check_rare(rare: RareParameters, rows: int, vocabulary: int) -> None:
+    ragged = ("breaker", "sequence", "allowed")
+    for item in fields(rare):
+        if not item.name.startswith(ragged) and len(getattr(rare, item.name)) != rows:
+            raise ValueError(
+                f"{item.name} has {len(getattr(rare, item.name))} rows; the batch has {rows}"
+            )
+    _check_ids("breaker_ids", rare.breaker_ids, vocabulary)
+    _check_ids("sequence_ids", rare.sequence_ids, vocabulary)
+    _check_ids("allowed_ids", rare.allowed_ids, vocabulary)
+    num_sequences = len(rare.sequence_starts) - 1
+    _check_starts("breaker_starts", rare.breaker_starts, rows, len(rare.breaker_ids))
+    _check_starts("allowed_starts", rare.allowed_starts, rows, len(rare.allowed_ids))
+    _check_starts("sequence_rows", rare.sequence_rows, rows, num_sequences)
+    _check_starts("sequence_starts", rare.sequence_starts, num_sequences, len(rare.sequence_ids))
+    if (np.diff(rare.sequence_starts) < 1).any():
+        raise ValueError("a banned sequence has no ids; each needs at least one")
+    for name, least in (("dry_allowed_length", 1), ("ngram_size", 0)):
+        array = getattr(rare, name)
+        if not ((least <= array) & (array <= rarely.MAX_REPEAT)).all():
+            raise ValueError(f"{name} must be from {least} to {rarely.MAX_REPEAT}: {array}")
+
+
+def _check_ids(name: str, array: Int32s, vocabulary: int) -> None:
+    if len(array) and not 0 <= array.min() <= array.max() < vocabulary:
+        raise ValueError(
+            f"{name} holds ids from {array.min()} to {array.max()}; the vocabulary has "
+            f"{vocabulary} tokens"
+        )
+
+
+def _check_starts(name: str, starts: Int32s, rows: int, size: int) -> None:
+    if len(starts) != rows + 1 or starts[0] < 0 or starts[-1] > size:
+        raise ValueError(f"{name} must be {rows + 1} offsets into an array of {size}")
+    if (np.diff(starts) < 0).any():
+        raise ValueError(f"{name} must not fall: {starts}")
 
 
 def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
@@ -84,16 +134,20 @@ def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
         return _Row()
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         edited = _edit(raw, batch, row)
-        token_id = _choose_token(edited, batch, row)
+        token_id, mu = _pick(edited, batch, row)
     if token_id < 0:
         return _Row()
     if batch.num_logprobs[row] < 0:
-        return _Row(token_id)
+        return _Row(token_id, mu=mu)
     logprobs = log_probabilities(raw)
     best = np.argsort(-raw, kind="stable")[: batch.num_logprobs[row]]
     best = best[raw[best] > NOTHING]
     return _Row(
-        token_id, float(logprobs[token_id]), tuple(best.tolist()), tuple(logprobs[best].tolist())
+        token_id,
+        float(logprobs[token_id]),
+        tuple(best.tolist()),
+        tuple(logprobs[best].tolist()),
+        mu,
     )
 
 
@@ -122,38 +176,62 @@ def _edit(raw: Float32s, batch: SampleBatch, row: int) -> Float32s:
     if frequency != 0.0 or presence != 0.0:
         output, counts = np.unique(history[batch.num_prompt_tokens[row] :], return_counts=True)
         values[output] -= frequency * counts.astype(np.float32) + presence
+    if batch.rare is not None and batch.rare.dry_multiplier[row] > 0:
+        rarely.penalize_repeats(values, history, batch.rare, row)
     values[batch.banned_ids[batch.banned_starts[row] : batch.banned_starts[row + 1]]] = NOTHING
+    if batch.rare is not None:
+        rarely.ban(values, history, batch.rare, row)
     return values
 
 
-def _choose_token(values: Float32s, batch: SampleBatch, row: int) -> int:
+def _pick(edited: Float32s, batch: SampleBatch, row: int) -> Picked:
     """The chosen id (step 5), or -1 where no finite logit is left."""
-    greedy = batch.temperature[row] < SMALLEST_TEMPERATURE
-    if not greedy:
-        values = values / batch.temperature[row] + np.float32(0.0)  # + 0: no negative zeros
-    largest = values.max()
-    if not np.isfinite(largest):
-        return -1
+    temperature = batch.temperature[row]
+    greedy = temperature < SMALLEST_TEMPERATURE
+    # + 0: no negative zeros
+    values = edited if greedy else edited / temperature + np.float32(0.0)
+    if not np.isfinite(values.max()):
+        return Picked(-1)
     if greedy:
-        return int(np.argmax(values))
-    kept = _kept(values, largest, batch, row)
+        return Picked(int(np.argmax(values)))
     place = (int(batch.seeds[row]), int(batch.streams[row]), int(batch.positions[row]))
+    order = np.argsort(-values, kind="stable").astype(np.int32)  # ties: lower ids first
+    rare = batch.rare
+    has_mu = rare is not None and rare.mirostat[row] == MIROSTAT
+    if rare is not None and has_mu:
+        order = rarely.unsurprising(values, order, rare.mirostat_mu[row])
+    else:
+        order = _filtered(values, order, edited, batch, row)
+        if rare is not None and rarely.coin(*place) < rare.xtc_probability[row]:
+            order = rarely.exclude_top_choices(values, order, rare.xtc_threshold[row])
+    kept = np.sort(order)
     noisy = values[kept] + gumbel(*place, token_ids=kept)
-    return int(kept[np.argmax(noisy)])
+    token_id = int(kept[np.argmax(noisy)])
+    if rare is not None and has_mu:
+        return Picked(token_id, float(rarely.moved_mu(values, order, token_id, rare, row)))
+    return Picked(token_id)
 
 
-def _kept(values: Float32s, largest: np.float32, batch: SampleBatch, row: int) -> Int32s:
-    """Ids that min_p, top_k and top_p leave, ascending."""
-    order = np.argsort(-values, kind="stable")  # largest first, ties: lower ids first
+def _filtered(
+    values: Float32s, order: Int32s, edited: Float32s, batch: SampleBatch, row: int
+) -> Int32s:
+    """What the filters before XTC leave of `order`. edited: the values before the temperature."""
+    largest, rare = values[order[0]], batch.rare
     min_p, top_k, top_p = batch.min_p[row], batch.top_k[row], batch.top_p[row]
+    if rare is not None and rare.top_n_sigma[row] > 0:
+        drop = rarely.sigma_drop(edited, rare, row) / batch.temperature[row]
+        order = order[values[order] >= largest - drop]
     if min_p >= SMALLEST_MIN_P:
         floor = largest - minus_log(np.array([min_p], np.float32))[0]
         order = order[values[order] >= floor]
     if top_k > 0:
         order = order[:top_k]
+    if rare is not None and rare.typical_p[row] < 1.0:
+        order = rarely.typical(values, order, rare.typical_p[row])
     if top_p < 1.0:
-        reached = np.cumsum(mass(values[order] - largest))
+        reached = np.cumsum(mass(values[order] - values[order[0]]))
         needed = np.float64(top_p) * reached[-1]
         order = order[: np.searchsorted(reached, needed) + 1]
-    order.sort()
-    return order.astype(np.int32)
+    if rare is not None:
+        order = rarely.cutoffs(values, order, rare.epsilon_cutoff[row], rare.eta_cutoff[row])
+    return order

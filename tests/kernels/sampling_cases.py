@@ -9,17 +9,20 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.sampling.batch import SampleBatch, TokenChoice
+from tests.kernels.rare_cases import make_rare, random_history, random_rare, take_rare
 
 ISAS = tuple(_native.available_isas())
-PARTS = ("token_ids", "logprobs", "top_ids", "top_logprobs")
+PARTS = ("token_ids", "logprobs", "top_ids", "top_logprobs", "mus")
 NO_INTS = np.empty(0, np.int32)
 
 
 def make_batch(num_rows: int, **given: Any) -> SampleBatch:
     """Greedy rows without edits or log-probabilities, except for what is given.
 
-    A number stands for all rows. history, bias (pairs) and banned are lists, one a row.
+    A number stands for all rows. history, bias (pairs) and banned are lists, one a row; rare
+    holds what make_rare takes.
     """
+    rare = given.pop("rare", None)
     fields: dict[str, Any] = {}
     defaults = {
         "temperature": 0.0,
@@ -50,11 +53,15 @@ def make_batch(num_rows: int, **given: Any) -> SampleBatch:
         else:
             fields["history" if name == "history" else "banned_ids"] = np.array(flat, np.int32)
     assert not given, f"unknown: {given}"
+    if rare is not None:
+        fields["rare"] = make_rare(num_rows, **rare) if isinstance(rare, dict) else rare
     return SampleBatch(**fields)
 
 
-def random_batch(draw: np.random.Generator, num_rows: int, vocabulary: int) -> SampleBatch:
-    """Every parameter, at ordinary and at odd values."""
+def random_batch(
+    draw: np.random.Generator, num_rows: int, vocabulary: int, *, rarely: bool = False
+) -> SampleBatch:
+    """Every parameter, at ordinary and at odd values; rarely: RareParameters too."""
 
     def ids(most: int) -> list[list[int]]:
         counts = draw.integers(0, most + 1, num_rows) * draw.integers(0, 2, num_rows)
@@ -64,6 +71,8 @@ def random_batch(draw: np.random.Generator, num_rows: int, vocabulary: int) -> S
         return draw.choice(values, num_rows)
 
     history = ids(40)
+    if rarely:
+        history = [random_history(draw, vocabulary) for _ in range(num_rows)]
     prompts = [int(draw.integers(0, len(row) + 1)) for row in history]
     return make_batch(
         num_rows,
@@ -82,6 +91,7 @@ def random_batch(draw: np.random.Generator, num_rows: int, vocabulary: int) -> S
         history=history,
         bias=[[(token_id, draw.normal(0, 5)) for token_id in row] for row in ids(4)],
         banned=ids(3),
+        rare=random_rare(draw, num_rows, vocabulary, history) if rarely else None,
     )
 
 
@@ -112,6 +122,9 @@ def take_rows(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
     for name in SampleBatch.__slots__:
         values = getattr(batch, name)
         if name in ("history", "bias_ids", "bias_values", "banned_ids"):
+            continue
+        if name == "rare":
+            fields[name] = None if values is None else take_rare(values, rows)
             continue
         if not name.endswith("_starts"):
             fields[name] = values[rows]

@@ -52,8 +52,8 @@ static inline float minus_log_one_minus(float x) {
     return minus_log_parts(exponent, exponent == 0 ? -x : f);
 }
 
-// Noise of a token under a row's key.
-static inline float gumbel(uint32_t low, uint32_t high, uint32_t id) {
+// A number in (0, 1) for an id under a row's key.
+static inline float uniform(uint32_t low, uint32_t high, uint32_t id) {
     uint32_t x = id ^ low;
     x = (x ^ x >> 16) * 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
@@ -64,8 +64,12 @@ static inline float gumbel(uint32_t low, uint32_t high, uint32_t id) {
     const float top = static_cast<float>(static_cast<int32_t>(x >> 16)) * 65536.0f;
     const float rest = static_cast<float>(static_cast<int32_t>(x & 0xffffu)) + 0.5f;
     const float w = (top + rest) * 0x1p-32f;
-    const float below_one = w < 0x1.fffffep-1f ? w : 0x1.fffffep-1f;
-    return minus_log(minus_log_one_minus(below_one));
+    return w < 0x1.fffffep-1f ? w : 0x1.fffffep-1f;
+}
+
+// Noise of a token under a row's key.
+static inline float gumbel(uint32_t low, uint32_t high, uint32_t id) {
+    return minus_log(minus_log_one_minus(uniform(low, high, id)));
 }
 
 // exp(x) of x <= 0 (or -inf) before it is rounded to a mass.
@@ -84,10 +88,12 @@ static inline float exp_below(float x) {
     return poly * bits_float((static_cast<int32_t>(n) + 127) << 23);
 }
 
-// A multiple of 2^-34.
-static inline double mass(float e) {
+// x of [0, 1] rounded to a multiple of 2^-34.
+static inline double mass_multiple(double x) {
     constexpr double round = 0x1.8p52 * 0x1p-34;
-    return (static_cast<double>(e) + round) - round;
+    return (x + round) - round;
 }
+
+static inline double mass(float e) { return mass_multiple(static_cast<double>(e)); }
 
 }  // namespace quire::recipe

@@ -7,6 +7,7 @@
 
 #include "quire/pool.h"
 #include "quire/sampling_passes.h"
+#include "quire/sampling_rare.h"
 
 namespace quire {
 
@@ -36,12 +37,14 @@ struct ChooseArgs {
     const float* bias_values;
     const int32_t* banned_starts;
     const int32_t* banned_ids;
+    const RareArgs* rare;  // null where no row asks for any of it
 
     int32_t num_top;      // K
     int32_t* token_ids;   // [R] out
     float* logprobs;      // [R] out
     int32_t* top_ids;     // [R, K] out
     float* top_logprobs;  // [R, K] out
+    float* mus;           // [R] out, or null where no row has mirostat
 
     Pool* pool;
 };

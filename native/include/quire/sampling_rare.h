@@ -1,0 +1,91 @@
+// What few rows ask of token choice: the definitions of quire/sampling/rare.py, one function
+// each, for one row, by the calling thread. They know no batch and no threads; `values` are a
+// row's [V] and ids were checked by the caller.
+#pragma once
+
+#include <stdint.h>
+
+#include <vector>
+
+#include "quire/sampling_passes.h"
+
+namespace quire {
+
+constexpr int kMaxRepeat = 50;  // tokens of a repeat that are looked at
+
+// A run of token ids.
+struct Ids {
+    const int32_t* first;
+    int64_t count;
+
+    const int32_t* begin() const { return first; }
+    const int32_t* end() const { return first + count; }
+};
+
+// RareParameters, as arrays of R rows; see quire/sampling/batch.py.
+struct RareArgs {
+    const float* typical_p;
+    const float* top_n_sigma;
+    const float* epsilon_cutoff;
+    const float* eta_cutoff;
+    const float* xtc_probability;
+    const float* xtc_threshold;
+    const float* dry_multiplier;
+    const float* dry_base;
+    const int32_t* dry_allowed_length;
+    const int32_t* dry_last_n;
+    const int32_t* ngram_size;
+    const int32_t* mirostat;
+    const float* mirostat_tau;
+    const float* mirostat_eta;
+    const float* mirostat_mu;
+    const int32_t* breaker_starts;
+    const int32_t* breaker_ids;
+    const int32_t* sequence_rows;
+    const int32_t* sequence_starts;
+    const int32_t* sequence_ids;
+    const int32_t* allowed_starts;
+    const int32_t* allowed_ids;
+};
+
+// Subtracts DRY's penalties. best: [V], all zero before and after.
+void penalize_repeats(float* values, Ids history, const RareArgs& rare, int32_t row,
+                      int32_t* best);
+
+// Sets banned sequences, n-grams and what is not allowed to -inf. kept: scratch.
+void ban(float* values, int32_t vocabulary, Ids history, const RareArgs& rare, int32_t row,
+         std::vector<float>& kept);
+
+// How far below `largest`, before the temperature, top_n_sigma keeps.
+float sigma_drop(const float* values, int32_t vocabulary, float largest, float num_sigmas);
+
+// A row on its way through the filters: values divided by the temperature, dropped ones -inf or
+// below the cut; `top` is the largest that is kept. The functions narrow it.
+struct Filtered {
+    float* values;
+    int32_t vocabulary;
+    float top;
+    Cut cut;
+    const SamplingPasses& passes;
+
+    bool keeps(int32_t id) const {
+        return values[id] > cut.value || (values[id] == cut.value && id <= cut.last_id);
+    }
+    void keep_from(float floor) {  // a higher cut
+        if (floor > cut.value) cut = Cut{floor, INT32_MAX};
+    }
+};
+
+double kept_mass(const Filtered& row);
+void keep_typical(Filtered& row, float share);
+void cut_off(Filtered& row, float epsilon, float eta);
+void exclude_top_choices(Filtered& row, float threshold);
+void keep_unsurprising(Filtered& row, float mu);
+
+// Mirostat's mu after token_id was chosen among what is kept.
+float moved_mu(const Filtered& row, int32_t token_id, const RareArgs& rare, int32_t index);
+
+// The row's coin: a number in (0, 1) that no token's noise depends on.
+float coin(NoiseKey key);
+
+}  // namespace quire

@@ -1,0 +1,252 @@
+// The rare steps of token choice: repeats, bans, and filters beyond min_p, top_k and top_p. Bits
+// are those of quire/sampling/rare.py: sums are of multiples of a unit, so they have no order, and
+// probabilities are compared through their logarithms, as bounds on values.
+
+#include "quire/sampling_rare.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "quire/recipe.h"
+
+namespace quire {
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kSmallestShare = 0x1p-126f;
+constexpr float kSpreadReach = 2048.0f;
+constexpr float kSpreadSteps = 2048.0f;  // a unit
+constexpr double kMaxPenalty = 1e6;
+constexpr uint32_t kCoinId = 0xffffffffu;
+constexpr float kLn2 = 0.6931472f;
+constexpr float kLog2E = 1.442695f;
+
+bool holds(Ids ids, int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
+
+// Calls body(next token, length) for each earlier place in the history that reads like its end:
+// `length` tokens up to there equal the last ones. At most kMaxRepeat, and none across a breaker,
+// so this is linear in the history however often it repeats itself.
+template <class Body>
+void each_repeat(Ids history, Ids breakers, const Body& body) {
+    const int64_t count = history.count;
+    const int32_t* last = history.first + count - 1;
+    int64_t longest = 0;
+    while (longest < std::min<int64_t>(kMaxRepeat, count) && !holds(breakers, last[-longest])) {
+        longest++;
+    }
+    if (longest == 0) return;
+    for (int64_t place = 0; place + 1 < count; place++) {
+        const int32_t* here = history.first + place;
+        if (*here != *last) continue;
+        const int64_t most = std::min(longest, place + 1);
+        int64_t length = 1;
+        while (length < most && here[-length] == last[-length]) length++;
+        body(here[1], static_cast<int32_t>(length));
+    }
+}
+
+// Calls body(id, mass) for what is kept; masses are relative to `top`.
+template <class Body>
+void each_mass(const Filtered& row, const Body& body) {
+    double masses[kMassBlock];
+    for (int32_t first = 0; first < row.vocabulary; first += kMassBlock) {
+        const int32_t count = std::min(kMassBlock, row.vocabulary - first);
+        int kept = 0;
+        for (int32_t i = 0; i < count; i++) kept |= row.values[first + i] >= row.cut.value ? 1 : 0;
+        if (kept == 0) continue;
+        row.passes.masses(row.values + first, count, row.top, masses);
+        for (int32_t i = 0; i < count; i++) {
+            if (row.keeps(first + i)) body(first + i, masses[i]);
+        }
+    }
+}
+
+float minus_log_of(double total) { return recipe::minus_log(static_cast<float>(total)); }
+
+// How far below the largest the kept lie on average, weighed by their masses; and their sum.
+float expected_below(const Filtered& row, double* total) {
+    double sum = 0.0, weighed = 0.0;
+    each_mass(row, [&](int32_t id, double mass) {
+        if (mass == 0.0) return;
+        sum += mass;
+        weighed += recipe::mass_multiple(mass * static_cast<double>(row.top - row.values[id]));
+    });
+    *total = sum;
+    return static_cast<float>(weighed / sum);
+}
+
+// Keeps what has at most `surprise` nats, and the largest values whatever theirs.
+void keep_within(Filtered& row, float surprise) {
+    const float reach = surprise + minus_log_of(kept_mass(row));
+    row.keep_from(row.top - std::max(reach, 0.0f));
+}
+
+struct Distant {
+    float distance;
+    double mass;
+};
+
+// The least distance within which the masses reach `needed`.
+float distance_reaching(std::vector<Distant>& entries, double needed) {
+    auto low = entries.begin(), high = entries.end();
+    double sum = 0.0;
+    while (high - low > 1) {
+        const auto middle = low + (high - low) / 2;
+        std::nth_element(low, middle, high, [](const Distant& a, const Distant& b) {
+            return a.distance < b.distance;
+        });
+        double part = 0.0;
+        for (auto it = low; it != middle; ++it) part += it->mass;
+        if (sum + part >= needed) {
+            high = middle;
+        } else {
+            sum += part;
+            low = middle;
+        }
+    }
+    return low->distance;
+}
+
+}  // namespace
+
+void penalize_repeats(float* values, Ids history, const RareArgs& rare, int32_t row,
+                      int32_t* best) {
+    const int32_t last_n = rare.dry_last_n[row];
+    if (last_n >= 0 && last_n < history.count) {
+        history = {history.end() - last_n, last_n};
+    }
+    if (history.count < 2) return;
+    const Ids breakers{rare.breaker_ids + rare.breaker_starts[row],
+                       rare.breaker_starts[row + 1] - rare.breaker_starts[row]};
+    const int32_t allowed = rare.dry_allowed_length[row];
+    float penalties[kMaxRepeat + 1];
+    double penalty = rare.dry_multiplier[row];
+    for (int length = allowed; length <= kMaxRepeat; length++) {
+        penalties[length] = static_cast<float>(std::min(penalty, kMaxPenalty));
+        penalty *= static_cast<double>(rare.dry_base[row]);
+    }
+    std::vector<int32_t> repeated;
+    each_repeat(history, breakers, [&](int32_t next, int32_t length) {
+        if (length < allowed || length <= best[next] || holds(breakers, next)) return;
+        if (best[next] == 0) repeated.push_back(next);
+        best[next] = length;
+    });
+    for (int32_t id : repeated) {
+        values[id] -= penalties[best[id]];
+        best[id] = 0;
+    }
+}
+
+void ban(float* values, int32_t vocabulary, Ids history, const RareArgs& rare, int32_t row,
+         std::vector<float>& kept) {
+    for (int32_t index = rare.sequence_rows[row]; index < rare.sequence_rows[row + 1]; index++) {
+        const int32_t* ids = rare.sequence_ids + rare.sequence_starts[index];
+        const int64_t num_before = rare.sequence_starts[index + 1] - rare.sequence_starts[index] - 1;
+        if (num_before > history.count) continue;
+        if (std::equal(ids, ids + num_before, history.end() - num_before)) {
+            values[ids[num_before]] = -kInfinity;
+        }
+    }
+    const int32_t size = rare.ngram_size[row];
+    if (size == 1) {
+        for (int32_t id : history) values[id] = -kInfinity;
+    } else if (size > 1 && history.count > 1) {
+        each_repeat(history, {nullptr, 0}, [&](int32_t next, int32_t length) {
+            if (length >= size - 1) values[next] = -kInfinity;
+        });
+    }
+    const Ids allowed{rare.allowed_ids + rare.allowed_starts[row],
+                      rare.allowed_starts[row + 1] - rare.allowed_starts[row]};
+    if (allowed.count == 0) return;
+    kept.clear();
+    for (int32_t id : allowed) kept.push_back(values[id]);
+    std::fill(values, values + vocabulary, -kInfinity);
+    for (int64_t i = 0; i < allowed.count; i++) values[allowed.first[i]] = kept[i];
+}
+
+float sigma_drop(const float* values, int32_t vocabulary, float largest, float num_sigmas) {
+    int64_t count = 0, sum = 0, squares = 0;
+    for (int32_t id = 0; id < vocabulary; id++) {
+        if (!(values[id] > -kInfinity)) continue;
+        const float below = std::min(largest - values[id], kSpreadReach);
+        const int64_t steps = static_cast<int32_t>(below * kSpreadSteps + 0.5f);
+        count++;
+        sum += steps;
+        squares += steps * steps;
+    }
+    const double mean = static_cast<double>(sum) / static_cast<double>(count);
+    const double variance = static_cast<double>(squares) / static_cast<double>(count) - mean * mean;
+    const double sigma = std::sqrt(std::max(variance, 0.0)) / static_cast<double>(kSpreadSteps);
+    return static_cast<float>(static_cast<double>(num_sigmas) * sigma);
+}
+
+double kept_mass(const Filtered& row) {
+    double sum = 0.0;
+    each_mass(row, [&](int32_t, double mass) { sum += mass; });
+    return sum;
+}
+
+void keep_typical(Filtered& row, float share) {
+    double total = 0.0;
+    const float mean = expected_below(row, &total);
+    std::vector<Distant> entries;
+    each_mass(row, [&](int32_t id, double mass) {
+        if (mass > 0.0) entries.push_back({std::fabs((row.top - row.values[id]) - mean), mass});
+    });
+    const float reach = distance_reaching(entries, static_cast<double>(share) * total);
+    float top = -kInfinity;
+    for (int32_t id = 0; id < row.vocabulary; id++) {
+        float& value = row.values[id];
+        const bool kept = row.keeps(id) && std::fabs((row.top - value) - mean) <= reach;
+        value = kept ? value : -kInfinity;
+        top = std::max(top, value);
+    }
+    row.top = top;
+    row.cut = Cut{-kInfinity, INT32_MAX};
+}
+
+void cut_off(Filtered& row, float epsilon, float eta) {
+    if (epsilon >= kSmallestShare) keep_within(row, recipe::minus_log(epsilon));
+    if (eta >= kSmallestShare) {
+        double total = 0.0;
+        const float mean = expected_below(row, &total);
+        const float entropy = mean - minus_log_of(total);
+        const float limit = recipe::minus_log(eta);
+        keep_within(row, std::max(limit, limit * 0.5f + entropy));
+    }
+}
+
+void exclude_top_choices(Filtered& row, float threshold) {
+    const float reach = threshold >= kSmallestShare ? recipe::minus_log(threshold) : kInfinity;
+    const float floor = row.top - (reach + minus_log_of(kept_mass(row)));
+    int64_t num_above = 0;
+    int32_t last = -1;  // in order: the smallest value, of equals the highest id
+    for (int32_t id = 0; id < row.vocabulary; id++) {
+        const float value = row.values[id];
+        if (!row.keeps(id) || !(value >= floor) || !(value > -kInfinity)) continue;
+        num_above++;
+        if (last < 0 || value <= row.values[last]) last = id;
+    }
+    if (num_above < 2) return;
+    const float least = row.values[last];
+    for (int32_t id = 0; id < row.vocabulary; id++) {
+        const bool is_before = row.values[id] > least || (row.values[id] == least && id < last);
+        if (is_before) row.values[id] = -kInfinity;
+    }
+    row.top = least;
+}
+
+void keep_unsurprising(Filtered& row, float mu) { keep_within(row, mu * kLn2); }
+
+float moved_mu(const Filtered& row, int32_t token_id, const RareArgs& rare, int32_t index) {
+    const float below = row.top - row.values[token_id];
+    const float bits = (below - minus_log_of(kept_mass(row))) * kLog2E;
+    const float error = bits - rare.mirostat_tau[index];
+    return rare.mirostat_mu[index] - rare.mirostat_eta[index] * error;
+}
+
+float coin(NoiseKey key) { return recipe::uniform(key.low, key.high, kCoinId); }
+
+}  // namespace quire

@@ -1,0 +1,185 @@
+"""What few rows ask for, in NumPy: one function a definition, for one row.
+
+Twin of native/src/sampling_rare.cc, bit for bit. Filters take the ids that are left, sorted by
+(value down, id up), and return a stretch of them; each sees the distribution over what is left.
+Sums are of multiples of a unit, so no order changes them (sampling/noise.py): probabilities and
+probability times surprise of 2^-34, distances from the largest logit of 2^-11. A probability is
+compared through its logarithm, which is a bound on values, so that a filter keeps what is larger.
+Knows no batch and no threads.
+
+Sources, and where this differs:
+typical_p: Meister et al., arXiv 2202.00666, as transformers computes it (ties at the last
+distance are all kept). epsilon_cutoff, eta_cutoff: Hewitt et al., arXiv 2210.15191, as
+transformers. top_n_sigma: Tang et al., arXiv 2411.07641, as llama.cpp, but a logit further than
+2048 below the largest counts as 2048 below (models write -1e9 for "never"). XTC: as llama.cpp
+(no token is exempt); the coin is the row's noise for an id that no token has. DRY: as
+text-generation-webui (repeats of up to 50 tokens; breakers are tokens), but a penalty is at most
+10^6, so that it never bans. no_repeat_ngram_size, banned sequences: as transformers; vLLM looks
+at the output only. Mirostat: Basu et al., arXiv 2007.14966, version 2 as llama.cpp (surprise is
+that of the renormalized probability).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.sampling.batch import Float32s, Int32s, RareParameters
+from quire.sampling.noise import LN2, LOG2_E, mass, mass_multiple, minus_log, uniform
+
+Bools = NDArray[np.bool_]
+
+MAX_REPEAT = 50  # tokens of a repeat that are looked at
+MAX_PENALTY = 1e6
+COIN_ID = 2**32 - 1
+SPREAD_REACH = np.float32(2048.0)
+SPREAD_STEPS = np.float32(2048.0)  # a unit
+SMALLEST_SHARE = np.float32(2.0**-126)
+NOTHING = np.float32(-np.inf)
+
+
+def penalize_repeats(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> None:
+    """DRY, in place: tokens that would go on what the history's end repeats."""
+    last_n = int(rare.dry_last_n[row])
+    if last_n >= 0:
+        history = history[max(0, len(history) - last_n) :]
+    breakers = rare.breaker_ids[rare.breaker_starts[row] : rare.breaker_starts[row + 1]]
+    lengths = repeat_lengths(history, breakers)
+    following = history[1:]
+    lengths[np.isin(following, breakers)] = 0
+    best = np.zeros(len(values), np.int32)
+    np.maximum.at(best, following, lengths)
+    allowed = int(rare.dry_allowed_length[row])
+    base, penalty = float(rare.dry_base[row]), float(rare.dry_multiplier[row])
+    penalties = np.zeros(MAX_REPEAT + 1, np.float32)
+    for length in range(allowed, MAX_REPEAT + 1):
+        penalties[length] = np.float32(min(penalty, MAX_PENALTY))
+        penalty *= base
+    repeated = np.flatnonzero(best >= allowed)
+    values[repeated] -= penalties[best[repeated]]
+
+
+def repeat_lengths(history: Int32s, breakers: Int32s) -> Int32s:
+    """For each but the last token of the history [n]: how many tokens up to it, it included,
+    equal the history's last ones; at most MAX_REPEAT, and none across a breaker. [n - 1]"""
+    lengths = np.zeros(max(len(history) - 1, 0), np.int32)
+    tail = history[: -MAX_REPEAT - 1 : -1]  # last token first
+    broken = np.flatnonzero(np.isin(tail, breakers))
+    places = np.arange(len(lengths))
+    for back in range(broken[0] if len(broken) else len(tail)):
+        places = places[places >= back]
+        places = places[history[places - back] == tail[back]]
+        lengths[places] += 1
+    return lengths
+
+
+def ban(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> None:
+    """Banned sequences, n-grams and what is not allowed, in place."""
+    for index in range(rare.sequence_rows[row], rare.sequence_rows[row + 1]):
+        ids = rare.sequence_ids[rare.sequence_starts[index] : rare.sequence_starts[index + 1]]
+        num_before = len(ids) - 1
+        if num_before <= len(history) and (history[len(history) - num_before :] == ids[:-1]).all():
+            values[ids[-1]] = NOTHING
+    size = int(rare.ngram_size[row])
+    if size == 1:
+        values[history] = NOTHING
+    elif size > 1:
+        lengths = repeat_lengths(history, np.empty(0, np.int32))
+        values[history[1:][lengths >= size - 1]] = NOTHING
+    allowed = rare.allowed_ids[rare.allowed_starts[row] : rare.allowed_starts[row + 1]]
+    if len(allowed):
+        kept = values[allowed].copy()
+        values[:] = NOTHING
+        values[allowed] = kept
+
+
+def sigma_drop(values: Float32s, rare: RareParameters, row: int) -> np.float32:
+    """How far below the largest of the values, before the temperature, top_n_sigma keeps."""
+    finite = values[values > NOTHING]
+    below = np.minimum(finite.max() - finite, SPREAD_REACH)
+    steps = (below * SPREAD_STEPS + np.float32(0.5)).astype(np.int64)
+    count = float(len(steps))
+    mean = float(steps.sum()) / count
+    variance = float((steps * steps).sum()) / count - mean * mean
+    sigma = np.sqrt(max(variance, 0.0)) / float(SPREAD_STEPS)
+    return np.float32(float(rare.top_n_sigma[row]) * sigma)
+
+
+def typical(values: Float32s, order: Int32s, share: np.float32) -> Int32s:
+    """Those whose surprise is nearest to the expected one, until they hold `share`."""
+    below, masses, mean = _expected(values, order)
+    distance = np.abs(below - mean)
+    nearest = np.argsort(distance, kind="stable")
+    reached = np.cumsum(masses[nearest])
+    last = nearest[np.searchsorted(reached, np.float64(share) * reached[-1])]
+    kept: Int32s = order[distance <= distance[last]]
+    return kept
+
+
+def cutoffs(values: Float32s, order: Int32s, epsilon: np.float32, eta: np.float32) -> Int32s:
+    """Those of at least probability epsilon, then of min(eta, sqrt(eta) * exp(-entropy))."""
+    if epsilon >= SMALLEST_SHARE:
+        order = _within(values, order, _minus_log(epsilon))
+    if eta >= SMALLEST_SHARE:
+        _, masses, mean = _expected(values, order)
+        entropy = mean - _minus_log(masses.sum())
+        limit = _minus_log(eta)
+        order = _within(values, order, max(limit, limit * np.float32(0.5) + entropy))
+    return order
+
+
+def exclude_top_choices(values: Float32s, order: Int32s, threshold: np.float32) -> Int32s:
+    """Without all but the last of those that have the probability `threshold`."""
+    order = order[values[order] > NOTHING]
+    reach = _minus_log(threshold) if threshold >= SMALLEST_SHARE else np.float32(np.inf)
+    floor = values[order[0]] - (reach + _minus_log(_mass_of(values, order)))
+    num_above = int((values[order] >= floor).sum())
+    return order[max(num_above - 1, 0) :]
+
+
+def coin(seed: int, stream: int, position: int) -> np.float32:
+    """A number in (0, 1) that no token's noise depends on."""
+    drawn: np.float32 = uniform(seed, stream, position, token_ids=np.array([COIN_ID]))[0]
+    return drawn
+
+
+def unsurprising(values: Float32s, order: Int32s, mu: np.float32) -> Int32s:
+    """Mirostat's filter: those of at most mu bits of surprise, but always the most probable."""
+    return _within(values, order, mu * LN2)
+
+
+def moved_mu(
+    values: Float32s, order: Int32s, token_id: int, rare: RareParameters, row: int
+) -> np.float32:
+    """mu after token_id was chosen among `order`."""
+    below = values[order[0]] - values[token_id]
+    bits = (below - _minus_log(_mass_of(values, order))) * LOG2_E
+    error = bits - rare.mirostat_tau[row]
+    moved: np.float32 = rare.mirostat_mu[row] - rare.mirostat_eta[row] * error
+    return moved
+
+
+def _within(values: Float32s, order: Int32s, surprise: np.float32) -> Int32s:
+    """Those of at most `surprise` nats, and the largest values whatever their surprise."""
+    reach = surprise + _minus_log(_mass_of(values, order))
+    floor = values[order[0]] - max(reach, np.float32(0.0))
+    kept: Int32s = order[values[order] >= floor]
+    return kept
+
+
+def _expected(values: Float32s, order: Int32s) -> tuple[Float32s, NDArray[np.float64], np.float32]:
+    """How far each lies below the largest, its mass, and the mean of the former by the latter."""
+    below = values[order[0]] - values[order]
+    masses = mass(-below)
+    shares = mass_multiple(masses * np.where(masses > 0, below, np.float32(0)).astype(np.float64))
+    return below, masses, np.float32(shares.sum() / masses.sum())
+
+
+def _mass_of(values: Float32s, order: Int32s) -> np.float64:
+    total: np.float64 = mass(values[order] - values[order[0]]).sum()
+    return total
+
+
+def _minus_log(x: np.float32 | np.float64) -> np.float32:
+    result: np.float32 = minus_log(np.array([x], np.float32))[0]
+    return result

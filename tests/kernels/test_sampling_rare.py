@@ -1,0 +1,362 @@
+"""What the rare steps mean: against plain definitions in float64, and told by both implementations.
+
+The definitions here are written from the papers and the programs that sampling/rare.py names, the
+slow and obvious way. Where a rounding decides (a token that lies on a bound), either is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.sampling import native, rare, reference
+from quire.sampling.batch import SampleBatch, TokenChoice
+from tests.kernels.rare_cases import make_rare, random_history
+from tests.kernels.sampling_cases import make_batch
+
+Choose = Callable[[NDArray[np.float32], SampleBatch], TokenChoice]
+Floats = NDArray[np.float64]
+NEAR = 2e-4  # nats: how far from a bound a token must lie to be judged
+
+
+@pytest.fixture(params=["reference", "native"])
+def choose(request: pytest.FixtureRequest) -> Choose:
+    if request.param == "reference":
+        return reference.choose
+    pool = _native.Pool(2)
+    return lambda logits, batch: native.choose(logits, batch, pool)
+
+
+def drawn(choose: Choose, row: list[float], **given: object) -> set[int]:
+    """The tokens that 400 seeds choose from one row of logits."""
+    temperature = given.pop("temperature", 1.0)
+    num = 400
+    batch = make_batch(num, temperature=temperature, seeds=range(num), **given)
+    return set(choose(np.tile(np.array(row, np.float32), (num, 1)), batch).token_ids.tolist())
+
+
+def rows() -> Iterator[NDArray[np.float32]]:
+    draw = np.random.default_rng(12)
+    for _ in range(300):
+        size = int(draw.choice([2, 5, 50, 2000]))
+        row = (draw.standard_normal(size) * draw.choice([0.1, 1, 4, 15])).astype(np.float32)
+        if draw.random() < 0.2:
+            row[draw.random(size) < 0.5] = -np.inf
+            row[0] = 1.0
+        yield row
+
+
+def in_order(row: NDArray[np.float32]) -> NDArray[np.int32]:
+    return np.argsort(-row, kind="stable").astype(np.int32)
+
+
+def log_probabilities(row: NDArray[np.float32]) -> Floats:
+    exact = row.astype(np.float64) - float(row.max())
+    return exact - math.log(np.exp(exact).sum())
+
+
+def entropy(logp: Floats) -> float:
+    finite = logp[np.isfinite(logp)]
+    return float(-(np.exp(finite) * finite).sum())
+
+
+def assert_keeps(kept: NDArray[np.int32], wanted: NDArray[np.bool_], margins: Floats) -> None:
+    """kept has just the wanted ids; those whose margin is next to nothing do not count."""
+    got = np.zeros(len(wanted), np.bool_)
+    got[kept] = True
+    judged = ~(np.abs(margins) < NEAR)
+    np.testing.assert_array_equal(got[judged], wanted[judged])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.9, 0.999])
+def test_typical_keeps_those_nearest_to_the_entropy(share: float) -> None:
+    for row in rows():
+        logp = log_probabilities(row)
+        distance = np.abs(-logp - entropy(logp))
+        nearest = np.argsort(distance, kind="stable")
+        reached = np.cumsum(np.exp(logp[nearest]))
+        if np.abs(reached - share).min() < 1e-5:
+            continue
+        limit = distance[nearest[np.searchsorted(reached, share)]]
+        kept = rare.typical(row, in_order(row), np.float32(share))
+        assert_keeps(kept, distance <= limit, np.where(distance == limit, 1.0, distance - limit))
+
+
+@pytest.mark.parametrize("num_sigmas", [0.3, 1.0, 2.5])
+def test_top_n_sigma_keeps_those_within_n_standard_deviations(num_sigmas: float) -> None:
+    parameters = make_rare(1, top_n_sigma=num_sigmas)
+    for row in rows():
+        exact = row[np.isfinite(row)].astype(np.float64)
+        drop = rare.sigma_drop(row, parameters, 0)
+        assert drop == pytest.approx(num_sigmas * exact.std(), abs=1e-3, rel=1e-3)
+
+
+def test_a_masked_logit_is_not_counted_and_one_far_below_counts_as_2048() -> None:
+    parameters = make_rare(1, top_n_sigma=1.0)
+    row = np.array([1, 2, 3, 4], np.float32)
+    masked = np.append(row, np.float32(-np.inf))
+    assert rare.sigma_drop(masked, parameters, 0) == rare.sigma_drop(row, parameters, 0)
+    far = np.append(row, np.float32(-1e30))
+    expected = np.array([1, 2, 3, 4, 4 - 2048.0]).std()
+    assert rare.sigma_drop(far, parameters, 0) == pytest.approx(expected, rel=1e-6)
+
+
+def test_sums_over_a_row_do_not_depend_on_its_order() -> None:
+    draw = np.random.default_rng(4)
+    parameters = make_rare(1, top_n_sigma=1.0, mirostat=2)
+    for size in (1000, 100_000):
+        row = (draw.standard_normal(size) * 4).astype(np.float32)
+        row[0] = 20.0
+        order = np.concatenate([[0], 1 + draw.permutation(size - 1)])
+        ids = np.arange(size, dtype=np.int32)
+        assert rare.sigma_drop(row, parameters, 0) == rare.sigma_drop(row[order], parameters, 0)
+        one, other = (rare.moved_mu(r, ids, 0, parameters, 0) for r in (row, row[order]))
+        assert one == other
+        kept = rare.typical(row, in_order(row), np.float32(0.4))
+        again = rare.typical(row[order], in_order(row[order]), np.float32(0.4))
+        assert sorted(row[kept].tolist()) == sorted(row[order][again].tolist())
+
+
+@pytest.mark.parametrize("epsilon", [3e-4, 0.02, 0.4])
+def test_epsilon_drops_what_is_less_probable(epsilon: float) -> None:
+    for row in rows():
+        logp = log_probabilities(row)
+        kept = rare.cutoffs(row, in_order(row), np.float32(epsilon), np.float32(0))
+        wanted = (logp >= math.log(epsilon)) | (row == row.max())
+        assert_keeps(kept, wanted, logp - math.log(epsilon))
+
+
+@pytest.mark.parametrize("eta", [3e-4, 0.02, 0.4])
+def test_eta_drops_less_where_the_entropy_is_high(eta: float) -> None:
+    for row in rows():
+        logp = log_probabilities(row)
+        limit = math.log(min(eta, math.sqrt(eta) * math.exp(-entropy(logp))))
+        kept = rare.cutoffs(row, in_order(row), np.float32(0), np.float32(eta))
+        assert_keeps(kept, (logp >= limit) | (row == row.max()), logp - limit)
+
+
+@pytest.mark.parametrize("threshold", [0.001, 0.1, 0.3])
+def test_xtc_excludes_all_top_choices_but_the_last(threshold: float) -> None:
+    num_excluding = 0
+    for row in rows():
+        logp = log_probabilities(row)
+        if np.abs(logp - math.log(threshold)).min() < NEAR:
+            continue
+        order = in_order(row)
+        above = [id_ for id_ in order.tolist() if logp[id_] >= math.log(threshold)]
+        finite = [id_ for id_ in order.tolist() if np.isfinite(row[id_])]
+        kept = rare.exclude_top_choices(row, order, np.float32(threshold)).tolist()
+        assert kept == finite[max(len(above) - 1, 0) :]
+        num_excluding += len(above) > 1
+    assert num_excluding > 20
+
+
+@pytest.mark.parametrize("mu", [-1.0, 0.5, 3.0, 9.0])
+def test_mirostat_drops_what_surprises_more_than_mu(mu: float) -> None:
+    for row in rows():
+        bits = -log_probabilities(row) / math.log(2)
+        kept = rare.unsurprising(row, in_order(row), np.float32(mu))
+        assert_keeps(kept, (bits <= mu) | (row == row.max()), bits - mu)
+
+
+def test_typical_can_drop_the_most_probable_token(choose: Choose) -> None:
+    row = np.log([0.4, *[0.6 / 30] * 30]).tolist()
+    assert 0 not in drawn(choose, row, rare={"typical_p": 0.5})
+    assert drawn(choose, row, rare={"typical_p": 1.0}) == set(range(31))
+
+
+def test_typical_keeps_all_ties_and_top_p_looks_at_what_is_left(choose: Choose) -> None:
+    row = np.log([0.4, *[0.1] * 6]).tolist()
+    assert drawn(choose, row, rare={"typical_p": 0.1}) == set(range(1, 7))
+    assert drawn(choose, row, rare={"typical_p": 0.1}, top_p=0.4) == {1, 2, 3}
+
+
+def test_top_n_sigma_does_not_depend_on_the_temperature(choose: Choose) -> None:
+    row = [5.0, 4.5, 4.0, *[0.0] * 20]
+    assert drawn(choose, row, rare={"top_n_sigma": 0.8}, temperature=0.5) == {0, 1, 2}
+    assert drawn(choose, row, rare={"top_n_sigma": 0.8}, temperature=5.0) == {0, 1, 2}
+    assert drawn(choose, [1.0, 1.0, 1.0], rare={"top_n_sigma": 0.5}) == {0, 1, 2}
+
+
+def test_xtc_acts_on_what_the_filters_left(choose: Choose) -> None:
+    row = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
+    given = {"xtc_probability": 1.0, "xtc_threshold": 0.15}
+    assert drawn(choose, row, rare=given) == {2, 3}
+    assert drawn(choose, row, rare=given, top_k=2) == {1}
+    assert drawn(choose, row, rare={"xtc_probability": 1.0, "xtc_threshold": 0.5}) == {0, 1, 2, 3}
+    assert drawn(choose, row, rare={"xtc_probability": 1.0, "xtc_threshold": 0.0}) == {3}
+    assert drawn(choose, [0.0, 0.0], rare={"xtc_probability": 1.0, "xtc_threshold": 0.5}) == {1}
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
+def test_the_coin_falls_as_often_as_it_should_whatever_token_is_drawn(
+    choose: Choose, probability: float
+) -> None:
+    num = 20_000
+    row = np.array([3.0, 2.9, -30.0], np.float32)
+    given = {"xtc_probability": probability, "xtc_threshold": 0.1}
+    batch = make_batch(num, temperature=1.0, seeds=5, positions=range(num), rare=given)
+    chosen = choose(np.tile(row, (num, 1)), batch).token_ids
+    first = 1 / (1 + math.exp(-0.1)) * (1 - probability)  # the coin leaves only the second
+    bound = 4.5 * math.sqrt(num * first * (1 - first)) + 1
+    assert abs((chosen == 0).sum() - first * num) < bound
+    again = choose(np.tile(row, (num, 1)), batch).token_ids
+    np.testing.assert_array_equal(chosen, again)
+
+
+def dry_penalties(
+    history: list[int], multiplier: float, base: float, allowed: int, breakers: set[int]
+) -> dict[int, float]:
+    """Token by token: the longest repeat each would go on."""
+    longest: dict[int, int] = {}
+    for end in range(len(history) - 1):
+        length = 0
+        while (
+            length < 50
+            and length <= end
+            and history[end - length] == history[-1 - length]
+            and history[end - length] not in breakers
+        ):
+            length += 1
+        following = history[end + 1]
+        if following not in breakers:
+            longest[following] = max(longest.get(following, 0), length)
+    return {
+        id_: multiplier * base ** (length - allowed)
+        for id_, length in longest.items()
+        if length >= allowed
+    }
+
+
+def test_dry_subtracts_what_its_definition_says() -> None:
+    draw = np.random.default_rng(3)
+    num_penalties = 0
+    for _ in range(400):
+        history = random_history(draw, 12)
+        breakers = set(draw.integers(0, 12, draw.integers(0, 3)).tolist())
+        allowed, last_n = int(draw.integers(1, 5)), int(draw.choice([-1, 5, 40]))
+        parameters = make_rare(
+            1,
+            dry_multiplier=0.8,
+            dry_base=1.2,
+            dry_allowed_length=allowed,
+            dry_last_n=last_n,
+            breakers=[sorted(breakers)],
+        )
+        values = np.zeros(12, np.float32)
+        rare.penalize_repeats(values, np.array(history, np.int32), parameters, 0)
+        seen = history if last_n < 0 else history[-last_n:]
+        wanted = dry_penalties(seen, 0.8, 1.2, allowed, breakers)
+        expected = [-wanted.get(id_, 0.0) for id_ in range(12)]
+        np.testing.assert_allclose(values, expected, rtol=1e-5)
+        num_penalties += len(wanted)
+    assert num_penalties > 200
+
+
+def test_dry_turns_away_from_a_repeat_but_never_bans(choose: Choose) -> None:
+    history = [[1, 2, 3, 9, 1, 2, 3]]
+    logits = np.array([[0, 0, 0, 0, 0, 0, 0, 0, 1.0, 2.0]], np.float32)
+
+    def best(**given: object) -> int:
+        batch = make_batch(1, history=history, rare={"dry_multiplier": 0.8, **given})
+        return int(choose(logits, batch).token_ids[0])
+
+    assert best() == 8  # 2 - 0.8 * 1.75 < 1
+    assert best(dry_allowed_length=4) == 9
+    assert best(breakers=[[3]]) == 9
+    assert best(breakers=[[2]]) == 9
+    assert best(breakers=[[9]]) == 9
+    assert best(dry_last_n=4) == 9
+    assert best(dry_last_n=0) == 9
+    only = {"dry_multiplier": 100.0, "dry_base": 100.0, "allowed": [[9]]}
+    batch = make_batch(1, history=[[4, 9] * 30 + [4]], rare=only)
+    assert choose(logits, batch).token_ids.tolist() == [9]
+
+
+def test_a_banned_sequence_loses_its_last_token_where_the_others_stand(choose: Choose) -> None:
+    logits = np.array([[1, 2, 3, 4.0]], np.float32)
+
+    def best(sequences: list[list[int]], history: list[int]) -> int:
+        given = {"sequences": [sequences]}
+        return int(choose(logits, make_batch(1, history=[history], rare=given)).token_ids[0])
+
+    assert best([[3]], []) == 2
+    assert best([[0, 3]], [1, 0]) == 2
+    assert best([[0, 3]], [0, 1]) == 3
+    assert best([[1, 0, 3]], [0]) == 3  # longer than what there is
+    assert best([[1, 0, 3], [0, 2]], [1, 0]) == 1
+    assert best([[0], [1], [2], [3]], []) == -1
+
+
+def test_nothing_but_the_allowed_ids_is_chosen(choose: Choose) -> None:
+    row = [9.0, 1.0, 8.0, 1.0]
+    assert drawn(choose, row, rare={"allowed": [[1, 3]] * 400}) == {1, 3}
+    logits = np.array([row, row], np.float32)
+    batch = make_batch(2, banned=[[2], [0, 2]], rare={"allowed": [[2, 0, 2], [2]]})
+    assert choose(logits, batch).token_ids.tolist() == [0, -1]
+
+
+def test_no_n_gram_comes_twice(choose: Choose) -> None:
+    logits = np.array([[1, 2, 3, 4.0]], np.float32)
+
+    def best(size: int, history: list[int]) -> int:
+        batch = make_batch(1, history=[history], rare={"ngram_size": size})
+        return int(choose(logits, batch).token_ids[0])
+
+    assert best(1, [3]) == 2
+    assert best(2, [0, 3, 0]) == 2
+    assert best(2, [0, 3, 1]) == 3
+    assert best(3, [1, 0, 3, 1, 0]) == 2
+    assert best(3, [2, 0, 3, 1, 0]) == 3
+    assert best(0, [3, 3, 3]) == 3
+
+
+@pytest.mark.parametrize("tau", [2.0, 4.0])
+def test_mirostat_brings_the_mean_surprise_to_tau(choose: Choose, tau: float) -> None:
+    draw = np.random.default_rng(2)
+    num_rows, num_steps = 16, 150
+    mus = np.full(num_rows, 2 * tau, np.float32)
+    surprises = []
+    for step in range(num_steps):
+        logits = (draw.standard_normal((num_rows, 400)) * 2).astype(np.float32)
+        given = {"mirostat": 2, "mirostat_tau": tau, "mirostat_eta": 0.2, "mirostat_mu": mus}
+        batch = make_batch(
+            num_rows, temperature=1.0, seeds=range(num_rows), positions=step, rare=given
+        )
+        choice = choose(logits, batch)
+        # What moved mu is the surprise, so the steps of mu tell it.
+        surprises.append((mus - choice.mus) / np.float32(0.2) + tau)
+        mus = choice.mus
+    assert abs(np.mean(surprises[40:]) - tau) < 0.1
+
+
+def test_rows_without_mirostat_keep_no_mu(choose: Choose) -> None:
+    logits = np.zeros((3, 5), np.float32)
+    logits[2] = np.nan
+    given = {"mirostat": [0, 2, 2], "mirostat_mu": [7, 8, 9]}
+    choice = choose(logits, make_batch(3, temperature=1.0, rare=given))
+    assert choice.mus[0] == 0.0
+    assert choice.mus[1] == pytest.approx(8 - 0.1 * (math.log2(5) - 5), rel=1e-6)
+    assert choice.token_ids[2] == -1
+    assert len(choose(logits, make_batch(3, rare={})).mus) == 0
+
+
+def test_what_does_not_fit_together_is_refused(choose: Choose) -> None:
+    logits = np.zeros((2, 8), np.float32)
+    with pytest.raises(ValueError, match="allowed_ids holds ids from 8 to 8"):
+        choose(logits, make_batch(2, rare={"allowed": [[8], []]}))
+    with pytest.raises(ValueError, match="breaker_ids holds ids from -1"):
+        choose(logits, make_batch(2, rare={"breakers": [[-1], []]}))
+    with pytest.raises(ValueError, match="sequence_ids holds ids from 1 to 9"):
+        choose(logits, make_batch(2, rare={"sequences": [[[1, 9]], []]}))
+    with pytest.raises(ValueError, match="a banned sequence has no ids"):
+        choose(logits, make_batch(2, rare={"sequences": [[[]], []]}))
+    with pytest.raises(ValueError, match="dry_allowed_length must be from 1 to 50"):
+        choose(logits, make_batch(2, rare={"dry_allowed_length": 51}))
+    with pytest.raises(ValueError, match="typical_p has 1 rows"):
+        choose(logits, make_batch(2, rare=make_rare(1)))
