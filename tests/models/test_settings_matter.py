@@ -90,7 +90,7 @@ TURNED_OFF: dict[str, tuple[Change, ...]] = {
         longer_windows, no_windows, other_layers_windows, scale_by_head_dim, no_attention_cap,
         no_logit_cap, norms_as_stored, embeddings_unscaled,
     ),
-    "gemma2_untied": (longer_windows, no_attention_cap, no_logit_cap, exact_gelu),
+    "gemma2_untied": (longer_windows, no_attention_cap, no_logit_cap),
     "gemma3_mqa": (
         longer_windows, no_windows, other_layers_windows, one_rope, scale_by_head_dim,
         norms_as_stored, embeddings_unscaled,
