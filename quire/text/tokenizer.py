@@ -50,10 +50,12 @@ class Tokenizer:
         settle_added(backend, config)
         self.special_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._without_row = _past_the_model(vocabulary, added, vocab_size)
         self.vocab_size = vocab_size or 1 + max(vocabulary.values(), default=-1)
+        self.special_ids = frozenset(
+            id_ for id_, token in added.items() if token.special and id_ < self.vocab_size
+        )
         self.bos_id = self._id_of_named("bos_token", backend)
         self.eos_id = self._id_of_named("eos_token", backend)
         self._backend = backend

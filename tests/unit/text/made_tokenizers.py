@@ -81,10 +81,12 @@ def with_decoder(tokenizer_json: str, decoder: decoders.Decoder | None) -> str:
     return json.dumps(content)
 
 
-def made(tokenizer_json: str, config: Mapping[str, Any] | None = None) -> Tokenizer:
+def made(
+    tokenizer_json: str, config: Mapping[str, Any] | None = None, *, vocab_size: int = 0
+) -> Tokenizer:
     """A Tokenizer of it."""
     backend = tokenizers.Tokenizer.from_str(tokenizer_json)
-    return Tokenizer(backend, config=NAMED if config is None else config)
+    return Tokenizer(backend, config=NAMED if config is None else config, vocab_size=vocab_size)
 
 
 def reference(tokenizer_json: str) -> tokenizers.Tokenizer:

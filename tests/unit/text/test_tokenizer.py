@@ -190,18 +190,6 @@ def test_published_tokenizers_bring_texts_back(folder: str) -> None:
         )
 
 
-def test_the_phi3_cases_come_out_as_published() -> None:
-    tokenizer = Tokenizer.load(outside("tokenizers/phi3"))
-    cases = outside("tokenizers/cases")
-    texts = (cases / "phi-3.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    expected = (cases / "phi-3.out").read_text().split("\n")
-    assert len(texts) > 40
-    for text, line in zip(texts, expected, strict=False):
-        assert tokenizer.encode(text, add_special_tokens=False) == [
-            int(id_) for id_ in line.split()
-        ]
-
-
 def test_the_story_of_stories260k_decodes_as_published() -> None:
     folder = outside("stories260K")
     tokenizer = Tokenizer.load(folder)
