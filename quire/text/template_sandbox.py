@@ -1,129 +1,111 @@
-"""Where chat templates run: Jinja in a sandbox, with bounds on size and work.
+"""Where chat templates run: Jinja in a sandbox that keeps an account of all that is done.
 
 A template is a program somebody published with a model. It sees plain values only, reaches no
-Python internals, and cannot make the process hang or grow without end: loops and calls are
-counted, text and lists it builds are measured, `range` is bounded. Everything else renders as
-`transformers` renders it. Knows nothing of messages.
+Python internals, and cannot make the process hang, crash or grow without end: the compiled
+template is given counters (every round of a loop, every text written, every list made), and
+everything it may call is bounded (template_filters.py) by one account (template_work.py). All else
+renders as `transformers` renders it. Knows nothing of messages.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any, cast
+from types import BuiltinMethodType
+from typing import Any, TypeVar, cast
 
 from jinja2 import (
-    Environment,
     TemplateError,
     TemplateSyntaxError,
     nodes,
     pass_context,
-    pass_environment,
 )
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import make_attrgetter
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_OUTPUT_CHARS = 16_000_000
-MAX_WORK = 1_000_000
-_MAX_NUMBER = 1_000_000
-_MAX_WIDTH = 10_000
-# What of a text or list counts as a round: so the sum of all that is made is bounded, too.
-_CHARS_A_ROUND = 256
-_ENTRIES_A_ROUND = 64
-_COUNTED = "counted loop"  # names with a space: no template can write them
-_MEASURED = "measured text"
-_WRITABLE = "writable value"
-# No chat template needs these, and bounding each is more than it is worth.
-_UNBOUNDED_FILTERS = (
-    "batch",
-    "filesizeformat",
-    "pprint",
-    "random",
-    "slice",
-    "urlize",
-    "wordwrap",
-    "xmlattr",
-)
-# These look at the entries of a list; all others may write it out as text.
-_FILTERS_OF_LISTS = frozenset(
-    [
-        "attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "join",
-        "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse",
-        "select", "selectattr", "sort", "sum", "unique",
-    ]
-)  # fmt: skip
-_BRACE_WIDTH = re.compile(r":[^{}]*(\d{5,}|\{)")
-_WIDTH = re.compile(r"%[^%a-zA-Z]*?(\*|\d{5,})")
+from quire.text import template_filters as bounded
+from quire.text.template_work import LimitExceeded, Work
+
+Node = TypeVar("Node", bound=nodes.Node)
+
+_MAX_RANGE = 1_000_000
+_MAX_FORMAT_CHARS = 200
+# Names with a space: no template can write them.
+_PLAIN = "plain "  # before the name of Jinja's own filter or test
+_MADE = "value made"
+_WRITTEN = "value written"
+_LOOKED = "value looked at"
+_HELD = "value looked into"
+_ROUND = "round begun"
+_NODES_A_ROUND = 16
+_NOT_POSSIBLE = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
-class LimitExceeded(SecurityError):
-    """A template did more than it may: too many rounds, or too large a text."""
+class AccountedContext(Context):
+    """A template's variables, and the account of the rendering they belong to."""
 
-
-class Work:
-    """Rounds of loops and calls of one rendering."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def add(self, amount: int) -> None:
-        """Raises LimitExceeded past MAX_WORK."""
-        self.done += amount
-        if self.done > MAX_WORK:
-            raise LimitExceeded(f"more than {MAX_WORK} rounds of loops and calls")
-
-
-class CountedContext(Context):
-    """A template's variables, with the work done so far."""
-
-    work: Work | None = None
+    work: Work
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        """As Jinja's, and the work counts on."""
+        """As Jinja's, on the same account."""
         context = super().derived(locals)
-        assert isinstance(context, CountedContext), "the environment's context_class"
+        assert isinstance(context, AccountedContext), "the environment's context_class"
         context.work = self.work
         return context
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template. `now` is the clock that strftime_now reads."""
+    """The environment of one model's templates. `now` is the clock that strftime_now reads."""
 
-    context_class = CountedContext
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    context_class = AccountedContext
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationBlock],
-            finalize=_writable,
+            optimized=False,  # constants are reckoned on the account, not while compiling
         )
-        del self.globals["lipsum"]  # an answer must not depend on luck
-        self.globals["range"] = _bounded_range
+        del self.globals["lipsum"]  # a prompt must not depend on luck
+        self.globals["dict"] = _Dictionaries()
         self.globals["namespace"] = _namespace
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: now().strftime(format)
-        self.filters["tojson"] = _to_json
-        self.filters[_COUNTED] = _counted
-        self.filters[_MEASURED] = _measured
-        for name in _UNBOUNDED_FILTERS:
+        self.globals["range"] = _bounded_range
+        self.globals["strftime_now"] = lambda format: _formatted_time(now, format)
+        for name in bounded.LEFT_OUT:
             del self.filters[name]
-        for name in ("center", "indent", "round", "truncate"):
-            self.filters[name] = _narrow(self.filters[name])
-        self.filters[_WRITABLE] = _writable
+        self._account_for_filters()
+        self._account_for_tests()
+
+    def _account_for_filters(self) -> None:
+        for name, original in dict(self.filters).items():
+            self.filters[_PLAIN + name] = original
+            self.filters[name] = _accounted_filter(name)
+        self.filters["format"] = _on_account(bounded.printf)
+        self.filters["indent"] = _indent
         self.filters["join"] = _join
-        self.filters["replace"] = _replace
-        self.filters["format"] = _format
+        self.filters["replace"] = _on_account(bounded.replace)
+        self.filters["sum"] = _sum
+        self.filters["tojson"] = _on_account(bounded.to_json)
+        self.filters[_PLAIN + "wordcount"] = bounded.word_count
+        self.filters[_MADE] = _made
+        self.filters[_WRITTEN] = _written
+        self.filters[_LOOKED] = _looked
+        self.filters[_HELD] = _held
+        self.filters[_ROUND] = _round_begun
+
+    def _account_for_tests(self) -> None:
+        for name, original in dict(self.tests).items():
+            if name not in bounded.SHALLOW_TESTS:
+                self.tests[_PLAIN + name] = original
+                self.tests[name] = _accounted_test(name)
 
     def _generate(
         self,
@@ -133,32 +115,36 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         defer_init: bool = False,
     ) -> str:
         """Jinja's hook between parsing and compiling: put the counters in."""
-        bounded = _PutCounters().visit(source)
-        return super()._generate(bounded, name, filename, defer_init)
+        counted = _PutCounters().visit(source)
+        return super()._generate(counted, name, filename, defer_init)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic that could make something huge is looked at first."""
-        if operator == "**" and not (_is_small(left, 10_000) and _is_small(right, 16)):
-            raise LimitExceeded(f"{_shown(left)} ** {_shown(right)}")
-        if operator == "*":
-            _check_product(left, right)
+        work = _work_of(context)
+        work.add(1)
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
-            _writable(right)
-        return _measured(context, super().call_binop(context, operator, left, right))
+            bounded.check_printf(work, left, right)
+        elif operator == "**" and not (_is_small(left, 10_000) and _is_small(right, 16)):
+            raise LimitExceeded("a power of large numbers")
+        elif operator == "*":
+            _check_repeated(work, left, right)
+        for value in (left, right):
+            work.check_number(value)
+        return work.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls count as work; numbers handed to methods and sizes of results are bounded."""
+        """Calls are charged, with what they are given and what they make."""
         work = _work_of(__context)
         work.add(1)
-        if isinstance(__obj, LoopContext) and args:  # a recursive loop's next level
-            args = (_counted(__context, args[0]), *args[1:])
+        if not isinstance(__obj, Macro | LoopContext):  # those only hand their arguments on
+            for value in (*args, *kwargs.values()):
+                work.looked(value)
         owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str):
-            _check_text_call(owner, __obj, args)
-            for value in args:
-                _writable(value)
-        return _measured(__context, super().call(__context, __obj, *args, **kwargs))
+        if isinstance(__obj, BuiltinMethodType) or isinstance(owner, str):
+            args = bounded.check_method(work, owner, __obj.__name__, args, kwargs)
+        if isinstance(__obj, _BoundedFormat):
+            bounded.check_braces(work, __obj.template, [*args, *kwargs.values()])
+        return work.made(super().call(__context, __obj, *args, **kwargs))
 
     def call_filter(
         self,
@@ -169,24 +155,70 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: EvalContext | None = None,
     ) -> Any:
-        """A filter called by its name, as `map` does: counted like one that is written out."""
-        assert context is not None, "templates always have one"
-        value = _counted(context, value) if name in _FILTERS_OF_LISTS else _writable(value)
-        return _measured(context, super().call_filter(name, value, args, kwargs, context, eval_ctx))
+        """A filter called by a name that a template gives, as `map` does."""
+        self._check_name(name)
+        return super().call_filter(name, value, args, kwargs, context, eval_ctx)
+
+    def call_test(
+        self,
+        name: str,
+        value: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        context: Context | None = None,
+        eval_ctx: EvalContext | None = None,
+    ) -> Any:
+        """A test called by a name that a template gives, as `select` does."""
+        self._check_name(name)
+        return super().call_test(name, value, args, kwargs, context, eval_ctx)
+
+    def call_plain_filter(
+        self, context: Context, name: str, value: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Jinja's own filter, off the account."""
+        return super().call_filter(_PLAIN + name, value, args, kwargs, context, context.eval_ctx)
+
+    def call_plain_test(
+        self, context: Context, name: str, value: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Jinja's own test, off the account."""
+        return super().call_test(_PLAIN + name, value, args, kwargs, context, context.eval_ctx)
+
+    def _check_name(self, name: Any) -> None:
+        if not isinstance(name, str) or " " in name:
+            raise SecurityError(f"{str(name)[:40]!r} is not the name of a filter or test")
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """As Jinja's; a tuple is a key only if it is flat enough to be hashed."""
+        if isinstance(argument, tuple) and any(isinstance(part, tuple) for part in argument):
+            raise LimitExceeded("a key of lists in lists")
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` as Jinja guards it, with bounded widths."""
+        """`str.format` as Jinja guards it; `call` bounds it."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-        if _BRACE_WIDTH.search(value.__self__):
-            raise LimitExceeded(f"the format {_shown(value.__self__)} has an unbounded width")
+        return None if wrapped is None else _BoundedFormat(value.__self__, wrapped)
 
-        def bounded(*args: Any, **kwargs: Any) -> str:
-            _writable([*args, *kwargs.values()])
-            return wrapped(*args, **kwargs)
 
-        return bounded
+class _BoundedFormat:
+    """The `format` method of a text."""
+
+    def __init__(self, template: str, run: Callable[..., str]) -> None:
+        self.template = template
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        return self._run(*args, **kwargs)
+
+
+class _Dictionaries:
+    """What `dict` is in a template: not the class, whose methods could change an object."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 class _GenerationBlock(Extension):
@@ -201,94 +233,215 @@ class _GenerationBlock(Extension):
 
 
 class _PutCounters(NodeTransformer):
-    """Wraps what loops run over, and what is joined or captured, in the counting filters."""
+    """Puts the counting filters where a template does something of which there can be much."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.test is not None:
+            test = cast(nodes.Expr, node.test)
+            node.test = _filtered(test, _ROUND, _cost(test))
+        return self._counting_rounds(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._counting_rounds(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._counting_rounds(node)
+
+    def visit_Block(self, node: nodes.Block) -> nodes.Node:
+        return self._counting_rounds(node)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filtered(cast(nodes.Expr, node.iter), _COUNTED)
+        node.nodes = [_filtered(child, _WRITTEN) for child in node.nodes]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_filtered(part, _WRITABLE) for part in node.nodes]
-        return _filtered(node, _MEASURED)
+        node.nodes = [_filtered(part, _WRITTEN) for part in node.nodes]
+        return _filtered(node, _LOOKED)
 
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return _filtered(self.generic_visit(node), _MADE)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return _filtered(self.generic_visit(node), _MADE)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        if node.node is not None:
-            bound = _COUNTED if node.name in _FILTERS_OF_LISTS else _WRITABLE
-            node.node = _filtered(node.node, bound)
-        return _filtered(node, _MEASURED)
+        return _filtered(node, _MADE) if node.ctx == "load" else node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _filtered(node.key, _LOOKED)  # it will be hashed
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        only = node.ops[0] if len(node.ops) == 1 else None
+        if only is not None and only.op in ("in", "notin"):
+            only.expr = _unless_constant(only.expr, _HELD)
+            node.expr = _unless_constant(node.expr, _LOOKED)
+        elif only is None or not isinstance(only.expr, nodes.Const):
+            node.expr = _unless_constant(node.expr, _LOOKED)
+            for operand in node.ops:
+                operand.expr = _unless_constant(operand.expr, _LOOKED)
+        return node
 
     def visit_NSRef(self, node: nodes.NSRef) -> nodes.Node:
         if node.attr.startswith("_"):
             raise TemplateSyntaxError(f"attribute {node.attr!r} starts with '_'", node.lineno)
         return node
 
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+    def generic_visit(self, node: Node, *args: Any, **kwargs: Any) -> Node:
+        """As Jinja's, for what a template of a model cannot have: other templates."""
+        if isinstance(node, _NOT_POSSIBLE):
+            raise TemplateSyntaxError(
+                "a chat template stands alone: it cannot include, import or extend", node.lineno
+            )
+        return cast(Node, super().generic_visit(node, *args, **kwargs))
+
+    def _counting_rounds(
+        self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block
+    ) -> nodes.Node:
+        cost = _cost(*node.body)
         self.generic_visit(node)
-        node.filter = _filtered(node.filter, _MEASURED)  # without a filter: the body's text
+        round_ = _filtered(nodes.Const(None, lineno=node.lineno), _ROUND, cost)
+        node.body.insert(0, nodes.ExprStmt(round_, lineno=node.lineno))
         return node
 
 
-def _filtered(node: nodes.Expr | None, name: str) -> nodes.Filter:
-    line = 1 if node is None else node.lineno
-    return nodes.Filter(node, name, [], [], None, None, lineno=line)
+def _cost(*parts: nodes.Node) -> int:
+    """Rounds that one pass over parts of a template counts for."""
+    return 1 + sum(1 for part in parts for _ in part.find_all(nodes.Node)) // _NODES_A_ROUND
+
+
+def _filtered(node: nodes.Expr, name: str, *args: int) -> nodes.Filter:
+    line = node.lineno
+    given: list[nodes.Expr] = [nodes.Const(arg, lineno=line) for arg in args]
+    return nodes.Filter(node, name, given, [], None, None, lineno=line)
+
+
+def _unless_constant(node: nodes.Expr, name: str) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filtered(node, name)
 
 
 def _work_of(context: Context) -> Work:
-    assert isinstance(context, CountedContext), "the environment's context_class"
-    if context.work is None:
-        context.work = Work()
+    assert isinstance(context, AccountedContext), "the environment's context_class"
     return context.work
 
 
-@pass_context
-def _counted(context: Context, items: Any) -> Any:
-    work = _work_of(context)
-    if isinstance(items, str):
-        work.add(len(items) // _CHARS_A_ROUND)
-        return items
-    if isinstance(items, Sized):
-        work.add(len(items))
-        return items
-    return _counting(work, items) if isinstance(items, Iterator) else items
+def _environment_of(context: Context) -> TemplateSandbox:
+    return cast(TemplateSandbox, context.environment)
 
 
-def _counting(work: Work, items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
+def _accounted_filter(name: str) -> Callable[..., Any]:
+    @pass_context
+    def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        work = _work_of(context)
         work.add(1)
-        yield item
+        value = bounded.admitted(work, name, value, args, kwargs)
+        environment = _environment_of(context)
+        return work.made(environment.call_plain_filter(context, name, value, args, kwargs))
+
+    return run
+
+
+def _accounted_test(name: str) -> Callable[..., Any]:
+    @pass_context
+    def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        work = _work_of(context)
+        work.add(1)
+        for part in (value, *args, *kwargs.values()):
+            work.looked(part)
+        return _environment_of(context).call_plain_test(context, name, value, args, kwargs)
+
+    return run
+
+
+def _on_account(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of ours that is given the account."""
+
+    @pass_context
+    def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        work = _work_of(context)
+        for part in (value, *args, *kwargs.values()):
+            work.looked(part)
+        return work.made(filter_(work, value, *args, **kwargs))
+
+    return run
 
 
 @pass_context
-def _measured(context: Context, value: Any) -> Any:
-    """The value itself, its size counted. Raises LimitExceeded past MAX_OUTPUT_CHARS."""
-    if isinstance(value, str | list | tuple):
-        if len(value) > MAX_OUTPUT_CHARS:
-            raise LimitExceeded(f"a {type(value).__name__} of more than {MAX_OUTPUT_CHARS} entries")
-        size = _CHARS_A_ROUND if isinstance(value, str) else _ENTRIES_A_ROUND
-        _work_of(context).add(len(value) // size)
+def _join(context: Context, value: Any, d: Any = "", attribute: Any = None) -> Any:
+    work = _work_of(context)
+    bounded.admitted(work, "join", "", (d, attribute), {})
+    return work.made(bounded.join(work, context.environment, value, d, attribute))
+
+
+@pass_context
+def _sum(context: Context, value: Any, attribute: Any = None, start: Any = 0) -> Any:
+    def add(left: Any, right: Any) -> Any:
+        return environment.call_binop(context, "+", left, right)
+
+    environment = _environment_of(context)
+    work = _work_of(context)
+    bounded.admitted(work, "sum", "", (attribute, start), {})
+    return bounded.total(work, environment, add, value, attribute, start)
+
+
+@pass_context
+def _indent(
+    context: Context, value: Any, width: Any = 4, first: bool = False, blank: bool = False
+) -> Any:
+    work = _work_of(context)
+    work.looked(value)
+    bounded.indent(work, value, width)
+    given = (width, first, blank)
+    return work.made(
+        _environment_of(context).call_plain_filter(context, "indent", value, given, {})
+    )
+
+
+@pass_context
+def _made(context: Context, value: Any) -> Any:
+    return _work_of(context).made(value)
+
+
+@pass_context
+def _written(context: Context, value: Any) -> Any:
+    """A value that is about to become part of a text: charged as that part."""
+    work = _work_of(context)
+    if isinstance(value, str):
+        return work.made(value)
+    work.make(4 * work.looked(value).chars)
     return value
 
 
-def _writable(value: Any) -> Any:
-    """The value itself. Raises LimitExceeded if it is a list whose text would be too large.
+@pass_context
+def _looked(context: Context, value: Any) -> Any:
+    _work_of(context).looked(value)
+    return value
 
-    A list of few entries may hold one long text, or another list, many times over.
-    """
-    if not isinstance(value, list | tuple | dict):
-        return value
-    waiting, num_chars = [value], 0
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            waiting += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple):
-            waiting += item
-        num_chars += len(item) + 2 if isinstance(item, str | list | tuple | dict) else 8
-        if num_chars > MAX_OUTPUT_CHARS or len(waiting) > MAX_OUTPUT_CHARS:
-            raise LimitExceeded(f"a list whose text has more than {MAX_OUTPUT_CHARS} characters")
+
+@pass_context
+def _held(context: Context, value: Any) -> Any:
+    """What something is looked for in: an object finds a key without walking its values."""
+    if not isinstance(value, dict):
+        work = _work_of(context)
+        work.looked(value)
+        if isinstance(value, range):
+            work.add(len(value))
+    return value
+
+
+@pass_context
+def _round_begun(context: Context, value: Any, cost: int) -> Any:
+    _work_of(context).add(cost)
     return value
 
 
@@ -296,124 +449,35 @@ def _is_small(value: Any, limit: int) -> bool:
     return not isinstance(value, int | float) or abs(value) <= limit
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _check_product(left: Any, right: Any) -> None:
+def _check_repeated(work: Work, left: Any, right: Any) -> None:
     for sized, number in ((left, right), (right, left)):
-        if (
-            isinstance(sized, str | list | tuple)
-            and isinstance(number, int)
-            and len(sized) * number > MAX_OUTPUT_CHARS
-        ):
-            raise LimitExceeded(f"a {type(sized).__name__} repeated {_shown(number)} times")
-    if isinstance(left, int) and isinstance(right, int):
-        for number in (left, right):
-            if number.bit_length() > 4096:
-                raise LimitExceeded("a number of more than 4096 bits")
+        if isinstance(number, int) and number > 0:
+            if isinstance(sized, str):
+                work.check_chars(len(sized) * number)
+            elif isinstance(sized, list | tuple):
+                work.check_entries(len(sized) * number)
 
 
-def _check_format(template: str) -> None:
-    if match := _WIDTH.search(template):
-        raise LimitExceeded(f"the format {match[0]!r} asks for a width of {_MAX_WIDTH} or more")
-
-
-def _check_text_call(owner: str, method: Any, args: tuple[Any, ...]) -> None:
-    name = getattr(method, "__name__", "")
-    if name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
-        _check_widths(args)
-    elif name == "replace" and len(args) >= 2 and isinstance(args[1], str):
-        _check_replacement(owner, args[1])
-    elif name == "join" and args and isinstance(args[0], Sized):
-        _check_replacement(args[0], owner)
-
-
-def _check_replacement(places: Sized, text: str) -> None:
-    """`text` put at up to as many places as there are entries, as replace and join do."""
-    if (len(places) + 1) * len(text) > MAX_OUTPUT_CHARS:
-        raise LimitExceeded(f"{len(text)} characters put in up to {len(places)} places")
-
-
-def _check_widths(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > _MAX_WIDTH:
-            raise LimitExceeded(f"a width of {value}, more than {_MAX_WIDTH}")
-
-
-def _narrow(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja's whose numbers are widths, with those bounded."""
-
-    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_widths((*args, *kwargs.values()))
-        return filter_(value, *args, **kwargs)
-
-    return bounded
-
-
-def _format(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Jinja's `format` filter: printf style."""
-    template = str(value)
-    _check_format(template)
-    _writable([*args, *kwargs.values()])
-    return template % (kwargs or args)
-
-
-def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
-    """Jinja's `replace` filter."""
-    text = str(value)
-    _check_replacement(text, str(new))
-    return text.replace(str(old), str(new), -1 if count is None else count)
-
-
-@pass_environment
-def _join(environment: Environment, value: Any, d: str = "", attribute: Any = None) -> str:
-    """Jinja's `join` filter."""
-    entries = value if attribute is None else map(make_attrgetter(environment, attribute), value)
-    texts, num_chars = [], 0
-    for entry in entries:
-        texts.append(str(_writable(entry)))
-        num_chars += len(texts[-1]) + len(str(d))
-        if num_chars > MAX_OUTPUT_CHARS:
-            raise LimitExceeded(f"a text of more than {MAX_OUTPUT_CHARS} characters")
-    return str(d).join(texts)
+def _formatted_time(now: Callable[[], datetime], format: Any) -> str:
+    if isinstance(format, str) and len(format) > _MAX_FORMAT_CHARS:
+        raise LimitExceeded(f"a time format of more than {_MAX_FORMAT_CHARS} characters")
+    return now().strftime(format)
 
 
 def _bounded_range(*args: int) -> range:
     numbers = range(*args)
-    if len(numbers) > _MAX_NUMBER:
-        raise LimitExceeded(f"a range of {len(numbers)} numbers; {_MAX_NUMBER} are allowed")
+    if len(numbers) > _MAX_RANGE:
+        raise LimitExceeded(f"a range of more than {_MAX_RANGE} numbers")
     return numbers
 
 
-def _namespace(*args: Mapping[str, Any], **kwargs: Any) -> Namespace:
-    names = [*kwargs, *(name for mapping in args for name in mapping)]
-    for name in names:
-        if str(name).startswith("_"):
+def _namespace(*args: Any, **kwargs: Any) -> Namespace:
+    attributes = dict(*args, **kwargs)
+    for name in attributes:
+        if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"the namespace attribute {name!r} starts with an underscore")
-    return Namespace(*args, **kwargs)
+    return Namespace(attributes)
 
 
 def _raise_exception(message: object) -> None:
     raise TemplateError(str(message))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is, without Jinja's HTML escapes."""
-    if isinstance(indent, int):
-        _check_widths((indent,))
-    _writable(value)
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

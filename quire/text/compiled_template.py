@@ -1,0 +1,177 @@
+"""One template, compiled: variables in, text out, and who is to blame where that fails.
+
+Whose fault an error is is told apart: a template that cannot be compiled, does what the sandbox
+forbids, or does too much for a short conversation, is a TokenizerError; a conversation that it
+refuses, stumbles over, or that is too long for it, is InvalidParameter. Both name the template
+and its line where there is one. Knows nothing of messages but their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError, TemplateRuntimeError
+
+from quire.base.errors import InvalidParameter, QuireError, TokenizerError
+from quire.text.template_sandbox import AccountedContext, TemplateSandbox
+from quire.text.template_work import LimitExceeded, Limits, Work
+
+MAX_SOURCE_CHARS = 500_000
+# A conversation of less has not worn out a template that does what templates do.
+_SHORT_CHARS = 200_000
+_MOST_WORDS = 2_000
+_MOST_REASON = 300
+_STUMBLES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+)
+_TOO_DEEP = (RecursionError, MemoryError)
+_UNCOMPILED = (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError)
+
+
+class CompiledTemplate:
+    """A template that can be rendered, from several threads at once.
+
+    Raises TokenizerError where it cannot be compiled, with its name and line.
+    """
+
+    def __init__(
+        self,
+        sandbox: TemplateSandbox,
+        name: str,
+        source: str,
+        *,
+        limits: Limits,
+        clock_s: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.source = source
+        self._limits = limits
+        self._clock_s = clock_s
+        self._sandbox = sandbox
+        self._template = self._compiled()
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text. Raises InvalidParameter or TokenizerError (see the top of this file)."""
+        try:
+            return self._run(variables)
+        except (LimitExceeded, *_TOO_DEEP) as error:
+            raise self._too_much(error, variables) from error
+        except SecurityError as error:
+            raise TokenizerError(
+                f"{self._place(error)} does what a template may not: {_cut(error)}; the template "
+                "is at fault: use another (--chat-template)"
+            ) from error
+        except _STUMBLES as error:
+            raise self._refusal(error) from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names it reads, its own among them: what is not here cannot change its text."""
+        names = self._sandbox.parse(self.source).find_all(nodes.Name)
+        return frozenset(name.name for name in names) - self._sandbox.globals.keys()
+
+    @cached_property
+    def open_variables(self) -> frozenset[str]:
+        """The names it reads and never sets: those it may be given."""
+        names = self._sandbox.parse(self.source).find_all(nodes.Name)
+        return self.variables - {name.name for name in names if name.ctx != "load"}
+
+    def _run(self, variables: Mapping[str, Any]) -> str:
+        context = self._template.new_context(dict(variables))
+        assert isinstance(context, AccountedContext), "the environment's context_class"
+        context.work = Work(self._limits, self._clock_s)
+        num_chars, pieces = 0, []
+        written = self._template.root_render_func(context)
+        for piece in written:
+            num_chars += len(piece)
+            if num_chars > self._limits.text_chars:
+                where_it_is = cast("Generator[str, None, None]", written)
+                where_it_is.throw(LimitExceeded(f"more than {self._limits.text_chars} characters"))
+            pieces.append(str(piece))
+        return "".join(pieces)
+
+    def _too_much(self, error: BaseException, variables: Mapping[str, Any]) -> QuireError:
+        reason = _cut(error) if isinstance(error, LimitExceeded) else type(error).__name__
+        num_chars = _chars_in(variables)
+        if num_chars < _SHORT_CHARS:
+            return TokenizerError(
+                f"{self._place(error)} does too much: {reason}, for a conversation of {num_chars} "
+                "characters; the template is at fault: use another (--chat-template)"
+            )
+        return InvalidParameter(
+            f"{self._place(error)} does too much for these messages: {reason}, for {num_chars} "
+            "characters; shorten them",
+            param="messages",
+        )
+
+    def _refusal(self, error: Exception) -> InvalidParameter:
+        raised_on_purpose = isinstance(error, TemplateError) and not isinstance(
+            error, TemplateRuntimeError
+        )
+        if raised_on_purpose:
+            words = str(error)[:_MOST_WORDS]
+            message = f"the model's chat template refuses these messages: {words}"
+        else:
+            message = (
+                f"{self._place(error)} cannot render these messages: "
+                f"{type(error).__name__}: {_cut(error)}; check their roles and contents"
+            )
+        return InvalidParameter(message, param="messages")
+
+    def _place(self, error: BaseException) -> str:
+        """The template and, where the traceback tells it, the line."""
+        line, step = None, error.__traceback__
+        while step is not None:
+            if step.tb_frame.f_code.co_filename == self._template.filename:
+                line = self._template.get_corresponding_lineno(step.tb_lineno)
+            step = step.tb_next
+        where = "" if line is None else f", line {line},"
+        return f"chat template {self.name!r}{where}"
+
+    def _compiled(self) -> Template:
+        name, source = self.name, self.source
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TokenizerError(
+                f"chat template {name!r} has {len(source)} characters; at most "
+                f"{MAX_SOURCE_CHARS} are allowed"
+            )
+        try:
+            code = self._sandbox.compile(source, name=name, filename=f"<chat template {name}>")
+        except TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"chat template {name!r}, line {error.lineno}: {_cut(error.message)}"
+            ) from error
+        except _UNCOMPILED as error:
+            raise TokenizerError(
+                f"chat template {name!r} is nested too deeply, or has a number too long "
+                f"({type(error).__name__}: {_cut(error)})"
+            ) from error
+        return Template.from_code(self._sandbox, code, self._sandbox.make_globals(None))
+
+
+def _cut(error: object) -> str:
+    text = str(error)
+    return text if len(text) <= _MOST_REASON else text[:_MOST_REASON] + "..."
+
+
+def _chars_in(variables: Mapping[str, Any]) -> int:
+    """Characters of all texts, and one for every other value."""
+    waiting, num_chars = list(variables.values()), 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
+        num_chars += len(item) if isinstance(item, str) else 1
+    return num_chars

@@ -1,0 +1,59 @@
+"""Where the templates of a model lie: files and fields of its folder, by name.
+
+A file of its own counts over the field in tokenizer_config.json, as for `transformers`. Knows
+nothing of what a template says. Raises TokenizerError for files that cannot be understood, with
+the file's path and what was found in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quire.base.errors import TokenizerError
+from quire.text.added_tokens import read_json
+
+DEFAULT = "default"
+
+
+def sources_in(folder: Path) -> dict[str, str]:
+    """Templates by name; empty where there are none. One alone is the default, however named."""
+    sources: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        value = read_json(folder / name).get("chat_template")
+        if value is not None:
+            sources.update(_named(value, folder / name))
+    if (folder / "chat_template.jinja").is_file():
+        sources[DEFAULT] = read_source(folder / "chat_template.jinja")
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[file.stem] = read_source(file)
+    if len(sources) == 1:
+        sources[DEFAULT] = next(iter(sources.values()))
+    return sources
+
+
+def read_source(file: Path) -> str:
+    """The text of a template's file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file}: not valid UTF-8 ({error}); copy it again") from error
+    except OSError as error:
+        raise TokenizerError(f"{file}: cannot be read ({error})") from error
+
+
+def _named(value: object, file: Path) -> dict[str, str]:
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    entries = value if isinstance(value, list) else [value]
+    sources: dict[str, str] = {}
+    for entry in entries:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        source = entry.get("template") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise TokenizerError(
+                f"{file}: chat_template holds {json.dumps(entry)[:60]}; a string, or a list of "
+                "objects with name and template, is allowed"
+            )
+        sources[name] = source
+    return sources
