@@ -40,6 +40,9 @@ def build_llama(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program
         source = f"model.layers.{layer}."
         h = layers.rms_norm(p, spec, x, f"{source}input_layernorm", delta)
         q, k, v = layers.qkv(p, spec, h, layer)
+        if spec.head_norms:
+            layers.norm_heads(p, spec, q, f"{source}self_attn.q_norm")
+            layers.norm_heads(p, spec, k, f"{source}self_attn.k_norm")
         layers.rotate(p, spec, q, k, layer, angles)
         attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
         delta = layers.attention_out(p, spec, attended, layer)  # [T, H]

@@ -23,9 +23,12 @@ from quire.models.generation import with_generation_defaults
 from quire.models.gpt2 import build_gpt2, read_gpt2
 from quire.models.granite import read_granite
 from quire.models.llama import build_llama, read_llama
+from quire.models.mistral import read_ministral, read_mistral
 from quire.models.olmo import build_olmo, read_olmo2, read_olmo3
 from quire.models.opt import build_opt, read_opt
 from quire.models.phi3 import build_phi3, read_phi3
+from quire.models.qwen import read_qwen2, read_qwen3
+from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType
 from quire.program.program import Program
@@ -43,6 +46,13 @@ class Family:
 FAMILIES = MappingProxyType(
     {
         "LlamaForCausalLM": Family(model_type="llama", read=read_llama, build=build_llama),
+        "MistralForCausalLM": Family(model_type="mistral", read=read_mistral, build=build_llama),
+        "MinistralForCausalLM": Family(
+            model_type="ministral", read=read_ministral, build=build_llama
+        ),
+        "Qwen2ForCausalLM": Family(model_type="qwen2", read=read_qwen2, build=build_llama),
+        "Qwen3ForCausalLM": Family(model_type="qwen3", read=read_qwen3, build=build_llama),
+        "SmolLM3ForCausalLM": Family(model_type="smollm3", read=read_smollm3, build=build_llama),
         "Phi3ForCausalLM": Family(model_type="phi3", read=read_phi3, build=build_phi3),
         "GemmaForCausalLM": Family(model_type="gemma", read=read_gemma, build=build_llama),
         "Gemma2ForCausalLM": Family(model_type="gemma2", read=read_gemma2, build=build_gemma2),

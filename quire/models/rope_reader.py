@@ -40,14 +40,16 @@ def read_rope(
     *,
     partial: bool = False,
     kinds: Mapping[str, str] = KINDS,
+    theta: float = DEFAULT_THETA,
 ) -> RopeSettings:
     """The settings; problems are noted in `config`.
 
     max_positions: max_position_embeddings. partial: the family rotates the part of a head that
     partial_rotary_factor says; others refuse any but the whole. kinds: those the family has.
+    theta: where the configuration gives none.
     """
     share = _read_share(config, partial)
-    theta = config.number("rope_theta", MIN_THETA, MAX_THETA, default=DEFAULT_THETA)
+    theta = config.number("rope_theta", MIN_THETA, MAX_THETA, default=theta)
     original = _read_original_length(config, 0)
     section = _one_section(config)
     if section is None:

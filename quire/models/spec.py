@@ -51,6 +51,7 @@ class ModelSpec:
     attention_scale: factor on q.k, None for head_dim ** -0.5. soft caps: 0 is none. norm_offset
     is added to the stored weights of norms. embedding_scale, residual_scale and logit_scale
     multiply the embedded tokens, what each half of a layer adds, and the logits.
+    head_norms: queries and keys are normed head by head before they turn.
     norm_form: "rms" or "layer"; norm_weight, norm_bias: what layer norms have. norms_sums: the
     stream itself is normed after each half of a layer, not what goes into it. final_norm: the
     stream is normed before the head. embedding_size: width of token embeddings where it is not
@@ -88,6 +89,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    head_norms: bool = False
     norm_form: str = "rms"
     norm_weight: bool = True
     norm_bias: bool = False

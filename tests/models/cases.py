@@ -5,12 +5,31 @@ A family is a file cases_NAME.py with its cases, and a line here.
 
 from __future__ import annotations
 
-from tests.models import cases_gemma, cases_llama, cases_phi3, cases_rope
+from tests.models import (
+    cases_gemma,
+    cases_gpt2,
+    cases_granite,
+    cases_llama,
+    cases_mistral,
+    cases_olmo,
+    cases_opt,
+    cases_phi3,
+    cases_qwen,
+    cases_rope,
+    cases_smollm3,
+)
 from tests.models.case import Case
 
 CASES: tuple[Case, ...] = (
     *cases_llama.CASES,
     *cases_rope.CASES,
+    *cases_mistral.CASES,
+    *cases_qwen.CASES,
+    *cases_smollm3.CASES,
     *cases_phi3.CASES,
     *cases_gemma.CASES,
+    *cases_gpt2.CASES,
+    *cases_opt.CASES,
+    *cases_granite.CASES,
+    *cases_olmo.CASES,
 )
