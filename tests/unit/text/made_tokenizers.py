@@ -74,6 +74,48 @@ def metaspace_json() -> str:
     return backend.to_str()
 
 
+@functools.cache
+def word_piece_json() -> str:
+    """A tokenizer.json like BERT's: whole words, and parts of words that begin with ##."""
+    words = [
+        "[UNK]",
+        *SPECIAL,
+        "a",
+        "the",
+        "##s",
+        "##a",
+        "n't",
+        "'",
+        "'s",
+        ".",
+        ",",
+        "?",
+        "猫",
+        "##🦙",
+    ]
+    backend = tokenizers.Tokenizer(
+        models.WordPiece({word: place for place, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[UNK]", *SPECIAL])
+    return backend.to_str()
+
+
+def with_holes(tokenizer_json: str) -> str:
+    """The same tokenizer with ids left out: what was from 262 on is 40 higher."""
+    content = json.loads(tokenizer_json)
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {
+        token: id_ + 40 if id_ >= 262 else id_ for token, id_ in vocabulary.items()
+    }
+    for token in content["added_tokens"]:
+        if token["id"] >= 262:
+            token["id"] += 40
+            content["model"]["vocab"][token["content"]] = token["id"]
+    return json.dumps(content)
+
+
 def with_decoder(tokenizer_json: str, decoder: decoders.Decoder | None) -> str:
     """The same tokenizer with another decoder."""
     content = json.loads(tokenizer_json)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import tempfile
+import unicodedata
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -13,15 +16,26 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from quire.base.errors import InvalidParameter, TokenizerError
+from quire.models.registry import box_path
 from quire.text.detokenizer import RUN_LIMIT, Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
+from tests.unit.text.made_files import (
+    BPE,
+    UNIGRAM,
+    bpe_pieces,
+    model_bytes,
+    write_ranks,
+    write_vocabulary,
+)
 from tests.unit.text.made_tokenizers import (
     LINES,
     byte_level_json,
     made,
     metaspace_json,
     with_decoder,
+    with_holes,
+    word_piece_json,
 )
 
 
@@ -48,10 +62,25 @@ def _json(kind: str) -> str:
             return with_decoder(metaspace, decoders.Metaspace(prepend_scheme="never"))
         case "none":
             return with_decoder(metaspace, None)
+        case "word piece":
+            return word_piece_json()
+        case "word piece as it is":
+            return with_decoder(word_piece_json(), decoders.WordPiece(prefix="##", cleanup=False))
+        case "byte-level with holes":
+            return with_holes(byte_level_json())
+        case "metaspace with holes":
+            return with_holes(metaspace)
+        case "none with holes":
+            return with_holes(with_decoder(metaspace, None))
     return outside("stories260K/tokenizer.json").read_text(encoding="utf-8")
 
 
 KINDS = (
+    "word piece",
+    "word piece as it is",
+    "byte-level with holes",
+    "metaspace with holes",
+    "none with holes",
     "byte-level",
     "metaspace",
     "no strip",
@@ -69,6 +98,93 @@ def _pair(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     return made(_json(kind)), tokenizers.Tokenizer.from_str(_json(kind))
 
 
+FILES = (
+    "model in the box",
+    "ranks",
+    "vocabulary and merges",
+    "sentencepiece",
+    "sentencepiece by the library",
+    "llama3",
+    "qwen",
+    "llama2",
+    "gpt2",
+    "phi3",
+)
+
+
+@functools.cache
+def _loaded(kind: str) -> Tokenizer:
+    """A tokenizer of files of each kind, as a server loads it; its model's table is larger."""
+    if kind == "model in the box":
+        return Tokenizer.load(box_path())
+    if kind in ("llama3", "qwen", "llama2", "gpt2", "phi3"):
+        return Tokenizer.load(outside(f"tokenizers/{kind}"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if kind == "ranks":
+            write_ranks(folder / "qwen.tiktoken")
+            listed = {"330": {"content": "<|猫é|>", "special": True}, "331": {"content": "<b>"}}
+            config = {"tokenizer_class": "QWenTokenizer", "added_tokens_decoder": listed}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        elif kind == "vocabulary and merges":
+            write_vocabulary(folder)
+        else:
+            model = BPE if kind == "sentencepiece" else UNIGRAM
+            (folder / "tokenizer.model").write_bytes(model_bytes(bpe_pieces(), model=model))
+        return Tokenizer.load(folder, vocab_size=400)
+
+
+HARD = (
+    *LINES,
+    "吾輩は猫である。🇯🇵🇨🇭 👩🏽‍🚀👩‍👩‍👧‍👦 🏴󠁧󠁢󠁥󠁮󠁧󠁿 e\u0301o\u0308 नमस्ते\u200d x\ufe0f",
+)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_for_every_kind_of_file_any_ids_in_any_cut_give_the_whole_decode(kind: str) -> None:
+    tokenizer = _loaded(kind)
+    library = tokenizer._backend
+    texts = [tokenizer.encode(line) for line in HARD]
+    low = st.integers(0, min(tokenizer.vocab_size, 400) - 1)
+    any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1) | low, max_size=RUN_LIMIT)
+    of_texts = st.sampled_from(texts).flatmap(
+        lambda ids: st.integers(0, len(ids)).map(lambda start: ids[start : start + 30])
+    )
+
+    @given(
+        ids=any_ids | of_texts | st.builds(list.__add__, of_texts, any_ids),
+        at=st.lists(st.integers(0, 60), max_size=6),
+        skip=st.booleans(),
+    )
+    @settings(max_examples=200, deadline=None)
+    def check(ids: list[int], at: list[int], skip: bool) -> None:
+        stream = Detokenizer(tokenizer, skip)
+        pieces = [stream.push(part) for part in _cuts(ids, at)]
+        pieces.append(stream.flush())
+        whole = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert "".join(pieces) == whole
+        if len(ids) < RUN_LIMIT:
+            assert whole == library.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("line", HARD)
+def test_a_sound_text_one_token_at_a_time_never_shows_a_part_of_a_character(
+    kind: str, line: str
+) -> None:
+    tokenizer = _loaded(kind)
+    stream = Detokenizer(tokenizer)
+    ids = tokenizer.encode(line)
+    pieces = [stream.push([id_]) for id_ in ids]
+    pieces.append(stream.flush())
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(pieces)
+    kept = unicodedata.normalize("NFC", line) if kind in ("ranks", "qwen") else line
+    assert "".join(pieces) == kept or kind == "model in the box"
+
+
 def _cuts(ids: list[int], at: list[int]) -> list[list[int]]:
     edges = [0, *sorted(min(place, len(ids)) for place in at), len(ids)]
     return [ids[low:high] for low, high in itertools.pairwise(edges)]
@@ -77,10 +193,10 @@ def _cuts(ids: list[int], at: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_joined_equal_the_whole_decode_for_any_ids_and_any_cut(kind: str) -> None:
     tokenizer, library = _pair(kind)
-    num_ids = library.get_vocab_size()
+    num_ids = tokenizer.vocab_size  # holes included
     texts = [library.encode(line).ids for line in LINES]
     any_ids = st.lists(st.integers(0, num_ids - 1), max_size=RUN_LIMIT)
-    bytes_only = st.lists(st.integers(3, 258), max_size=RUN_LIMIT - 1)
+    bytes_only = st.lists(st.integers(3, min(258, num_ids - 1)), max_size=RUN_LIMIT - 1)
     start_of_text = st.sampled_from(texts).map(lambda ids: ids[:24])
 
     @given(
