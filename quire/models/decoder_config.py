@@ -152,7 +152,8 @@ def read_layer_windows(
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     types = config.take("layer_types")
     allowed = {windowed: window, plain: 0}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(allowed):
+    is_list = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    if not is_list or len(types) != num_layers or not set(types) <= set(allowed):
         config.note(
             f"layer_types is {show(types)}; a list of num_hidden_layers {num_layers} entries, each "
             f"{windowed!r} or {plain!r}, is allowed"
