@@ -8,12 +8,20 @@ test plants a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
+from quire.base.records import (
+    FinishReason,
+    PromptScores,
+    Request,
+    RequestOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.cache.manager import CacheManager
 from quire.engine.core import EngineCore
 from quire.execute.executor import Executor
@@ -36,18 +44,28 @@ MAX_SEQUENCES = 16
 
 @dataclass(slots=True)
 class Stream:
-    """What one stream got: (token id, logprob, alternatives) by position, and how it ended."""
+    """What one stream got: (token id, logprob, alternatives, listed) by position, the scores of
+    its prompt, where it told them, and how it ended."""
 
     tokens: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    scores: PromptScores | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 
     def take(self, output: RequestOutput) -> None:
         """Add an output."""
         assert self.finish_reason is None, "an ended stream says nothing more"
+        if output.scores is not None:
+            assert self.scores is None, "scores are told once"
+            assert not self.tokens, "scores come with the first token"
+            self.scores = output.scores
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         for token_id, logprob in zip(output.token_ids, logprobs, strict=True):
-            shown = () if logprob is None else (logprob.token_id, logprob.logprob, logprob.top)
+            shown = (
+                ()
+                if logprob is None
+                else tuple(getattr(logprob, item.name) for item in fields(TokenLogprobs))
+            )
             self.tokens.append((token_id, shown))
         self.finish_reason, self.error = output.finish_reason, output.error
 
@@ -63,6 +81,8 @@ class Outcome:
     chunked: bool
     forked: bool  # a block was really copied
     cancelled: bool
+    scored: bool
+    rescored: bool  # preempted with a part of its prompt scored, and gone on from there
     problems: list[str]
     plans: list[tuple[StepPlan, StepResult]]
 
@@ -165,6 +185,10 @@ def run_case(
         chunked=any(not plan.samples.all() for plan, _ in runner.steps),
         forked=any(len(plan.copy_from) for plan, _ in runner.steps),
         cancelled=num_cancelled > 0,
+        scored=any(stream.scores is not None for stream in streams.values()),
+        rescored=any(
+            admission.scores_from for plan, _ in runner.steps for admission in plan.admissions
+        ),
         problems=problems,
         plans=runner.steps,
     )
@@ -227,13 +251,15 @@ class AloneRuns:
 def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
     """Where the case differs from its requests alone, a line each. A cancelled stream must be a
     beginning of the one alone; any other must be all of it."""
-    lines = list(outcome.problems)
+    lines = [*outcome.problems, *_untold_scores(outcome)]
     for request in outcome.case.requests:
         got, wanted = outcome.streams[request.request_id], alone.of(model, request)
         where = f"{model.name}, case {outcome.case.number}, {request.request_id}"
         if got.error is not None or wanted.error is not None:
             lines.append(f"{where}: error {got.error!r}, alone {wanted.error!r}")
             continue
+        if got.scores is not None and _bits(got.scores) != _bits(wanted.scores):
+            lines.append(f"{where}: scores of the prompt differ from those alone")
         pairs = enumerate(zip(got.tokens, wanted.tokens, strict=False))
         different = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
         if different is not None:
@@ -247,6 +273,26 @@ def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
                 f"{len(wanted.tokens)} and {wanted.finish_reason}"
             )
     return lines
+
+
+def _bits(scores: PromptScores | None) -> list[tuple[tuple[int, ...], bytes]]:
+    """Shapes and bytes: NaN equals NaN."""
+    parts = [] if scores is None else [getattr(scores, item.name) for item in fields(PromptScores)]
+    return [(part.shape, part.tobytes()) for part in parts]
+
+
+def _untold_scores(outcome: Outcome) -> Iterator[str]:
+    """Callers who asked for scores and were not told them by exactly one of their streams."""
+    for arrival in outcome.case.arrivals:
+        streams = [outcome.streams[request.request_id] for request in arrival.requests]
+        if any(stream.error is not None for stream in streams):
+            continue
+        num_told = sum(stream.scores is not None for stream in streams)
+        wanted = int(arrival.requests[0].sampling.prompt_logprobs is not None)
+        is_cut_short = all(stream.finish_reason is FinishReason.ABORT for stream in streams)
+        if num_told != wanted and not (is_cut_short and num_told < wanted):
+            where = f"case {outcome.case.number}, group {arrival.requests[0].group_id}"
+            yield f"{where}: scores of the prompt were told {num_told} times, wanted {wanted}"
 
 
 def _events_before(

@@ -18,15 +18,24 @@ from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
 from quire.program.ops import DType
 from tests.exact.conftest import VOCAB_SIZE
-from tests.exact.rig import AloneRuns, Model, Outcome, Stream, differences, run_case
+from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "300"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
 ENOUGH_FOR_COVERAGE = 300
-GOALS = {"preempted": 0.6, "prefix_hit": 0.5, "chunked": 0.8, "forked": 0.4, "cancelled": 0.15}
+GOALS = {
+    "preempted": 0.6,
+    "prefix_hit": 0.5,
+    "chunked": 0.8,
+    "forked": 0.4,
+    "cancelled": 0.15,
+    "scored": 0.8,
+    "rescored": 0.01,
+}
 MAX_SHOWN = 10
 NUM_COMPARED_WITH_REFERENCE = 60
+NUM_SCORED_WITH_REFERENCE = 20
 # Log-probabilities of a two-layer model; bf16 rounds activations to 8 bits, in another order.
 TOLERANCES = {DType.F32: 1e-4, DType.BF16: 0.12}
 
@@ -79,13 +88,48 @@ def test_a_request_alone_agrees_with_the_reference_executor(
             stream = alone.of(model, request)
             if not stream.tokens:
                 continue
-            expected = _reference_logprobs(reference, request, stream)  # [tokens, vocab]
+            output_ids = [token_id for token_id, _ in stream.tokens]
+            first = len(request.prompt_ids) - 1
+            expected = _reference_logprobs(reference, request, output_ids, first=first)
             rows = np.arange(len(stream.tokens))
-            chosen = expected[rows, [token_id for token_id, _ in stream.tokens]]
-            got = np.array([logprob for _, (_, logprob, _) in stream.tokens])
+            chosen = expected[rows, output_ids]
+            got = np.array([shown[1] for _, shown in stream.tokens])
             assert np.abs(got - chosen).max() <= TOLERANCES[model.dtype], request.request_id
             num_compared += 1
     assert num_compared >= min(NUM_CASES, len(models) * NUM_COMPARED_WITH_REFERENCE // 2)
+
+
+def test_the_scores_of_a_prompt_agree_with_the_reference_executor(
+    outcomes: list[Outcome], models: list[Model], alone: AloneRuns
+) -> None:
+    num_compared = 0
+    for index, model in enumerate(models):
+        reference = ReferenceExecutor(
+            model.program, model.checkpoint, max_tokens=512, max_samples=512, max_sequences=1
+        )
+        requests = [
+            request
+            for outcome in outcomes
+            if outcome.case.model == index
+            for request in outcome.case.requests
+            if request.sampling.prompt_logprobs is not None and len(request.prompt_ids) > 1
+        ]
+        for request in requests[:NUM_SCORED_WITH_REFERENCE]:
+            scores = alone.of(model, request).scores
+            assert scores is not None
+            expected = _reference_logprobs(reference, request, [], first=0)[:-1]
+            targets = request.prompt_ids[1:]
+            of_targets = expected[np.arange(len(targets)), targets][:, None]
+            best = np.sort(expected)[:, ::-1][:, : scores.top_logprobs.shape[1]]
+            # Drawn prompts are unlikely ones: their errors grow with the distance.
+            tolerances = TOLERANCES[model.dtype] * (1.0 - of_targets / 8.0)
+            assert (np.abs(scores.logprobs[:, None] - of_targets) <= tolerances).all()
+            assert (np.abs(scores.top_logprobs - best) <= tolerances).all()
+            above = (expected > of_targets + 2 * tolerances).sum(axis=1)
+            at_least = (expected > of_targets - 2 * tolerances).sum(axis=1)
+            assert ((above < scores.ranks) & (scores.ranks <= at_least)).all()
+            num_compared += 1
+    assert num_compared >= min(NUM_CASES // 2, len(models) * NUM_SCORED_WITH_REFERENCE // 2)
 
 
 def _with_logprobs(outcomes: list[Outcome], model: int, most: int) -> list[Request]:
@@ -100,15 +144,13 @@ def _with_logprobs(outcomes: list[Outcome], model: int, most: int) -> list[Reque
 
 
 def _reference_logprobs(
-    reference: ReferenceExecutor, request: Request, stream: Stream
+    reference: ReferenceExecutor, request: Request, output_ids: list[int], *, first: int
 ) -> NDArray[np.float64]:
-    """Log-probabilities [tokens, vocab] of the whole sequence computed in one go."""
-    output_ids = np.array([token_id for token_id, _ in stream.tokens], np.int32)
-    known = np.concatenate([request.prompt_ids, output_ids[:-1]])
+    """Log-probabilities [positions from `first` on, vocab] of the sequence computed in one go."""
+    known = np.concatenate([request.prompt_ids, np.array(output_ids[:-1], np.int32)])
     positions = np.arange(len(known), dtype=np.int32)
     num_blocks = len(known) // 16 + 1
     reference.allocate_cache(num_blocks, 16)
-    first = len(request.prompt_ids) - 1
     batch = ForwardBatch(
         token_ids=known,
         positions=positions,
@@ -119,6 +161,6 @@ def _reference_logprobs(
         sample_rows=positions[first:],
     )
     reference.run_trunk(batch)
-    logits = reference.run_head(batch, 0, len(output_ids)).astype(np.float64)
+    logits = reference.run_head(batch, 0, len(known) - first).astype(np.float64)
     highest = logits.max(axis=1, keepdims=True)
     return logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))

@@ -21,6 +21,7 @@ from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
 from tests.exact.workload import draw_case
@@ -53,6 +54,9 @@ class _Executor:
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         return self._inner.sample(logits, batch)
+
+    def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
+        return self._inner.score(logits, batch)
 
     def close(self) -> None:
         self._inner.close()
@@ -97,6 +101,23 @@ class DrawsNoiseByRow(_Executor):
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         rows = np.arange(len(batch.streams), dtype=np.int32)
         return super().sample(logits, replace(batch, streams=batch.streams + rows))
+
+
+class ScoresBySlice(_Executor):
+    """Logits are shifted by the largest of the slice, a neighbour's: scores are rounded by it."""
+
+    def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
+        return super().score(logits - logits.max(), batch)
+
+
+class ScoresTheSliceBefore(_Executor):
+    """A slice of one row is scored by logits that an earlier slice left behind."""
+
+    _before: Float32s | None = None
+
+    def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
+        left, self._before = self._before, logits[:1].copy()
+        return super().score(left if len(logits) == 1 and left is not None else logits, batch)
 
 
 class LosesCopies(_Executor):
@@ -181,7 +202,15 @@ def test_a_trunk_that_splits_k_by_the_number_of_rows_is_found(
 
 
 @pytest.mark.parametrize(
-    "fault", [RoundsLogitsByRowCount, DrawsNoiseByRow, LosesCopies, WritesWhereItShouldNot]
+    "fault",
+    [
+        RoundsLogitsByRowCount,
+        DrawsNoiseByRow,
+        LosesCopies,
+        WritesWhereItShouldNot,
+        ScoresBySlice,
+        ScoresTheSliceBefore,
+    ],
 )
 def test_a_fault_planted_in_the_executor_is_found(
     models: list[Model], alone: AloneRuns, fault: type[_Executor]

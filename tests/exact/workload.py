@@ -1,13 +1,13 @@
 """Drawn cases: who asks for what and when, and how the engine is set up to serve it.
 
 A case is a pure function of its number, so a failure can be run again alone. Settings are drawn
-to be hard: few blocks, small budgets, two plans in flight. Most cases hold all that once.
+to be hard: few blocks, small budgets, up to three plans in flight. Most cases hold all that once.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         if is_long
         else rng.choice((8, 13, 24, 24, 48)),
         max_samples=rng.choice((1, 2, 3, 8)),
-        plans_in_flight=rng.choice((1, 2)),
+        plans_in_flight=rng.choice((1, 2, 3)),
         prefix_caching=rng.random() < 0.8,
         num_threads=rng.choice(THREADS),
     )
@@ -112,8 +112,10 @@ def _arrival(
         shared = rng.choice(prefixes)
         # Now and then the prompt is the prefix and nothing else: fully cached the second time.
         prompt = list(shared) if rng.random() < 0.25 else shared + prompt
-    sampling = _sampling(rng, vocab_size)
-    max_tokens = rng.randint(10, 32)
+    scoring = random.Random(f"scoring {number}.{caller}")
+    sampling = _with_scores(scoring, _sampling(rng, vocab_size), vocab_size)
+    drawn_tokens = rng.randint(10, 32)
+    max_tokens = drawn_tokens if sampling.max_tokens is None else sampling.max_tokens
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
     at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
     requests = tuple(
@@ -152,6 +154,15 @@ def _sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
         min_tokens=rng.choice((0, 0, 2)),
         logprobs=rng.choice((None, 0, 2, 5)),
     )
+
+
+def _with_scores(rng: random.Random, sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Some ask for their prompt's scores, some for nothing else, some for listed ids."""
+    prompt_logprobs = rng.choice((None, None, None, 0, 2, 5))
+    if prompt_logprobs is not None and sampling.n == 1 and rng.random() < 0.3:
+        return replace(sampling, prompt_logprobs=prompt_logprobs, max_tokens=0, min_tokens=0)
+    listed = rng.sample(range(vocab_size), rng.randint(1, 5)) if rng.random() < 0.2 else ()
+    return replace(sampling, prompt_logprobs=prompt_logprobs, logprob_token_ids=tuple(listed))
 
 
 def _ids(rng: random.Random, vocab_size: int, count: int) -> list[int]:
