@@ -1,7 +1,7 @@
 """From a StepPlan and the slot tables to the arrays executors read: ForwardBatch, SampleBatch.
 
 Vector operations only: a step of many rows costs no Python loop, unless a row carries penalties,
-bias or banned ids. Letters: N rows of the plan, T token rows, R rows that sample.
+bias, banned ids or rare parameters. Letters: N rows of the plan, T token rows, R rows that sample.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
 from quire.program.batch import ForwardBatch
+from quire.runner.rare_tables import ragged
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import SampleBatch
 
@@ -73,11 +74,12 @@ def sample_batch(slots: Int32s, positions: Int32s, tables: SlotTables) -> Sample
         bias_values=bias_values,
         banned_starts=banned_starts,
         banned_ids=banned_ids,
+        rare=tables.rare.parameters(slots),
     )
 
 
 def _history(slots: Int32s, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
-    penalized = tables.has_penalty[slots]
+    penalized = tables.has_penalty[slots] | tables.rare.has_history[slots]
     if not penalized.any():
         return _ragged(None, len(slots))
     tokens = tables.tokens.tokens
@@ -98,9 +100,5 @@ def _bias(slots: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np
 
 
 def _ragged(parts: list[Int32s] | None, num_rows: int) -> tuple[Int32s, Int32s]:
-    """(starts [num_rows + 1], flat values) of one array a row; None is one of no values each."""
-    starts = np.zeros(num_rows + 1, np.int32)
-    if parts is None:
-        return starts, NO_INTS
-    np.cumsum([len(part) for part in parts], out=starts[1:])
-    return starts, np.ascontiguousarray(np.concatenate(parts), np.int32)
+    """`ragged` of one array a row; None is one of no values each."""
+    return (np.zeros(num_rows + 1, np.int32), NO_INTS) if parts is None else ragged(parts)

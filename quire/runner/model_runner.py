@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_INTS, RowError, StepPlan, StepResult
+from quire.base.records import NO_FLOATS, NO_INTS, RowError, StepPlan, StepResult
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.batches import forward_batch, sample_batch
@@ -131,7 +131,10 @@ class ModelRunner:
                 logprobs=choice.logprobs[good],
                 top_ids=choice.top_ids[good],
                 top_logprobs=choice.top_logprobs[good],
+                mus=choice.mus[good] if len(choice.mus) else choice.mus,
             )
+        if len(choice.mus):
+            self.tables.rare.mirostat_mu[slots] = choice.mus
         self.tables.append(slots, positions, choice.token_ids)
         return StepResult(
             step=plan.step,
@@ -141,6 +144,7 @@ class ModelRunner:
             top_ids=choice.top_ids,
             top_logprobs=choice.top_logprobs,
             listed_logprobs=listed,
+            mirostat_mus=choice.mus,
             score_counts=NO_INTS if scored is None else scored.counts,
             scores=None if scored is None else scored.scores,
             errors=errors,
@@ -154,6 +158,16 @@ def _joined(parts: list[TokenChoice]) -> TokenChoice:
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         top_ids=stacked([part.top_ids for part in parts], np.int32(-1)),
         top_logprobs=stacked([part.top_logprobs for part in parts], np.float32(np.nan)),
+        mus=_joined_mus(parts),
+    )
+
+
+def _joined_mus(parts: list[TokenChoice]) -> Float32s:
+    """Of all rows where a slice has mirostat; slices without it have 0."""
+    if not any(len(part.mus) for part in parts):
+        return NO_FLOATS
+    return np.concatenate(
+        [part.mus if len(part.mus) else np.zeros_like(part.logprobs) for part in parts]
     )
 
 

@@ -12,17 +12,20 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
+from quire.runner.rare_tables import RareTables
 
 Int32s = NDArray[np.int32]
 NEVER = np.iinfo(np.int32).max  # a position no request reaches
 
 
 class SlotTables:
-    """Arrays by slot. `blocks` is int32 [slots, columns]; the rest is [slots]."""
+    """Arrays by slot. `blocks` is int32 [slots, columns]; the rest is [slots]. `rare` holds what
+    few requests ask for."""
 
     def __init__(self, *, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         self.tokens = TokenTable(num_slots, max_model_len)
+        self.rare = RareTables(num_slots)
         self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -63,6 +66,7 @@ class SlotTables:
 
     def _retire(self, slot: int) -> None:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
+        self.rare.retire(slot)
         length = self.tokens.lengths[slot]
         self.tokens.tokens[slot, :length] = 0
         self.tokens.lengths[slot] = self.tokens.prompt_lengths[slot] = 0
@@ -80,6 +84,7 @@ class SlotTables:
         if sampling.seed is None:
             raise ValueError(f"request {admission.request_id} was planned without a seed")
         self.tokens.admit(slot, admission.token_ids, admission.num_prompt_tokens)
+        self.rare.admit(admission)
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = max(sampling.top_k, 0)
         self.top_p[slot] = sampling.top_p

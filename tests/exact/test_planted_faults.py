@@ -165,6 +165,24 @@ class TakesOutputForPrompt(ModelRunner):
         return super()._run(replace(plan, admissions=admissions))
 
 
+class ForgetsMirostat(ModelRunner):
+    """A preempted request comes back without the mu that it had."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        admissions = tuple(replace(admission, mirostat_mu=None) for admission in plan.admissions)
+        return super()._run(replace(plan, admissions=admissions))
+
+
+class SharesMirostat(ModelRunner):
+    """All requests move one mu."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = super()._run(plan)
+        if len(result.mirostat_mus):
+            self.tables.rare.mirostat_mu[:] = result.mirostat_mus[-1]
+        return result
+
+
 class WritesWhereItShouldNot(_Executor):
     """A fully cached prompt writes its last token into the shared block, and writes it wrong."""
 
@@ -218,7 +236,16 @@ def test_a_fault_planted_in_the_executor_is_found(
     assert _cases_until_found(models, alone, wrap_executor=fault) is not None
 
 
-@pytest.mark.parametrize("fault", [SharesInsteadOfCopying, KeepsStaleEntries, TakesOutputForPrompt])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        SharesInsteadOfCopying,
+        KeepsStaleEntries,
+        TakesOutputForPrompt,
+        ForgetsMirostat,
+        SharesMirostat,
+    ],
+)
 def test_a_fault_planted_in_the_runner_is_found(
     models: list[Model], alone: AloneRuns, fault: type[ModelRunner]
 ) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from quire.base.records import Request
+from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 512
@@ -114,6 +116,9 @@ def _arrival(
         prompt = list(shared) if rng.random() < 0.25 else shared + prompt
     scoring = random.Random(f"scoring {number}.{caller}")
     sampling = _with_scores(scoring, _sampling(rng, vocab_size), vocab_size)
+    rarely, rules = random.Random(f"rare {number}.{caller}"), NO_RULES
+    if rarely.random() < 0.5:
+        sampling, rules = _with_rare(rarely, sampling, prompt, vocab_size)
     drawn_tokens = rng.randint(10, 32)
     max_tokens = drawn_tokens if sampling.max_tokens is None else sampling.max_tokens
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
@@ -129,6 +134,7 @@ def _arrival(
             max_total_tokens=len(prompt) + max_tokens,
             arrival_ms=float(at_step),
             cache_salt=rng.choice(("", "", "", "a")),
+            rules=rules,
         )
         for stream in range(sampling.n)
     )
@@ -163,6 +169,40 @@ def _with_scores(rng: random.Random, sampling: SamplingParams, vocab_size: int) 
         return replace(sampling, prompt_logprobs=prompt_logprobs, max_tokens=0, min_tokens=0)
     listed = rng.sample(range(vocab_size), rng.randint(1, 5)) if rng.random() < 0.2 else ()
     return replace(sampling, prompt_logprobs=prompt_logprobs, logprob_token_ids=tuple(listed))
+
+
+def _with_rare(
+    rng: random.Random, sampling: SamplingParams, prompt: list[int], vocab_size: int
+) -> tuple[SamplingParams, TokenRules]:
+    """The rest of token choice, some of it at a time; mirostat in a third."""
+    few = rng.sample(range(2, vocab_size), 12)  # where few are allowed, tokens repeat themselves
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature or 1.0,
+        "dry_multiplier": rng.choice((0.0, 0.8, 3.0)),
+        "dry_base": rng.choice((1.75, 1.1)),
+        "dry_allowed_length": rng.choice((1, 2, 3)),
+        "dry_penalty_last_n": rng.choice((-1, -1, 6)),
+        "no_repeat_ngram_size": rng.choice((0, 0, 0, 3)),
+        "allowed_token_ids": rng.choice((None, None, few)),
+    }
+    if rng.random() < 0.33:
+        fields["mirostat"] = 2
+        fields["mirostat_tau"] = rng.choice((1.0, 3.0))
+        fields["mirostat_eta"] = rng.choice((0.1, 1.0))
+    else:
+        fields["typical_p"] = rng.choice((1.0, 0.9, 0.3))
+        fields["top_n_sigma"] = rng.choice((0.0, 0.0, 1.0, 2.0))
+        fields["epsilon_cutoff"] = rng.choice((0.0, 0.0, 0.002))
+        fields["eta_cutoff"] = rng.choice((0.0, 0.0, 0.01))
+        fields["xtc_probability"] = rng.choice((0.0, 0.5, 1.0))
+        fields["xtc_threshold"] = rng.choice((0.01, 0.1))
+    banned: list[tuple[int, ...]] = []
+    if rng.random() < 0.5:
+        banned = [(one, other) for one, other in pairwise(few)]
+        banned.append((*prompt[len(prompt) - rng.randint(0, 2) :], few[0]))
+        banned.append((rng.randrange(vocab_size),))
+    rules = TokenRules(banned_sequences=tuple(banned), breaker_ids=tuple(few[: rng.randint(0, 2)]))
+    return sampling.changed(**fields), rules
 
 
 def _ids(rng: random.Random, vocab_size: int, count: int) -> list[int]:

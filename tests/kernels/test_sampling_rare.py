@@ -197,7 +197,7 @@ def test_xtc_acts_on_what_the_filters_left(choose: Choose) -> None:
 def test_the_coin_falls_as_often_as_it_should_whatever_token_is_drawn(
     choose: Choose, probability: float
 ) -> None:
-    num = 20_000
+    num = 6_000
     row = np.array([3.0, 2.9, -30.0], np.float32)
     given = {"xtc_probability": probability, "xtc_threshold": 0.1}
     batch = make_batch(num, temperature=1.0, seeds=5, positions=range(num), rare=given)
