@@ -119,12 +119,14 @@ def rms_norm(
     x: View,
     source: str,
     delta: View | None = None,
+    *,
+    dtype: DType | None = None,
 ) -> View:
     """RMS norm of x (after x += delta), its weight from tensor `source`.weight."""
     name = own_name(source)
     part = WeightPart("norm", f"{source}.weight", x.width)
     weight = p.vector(name, [part], offset=spec.norm_offset)
-    return p.norm(x, weight, eps=spec.norm_eps, delta=delta)
+    return p.norm(x, weight, eps=spec.norm_eps, delta=delta, dtype=dtype)
 
 
 def norm_heads(p: ProgramBuilder, spec: ModelSpec, x: View, source: str) -> View:
@@ -184,15 +186,19 @@ def attend(p: ProgramBuilder, spec: ModelSpec, q: View, k: View, v: View, layer:
     )
 
 
-def attention_out(p: ProgramBuilder, spec: ModelSpec, attended: View, layer: int) -> View:
-    """What attention adds to the residual stream [T, H]."""
+def attention_out(
+    p: ProgramBuilder, spec: ModelSpec, attended: View, layer: int, *, dtype: DType | None = None
+) -> View:
+    """What attention adds to the residual stream [T, H], in the program's dtype or `dtype`."""
     source = f"model.layers.{layer}.self_attn.o_proj"
     name = f"layers.{layer}.o"
-    return product(p, spec, attended, name, source, has_bias=spec.output_bias)
+    return product(p, spec, attended, name, source, has_bias=spec.output_bias, dtype=dtype)
 
 
-def gated_mlp(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
-    """What the gated feed-forward half adds to the residual stream [T, H]."""
+def gated_mlp(
+    p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, *, dtype: DType | None = None
+) -> View:
+    """What the gated feed-forward half adds [T, H], in the program's dtype or `dtype`."""
     source = f"model.layers.{layer}.mlp."
     parts = ("gate", "up")
     weight = p.matrix(
@@ -209,7 +215,8 @@ def gated_mlp(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
     gate, up = p.parts(p.linear(h, weight, bias=bias, out_name="gate_up"), weight)
     activated = p.activation(gate, up, form=spec.activation)  # [T, I]
     name = f"layers.{layer}.down"
-    return product(p, spec, activated, name, f"{source}down_proj", has_bias=spec.mlp_bias)
+    down = f"{source}down_proj"
+    return product(p, spec, activated, name, down, has_bias=spec.mlp_bias, dtype=dtype)
 
 
 def plain_mlp(
@@ -244,6 +251,7 @@ def product(
     *,
     has_bias: bool,
     transposed: bool = False,
+    dtype: DType | None = None,
 ) -> View:
     """A product into the residual stream; its input is what is cut when the model is sharded."""
     last = name.rsplit(".", 1)[-1]
@@ -252,7 +260,7 @@ def product(
     bias = None
     if has_bias:
         bias = p.vector(f"{name}.bias", [WeightPart(last, f"{source}.bias", spec.hidden_size)])
-    y = p.linear(x, weight, bias=bias, out_name=last)
+    y = p.linear(x, weight, bias=bias, dtype=dtype, out_name=last)
     return y if spec.residual_scale == 1.0 else p.scale(y, spec.residual_scale)
 
 

@@ -12,6 +12,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, read_decoder, read_layer_windows
 from quire.models.rope_reader import read_rope_by_layer
 from quire.models.spec import ModelSpec
+from quire.program.builder import ProgramBuilder
 from quire.program.ops import DType, View
 from quire.program.program import Program
 
@@ -62,11 +63,17 @@ def build_olmo(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
         k = layers.rms_norm(p, spec, k, f"{source}self_attn.k_norm")
         layers.rotate(p, spec, q, k, layer, angles)
         attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
-        out = layers.attention_out(p, spec, attended, layer)  # [T, H]
-        h = p.rounded(p.add(x, layers.rms_norm(p, spec, out, f"{source}post_attention_layernorm")))
-        out = layers.gated_mlp(p, spec, h, layer)  # [T, H]
-        delta = layers.rms_norm(p, spec, out, f"{source}post_feedforward_layernorm")
+        out = layers.attention_out(p, spec, attended, layer, dtype=DType.F32)  # [T, H]
+        delta = _normed(p, spec, out, f"{source}post_attention_layernorm")
+        h = p.rounded(p.add(x, delta))
+        out = layers.gated_mlp(p, spec, h, layer, dtype=DType.F32)  # [T, H]
+        delta = _normed(p, spec, out, f"{source}post_feedforward_layernorm")
     return layers.finish(p, spec, x, delta, head, max_positions=max_positions)
+
+
+def _normed(p: ProgramBuilder, spec: ModelSpec, out: View, source: str) -> View:
+    """What a half of a layer adds to the stream [T, H]: it meets no product, so it is f32."""
+    return layers.rms_norm(p, spec, out, source, dtype=DType.F32)
 
 
 def _read_windows(config: ConfigReader) -> tuple[int, ...]:

@@ -36,18 +36,25 @@ class Case:
 
     def write(self, folder: Path) -> Path:
         """Write the checkpoint into `folder`."""
-        sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS}
         if self.base is None:
-            return write_tiny_llama(
-                folder, seed=self.seed, dtype=self.stored, **(sizes | self.changes)
-            )
-        config = sizes | dict(self.base) | self.changes
-        return write_tiny(folder, config, seed=self.seed, dtype=self.stored)
+            return write_tiny_llama(folder, seed=self.seed, dtype=self.stored, **self.config)
+        return write_tiny(folder, self.config, seed=self.seed, dtype=self.stored)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What is in config.json beyond what the tiny Llama has anyway."""
+        sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS}
+        return sizes | dict(self.base or {}) | self.changes
+
+    @property
+    def max_positions(self) -> int:
+        """How many positions the model has; a dynamic rope's prompt shows how far it stretches."""
+        positions: int = self.config["max_position_embeddings"] or self.config["n_positions"]
+        return max(positions, self.length)
 
     @property
     def token_ids(self) -> list[int]:
         """The prompt."""
-        own = self.changes.get("vocab_size") or (self.base or {}).get("vocab_size")
         rng = np.random.default_rng(self.seed + 100)
-        ids: list[int] = rng.integers(0, own or VOCAB_SIZE, self.length).tolist()
+        ids: list[int] = rng.integers(0, self.config["vocab_size"], self.length).tolist()
         return ids

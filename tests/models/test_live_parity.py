@@ -28,7 +28,7 @@ def test_every_row_in_f32_is_that_of_transformers(case: Case, tmp_path: Path) ->
     sure = margins(right) > F32_ERROR
     for kind in EXECUTORS:
         executor = open_executor(folder, kind=kind)
-        found = logits_of(executor, case.token_ids, max_positions=512, chunk=37)
+        found = logits_of(executor, case.token_ids, max_positions=case.max_positions, chunk=37)
         assert relative_error(found, right) <= F32_ERROR, kind
         assert (found.argmax(1) == right.argmax(1))[sure].all(), kind
 
@@ -49,7 +49,7 @@ def test_every_row_in_bf16_is_as_close_to_f32_as_that_of_transformers(
     sure = margins(right) > bf16_error
     for kind in EXECUTORS:
         executor = open_executor(folder, kind=kind, dtype=DType.BF16)
-        found = logits_of(executor, case.token_ids, max_positions=512, chunk=37)
+        found = logits_of(executor, case.token_ids, max_positions=case.max_positions, chunk=37)
         assert relative_error(found, right) <= bf16_error, kind
         assert np.array_equal(found.argmax(1)[sure], right.argmax(1)[sure]), kind
 

@@ -25,7 +25,9 @@ def test_logits_in_f32_are_those_of_transformers(case: Case, kind: str, tmp_path
     assert weights_digest(folder) == recorded["weights"], (
         "the checkpoint differs from the recorded one: run python -m tests.models.record"
     )
-    logits = logits_of(open_executor(folder, kind=kind), case.token_ids, max_positions=512)
+    logits = logits_of(
+        open_executor(folder, kind=kind), case.token_ids, max_positions=case.max_positions
+    )
     for row, values in recorded["logits"].items():
         right = np.array(values)
         error = np.abs(logits[int(row)] - right).max() / np.abs(right).max()
@@ -44,7 +46,7 @@ def test_logits_in_bf16_are_no_further_from_f32_than_those_of_transformers(
 ) -> None:
     recorded = json.loads((RECORDED / f"{case.name}.json").read_text())
     executor = open_executor(case.write(tmp_path), kind=kind, dtype=DType.BF16)
-    logits = logits_of(executor, case.token_ids, max_positions=512)
+    logits = logits_of(executor, case.token_ids, max_positions=case.max_positions)
     for row, values in recorded["logits"].items():
         right = np.array(values)
         error = np.abs(logits[int(row)] - right).max() / np.abs(right).max()
