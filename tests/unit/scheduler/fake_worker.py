@@ -3,18 +3,27 @@
 Its "keys and values" of a token are a digest of the request's tokens up to it. A row reads the
 digests of all positions before it through its block table, so that a stale, wrong, unwritten or
 overwritten block is found at once. The next token is a function of that digest, the seed and
-the stream: `alone` computes the same without blocks, plans or neighbours.
+the stream: `alone` computes the same without blocks, plans or neighbours. A prompt's score at a
+position is a function of the digest there and the next token: `alone_scores`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 
-from quire.base.records import Admission, Request, RowError, StepPlan, StepResult
+from quire.base.records import (
+    Admission,
+    PromptScores,
+    Request,
+    RowError,
+    StepPlan,
+    StepResult,
+)
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 
@@ -50,6 +59,20 @@ def alone(request: Request, limit: int) -> list[int]:
     return output
 
 
+def score(digest: int, token_id: int) -> int:
+    """What stands for the score of the prompt token that comes after such a history."""
+    return mix(digest, token_id) >> 34
+
+
+def alone_scores(request: Request) -> list[int]:
+    """The scores of all prompt tokens but the first."""
+    digest, scores = 7, []
+    for token_id, following in pairwise(request.prompt_ids.tolist()):
+        digest = mix(digest, token_id)
+        scores.append(score(digest, following))
+    return scores
+
+
 @dataclass
 class FakeWorker:
     """Applies plans in order; `wrong` collects what a real worker would have computed wrongly."""
@@ -76,9 +99,11 @@ class FakeWorker:
         self.next_step += 1
         self._apply(plan)
         token_counts, token_ids, errors = [], [], []
+        scores: list[list[int]] = []
         for row, slot in enumerate(plan.slots.tolist()):
             start, count = int(plan.starts[row]), int(plan.counts[row])
             error = self._compute(plan, row, slot, start, count, failing=row in fail_rows)
+            scores.append(self._scores(slot, start, count) if error is None else [])
             if error is None and plan.samples[row]:
                 admission = self.admitted[slot]
                 digest = self._read(slot, start + count - 1, computed_now=True)
@@ -94,8 +119,22 @@ class FakeWorker:
             step=plan.step,
             token_counts=np.array(token_counts, np.int32),
             token_ids=np.array(token_ids, np.int32),
+            score_counts=np.array([len(of_row) for of_row in scores], np.int32),
+            scores=_as_record([one for of_row in scores for one in of_row]),
             errors=tuple(errors),
         )
+
+    def _scores(self, slot: int, start: int, count: int) -> list[int]:
+        """Of the prompt tokens that come after the row's positions, where they were asked for."""
+        admission = self.admitted[slot]
+        if admission.scores_from is None:
+            return []
+        end = min(start + count, admission.num_prompt_tokens - 1)
+        tokens = self.tokens.tokens[slot]
+        return [
+            score(self._read(slot, position), int(tokens[position + 1]))
+            for position in range(max(start, admission.scores_from), end)
+        ]
 
     def _apply(self, plan: StepPlan) -> None:
         for slot in plan.retired.tolist():
@@ -166,6 +205,19 @@ class FakeWorker:
         self.tokens.lengths[slot] = length + 1
 
 
+def _as_record(ranks: list[int]) -> PromptScores | None:
+    """Scores as a worker tells them; the numbers are in the ranks."""
+    if not ranks:
+        return None
+    nothing = np.zeros((len(ranks), 2), np.float32)
+    return PromptScores(
+        logprobs=nothing[:, 0],
+        ranks=np.array(ranks, np.int32),
+        top_ids=nothing.astype(np.int32),
+        top_logprobs=nothing,
+    )
+
+
 def make_request(
     name: str,
     prompt: Sequence[int],
@@ -177,6 +229,7 @@ def make_request(
     stop_ids: tuple[int, ...] = (),
     salt: str = "",
     arrival_ms: float = 0.0,
+    prompt_logprobs: int | None = None,
 ) -> Request:
     """A request as the engine would make it."""
     return Request(
@@ -184,7 +237,11 @@ def make_request(
         group_id=group or name,
         stream=stream,
         prompt_ids=np.array(prompt, np.int32),
-        sampling=SamplingParams(seed=seed),
+        sampling=SamplingParams(
+            seed=seed,
+            max_tokens=0 if max_tokens == 0 and prompt_logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
+        ),
         stop_ids=stop_ids,
         max_total_tokens=len(prompt) + max_tokens,
         arrival_ms=arrival_ms,

@@ -14,7 +14,7 @@ from quire.scheduler.cost import CostModel
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
-from tests.unit.scheduler.fake_worker import FakeWorker, alone
+from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class Harness:
         self.named: deque[dict[int, set[str]]] = deque()  # block: owners, a plan that is out
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
         self.plans: list[StepPlan] = []
         self.most_out = 0
@@ -127,6 +128,12 @@ class Harness:
     def take(self, output: RequestOutput) -> None:
         """Remember what a request was told."""
         assert output.request_id not in self.ends, "an output after the last one"
+        if output.scores is not None:
+            assert output.request_id not in self.scores, "scores are told once"
+            assert not self.tokens[output.request_id], "scores come with the first token"
+            width = self.requests[output.request_id].sampling.prompt_logprobs
+            assert output.scores.top_ids.shape[1] in (0, width)
+            self.scores[output.request_id] = output.scores.ranks.tolist()
         self.tokens[output.request_id].extend(output.token_ids)
         if output.finish_reason is not None:
             self.ends[output.request_id] = output
@@ -172,6 +179,22 @@ class Harness:
         slots = np.flatnonzero((self.cache.tables.blocks == block).any(axis=1))
         return {self.scheduler._state.ticket(slot).request.request_id for slot in slots.tolist()}
 
+    def check_scores(self) -> None:
+        """Scores are those alone; a group whose streams did not all fail was told them once."""
+        for name, scores in self.scores.items():
+            assert scores == alone_scores(self.requests[name]), name
+        groups: dict[str, list[str]] = {}
+        for name, request in self.requests.items():
+            if request.sampling.prompt_logprobs is not None:
+                groups.setdefault(request.group_id, []).append(name)
+        for names in groups.values():
+            reasons = {self.ends[name].finish_reason for name in names}
+            num_told = sum(name in self.scores for name in names)
+            assert num_told == 1 or (
+                num_told == 0 and reasons <= {FinishReason.ABORT, FinishReason.ERROR}
+            )
+        assert all(request in self.requests for request in self.scores)
+
     def check_end(self) -> None:
         """What must hold when everything has ended: right tokens, right reasons, no leaks."""
         assert self.ends.keys() == self.requests.keys()
@@ -182,9 +205,10 @@ class Harness:
                 assert self.tokens[name] == expected[: len(self.tokens[name])]
                 continue
             assert self.tokens[name] == expected, name
-            stopped = expected[-1] in request.stop_ids
+            stopped = bool(expected) and expected[-1] in request.stop_ids
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
             assert self.ends[name].stop_id == (expected[-1] if stopped else None)
+        self.check_scores()
         assert self.cache.num_free == self.setup.num_blocks
         assert self.scheduler.stats().running == self.scheduler.stats().waiting == 0
         assert not np.any(self.cache.pool.references)

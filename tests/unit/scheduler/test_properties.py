@@ -37,6 +37,7 @@ class LastCome:
         return slots
 
 
+PARTS = ("preemption", "prefix", "chunk", "fork", "error", "two_out", "score", "score_on")
 POLICIES = (FirstCome, FirstCome, LastCome)  # put a new policy here
 COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
 
@@ -82,18 +83,25 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
     """One to four streams of one prompt."""
     prompt = prefix[: random.randrange(1, 20)]
     prompt = prompt + [random.randrange(VOCAB) for _ in range(random.randrange(4))]
-    for stream in range(random.choice([1, 1, 1, 2, 4])):
+    scoring = Random(f"{name} {prompt}")
+    prompt_logprobs = scoring.choice([None, None, 0, 1])
+    num_streams = random.choice([1, 1, 1, 2, 4])
+    scores_only = prompt_logprobs is not None and num_streams == 1 and scoring.random() < 0.3
+    for stream in range(num_streams):
         request = make_request(
             f"{name}.{stream}",
             prompt,
-            max_tokens=random.randrange(1, 40),
+            max_tokens=0 if scores_only else random.randrange(1, 40),
             seed=random.randrange(100),
             group=name,
             stream=stream,
             stop_ids=random.choice([(), (), (3,), (1, 2)]),
             salt=random.choice(["", "", "tenant"]),
+            prompt_logprobs=prompt_logprobs,
         )
-        if len(prompt) + 1 > harness.limit(replace(request, max_total_tokens=1_000)):
+        if len(prompt) + (not scores_only) > harness.limit(
+            replace(request, max_total_tokens=1_000)
+        ):
             with pytest.raises(ContextTooLong):
                 harness.scheduler.add(request)
             return
@@ -109,7 +117,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operati
 def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     """The same cases from fixed seeds, with the shares that make the property worth something."""
     cases = 80
-    met = dict.fromkeys(("preemption", "prefix", "chunk", "fork", "error", "two_out"), 0)
+    met = dict.fromkeys(PARTS, 0)
     for seed in range(cases):
         random = Random(seed)
         harness = run_case(random, draw_setup(random), 80)
@@ -120,6 +128,9 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
         met["fork"] += any(len(plan.copy_from) for plan in harness.plans)
         met["error"] += stats.row_errors_total > 0
         met["two_out"] += harness.most_out > 1
+        admissions = [one for plan in harness.plans for one in plan.admissions]
+        met["score"] += any(one.scores_from == 0 for one in admissions)
+        met["score_on"] += any(one.scores_from for one in admissions)
     print({name: f"{count / cases:.0%}" for name, count in met.items()})
     assert met["preemption"] >= 0.4 * cases
     assert met["prefix"] >= 0.4 * cases
@@ -127,10 +138,13 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     assert met["fork"] >= 0.2 * cases
     assert met["error"] >= 0.2 * cases
     assert met["two_out"] >= 0.5 * cases
+    assert met["score"] >= 0.8 * cases
+    assert met["score_on"] >= 0.05 * cases
 
 
 @pytest.mark.parametrize(
-    "fault", ["forget_copies", "store_cached", "free_in_flight", "register_early"]
+    "fault",
+    ["forget_copies", "store_cached", "free_in_flight", "register_early", "score_again"],
 )
 def test_each_planted_fault_turns_the_property_red(
     fault: str, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +170,14 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "occupy",
             lambda self, ticket, start, stored: occupy(self, ticket, start, 0),
         )
+    elif fault == "score_again":  # a preempted request forgets how far it was scored
+        preempt = Scheduler._preempt
+
+        def forget(self: Scheduler, slot: int) -> None:
+            self._state.ticket(slot).num_scored = 0
+            preempt(self, slot)
+
+        monkeypatch.setattr(Scheduler, "_preempt", forget)
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
         monkeypatch.setattr(Scheduler, "_last_steps", nobody)
