@@ -11,15 +11,14 @@ along (auto_map) is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from quire.base.errors import QuireError, TokenizerError
+from quire.base.errors import TokenizerError
 from quire.text.added_tokens import named_tokens, read_config
 from quire.text.rank_file import (
     HOW_TO_CONVERT,
@@ -35,6 +34,7 @@ from quire.text.sentencepiece_model import (
     why_not_converted,
 )
 from quire.text.sentencepiece_proto import read_pieces
+from quire.text.tokenizer_json import library_errors_become, read_tokenizer_json
 
 _SHOWN_FILES = 12
 _LFS_POINTER = b"version https://git-lfs"
@@ -64,7 +64,7 @@ def read_source(folder: Path) -> Source:
         )
     file, read = _first_of(folder)
     config = read_config(folder)
-    with panics_become(lambda why: _unreadable(file, why)):
+    with library_errors_become(lambda why: TokenizerError(f"{file}: cannot be read ({why})")):
         return read(file, config)
 
 
@@ -85,10 +85,7 @@ def _first_of(folder: Path) -> tuple[Path, Callable[[Path, dict[str, Any]], Sour
 
 
 def _from_json(file: Path, config: dict[str, Any]) -> Source:
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise _unreadable(file, error) from error
+    backend = read_tokenizer_json(file)
     return Source(file=file, backend=backend, config=config)
 
 
@@ -147,24 +144,6 @@ def _with_defaults(
     if complete.get("add_bos_token") is None:
         complete["add_bos_token"] = adds_bos and "bos_token" in named_tokens(complete)
     return complete
-
-
-@contextmanager
-def panics_become(error_of: Callable[[BaseException], QuireError]) -> Iterator[None]:
-    """A panic inside the library is raised as a BaseException that no other net would catch."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise error_of(error) from error
-
-
-def _unreadable(file: Path, why: BaseException) -> TokenizerError:
-    return TokenizerError(
-        f"{file}: cannot be read as a tokenizer ({why}); copy it again, or re-export it for "
-        f"tokenizers {tokenizers.__version__}"
-    )
 
 
 def _what_is_there(folder: Path) -> str:

@@ -3,9 +3,9 @@
 The `tokenizers` library does the merging; this file decides what is put around it: which special
 tokens a text is given (tokenizer_config.json's word counts over the post-processor's), which ids
 are special, and how ids become text (pieces.py, detokenizer.py, the same way whole or streamed).
-It never truncates and never pads. It knows nothing of models beyond the number of their ids.
-Fields of tokenizer_config.json that only steer other tokenizer classes are not read, among them
-clean_up_tokenization_spaces: text that was sent cannot be cleaned up afterwards.
+It never truncates, pads or draws lots (dropout). It knows nothing of models beyond the number of
+their ids. Fields of tokenizer_config.json that only steer other tokenizer classes are not read,
+among them clean_up_tokenization_spaces: text that was sent cannot be cleaned up afterwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.added_tokens import named_tokens, settle_added
 from quire.text.detokenizer import Detokenizer
 from quire.text.pieces import PieceTable
-from quire.text.sources import panics_become, read_source
+from quire.text.sources import read_source
 from quire.text.token_bound import most_bytes_a_token
+from quire.text.tokenizer_json import library_errors_become
 
 # Shorter texts take less than a millisecond, and the library's batch call costs more than they do.
 _SHORT_CHARS = 2048
+_MOST_AROUND = 64
 
 
 class Tokenizer:
@@ -47,6 +49,8 @@ class Tokenizer:
         """prefix: put before a text that opens with no added token. encode: in backend's stead."""
         backend.no_truncation()
         backend.no_padding()
+        if isinstance(backend.model, tokenizers.models.BPE):
+            backend.model.dropout = None  # for training: the same text would have other ids
         settle_added(backend, config)
         self.special_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
@@ -80,7 +84,9 @@ class Tokenizer:
         Raises TokenizerError when files are missing, broken or contradict each other or the model.
         """
         source = read_source(path)
-        with panics_become(lambda why: TokenizerError(f"{source.file}: cannot be used ({why})")):
+        with library_errors_become(
+            lambda why: TokenizerError(f"{source.file}: cannot be used ({why})")
+        ):
             try:
                 return cls(
                     source.backend,
@@ -109,7 +115,7 @@ class Tokenizer:
         if text and self._prefix and not text.startswith(self._openings):
             text = self._prefix + text
         ids: list[int]
-        with panics_become(_unencodable):
+        with library_errors_become(_unencodable):
             if self._encode is not None:
                 ids = self._encode(text)
             elif len(text) <= _SHORT_CHARS:
@@ -153,6 +159,11 @@ class Tokenizer:
         starts = (at for at in range(num_added + 1) if full[at : at + len(plain)] == plain)
         start = next(starts, 0)
         before, after = full[:start], full[start + len(plain) :]
+        if num_added > _MOST_AROUND:
+            raise TokenizerError(
+                f"its post-processor puts {num_added} tokens around a text; at most {_MOST_AROUND} "
+                "make sense; re-export the tokenizer"
+            )
         if (wanted := _flag(config, "add_bos_token")) is not None:
             bos = self._required_id("bos_token", wanted)
             before = [id_ for id_ in before if id_ != bos]

@@ -257,3 +257,63 @@ def test_half_a_character_in_a_config_file_is_an_error_that_names_it(tmp_path: P
     folder = write_folder(tmp_path, byte_level_json(), {"bos_token": "\ud800"})
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         Tokenizer.load(folder)
+
+
+def _normalizing(*parts: object) -> str:
+    return _with(normalizer={"type": "Sequence", "normalizers": parts})
+
+
+def _unigram(pieces: list[tuple[str, float]], **more: object) -> str:
+    return _with(model={"type": "Unigram", "vocab": pieces, "byte_fallback": False, **more})
+
+
+_GROWS = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 1000}
+_CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (_normalizing(_GROWS, _GROWS, _GROWS, _GROWS), r"text 1e\+12 times as long, 64 are"),
+        (_normalizing({"type": "Prepend", "prepend": "x" * 5000}), r"text inf times as long"),
+        (_normalizing(_CHARSMAP), r"claims 4294967295 bytes of 8 for its trie"),
+        (_normalizing(_CHARSMAP).replace("precompiled", "\\u0070recompiled"), r"claims 4294967295"),
+        (_normalizing({**_CHARSMAP, "precompiled_charsmap": "?"}), r"is no base64"),
+        (_unigram([("a" * 200_000, 0.0), ("b", 0.0)], unk_id=0), r"a piece has 200000 characters"),
+        (_unigram([], unk_id=None), r"unk_id"),
+        (_with(model={"type": "WordLevel", "unk_token": "[UNK]", "vocab": {}}), r"Missing \[UNK\]"),
+        (_with(pre_tokenizer=json.loads("[" * 60 + "]" * 60)), r"cannot be read"),
+        (
+            _with(
+                post_processor={
+                    "type": "TemplateProcessing",
+                    "single": [
+                        *([{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 999),
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                    "pair": [],
+                    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+                }
+            ),
+            r"puts 999 tokens around a text; at most 64",
+        ),
+    ],
+)
+def test_a_file_that_would_end_the_process_or_flood_it_is_refused(
+    tmp_path: Path, content: str, why: str
+) -> None:
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json: .*({why})"):
+        Tokenizer.load(write_folder(tmp_path, content, None))
+
+
+def test_what_the_library_cannot_encode_is_the_texts_fault() -> None:
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+    words = _with(model={**model, "max_input_chars_per_word": 9, "vocab": {"a": 0}})
+    with pytest.raises(InvalidParameter, match=r"fails on this text \(WordPiece error"):
+        made(words, {}).encode("b")
+
+
+def test_the_same_text_has_the_same_ids_even_where_training_drew_lots() -> None:
+    content = json.loads(byte_level_json())
+    content["model"]["dropout"] = 0.9
+    assert made(json.dumps(content)).encode(LINES[0]) == made(byte_level_json()).encode(LINES[0])

@@ -1,0 +1,124 @@
+"""Reads a tokenizer.json, which is a stranger's file, through the `tokenizers` library.
+
+What the library refuses, by an exception or a panic, becomes a TokenizerError. A few files would
+end the process instead (it aborts when it cannot allocate, and recurses over pieces), so those are
+found first: a character map that claims more than it has, a Unigram piece of absurd length, a
+normalizer that multiplies text. Files that can hold neither are not parsed twice. There may be
+files that end the process and are not known here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.base.errors import QuireError, TokenizerError
+
+MAX_PIECE_CHARS = 10_000
+MAX_GROWTH = 64
+_MAX_PREFIX_CHARS = 1_000
+# Without these no file has a character map or a Unigram model: an escape could spell either.
+_WORTH_PARSING = (b"Unigram", b"Precompiled", b"\\u")
+
+
+@contextmanager
+def library_errors_become(error_of: Callable[[BaseException], QuireError]) -> Iterator[None]:
+    """What the library raises: bare Exceptions, and panics, which no other net would catch."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise error_of(error) from error
+
+
+def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a file. Raises TokenizerError naming it."""
+    raw = file.read_bytes()
+    if any(mark in raw for mark in _WORTH_PARSING):
+        _check_content(file, raw)
+    with library_errors_become(lambda why: _unreadable(file, why)):
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(raw)
+        except ValueError as error:
+            raise _unreadable(file, error) from error
+        _check_growth(file, backend)
+    return backend
+
+
+def _check_content(file: Path, raw: bytes) -> None:
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(content, Mapping):
+        return  # the library says what is wrong
+    model = content.get("model")
+    if isinstance(model, Mapping) and isinstance(model.get("vocab"), list):
+        for entry in model["vocab"]:
+            piece = entry[0] if isinstance(entry, list) and entry else ""
+            if isinstance(piece, str) and len(piece) > MAX_PIECE_CHARS:
+                raise _unreadable(
+                    file,
+                    f"a piece has {len(piece)} characters, at most {MAX_PIECE_CHARS} make sense",
+                )
+    for part in _parts(content.get("normalizer")):
+        if "precompiled_charsmap" in part:
+            _check_charsmap(file, part["precompiled_charsmap"])
+
+
+def _check_charsmap(file: Path, written: Any) -> None:
+    """A map is the size of its trie in bytes (four bytes, little end first), the trie, and text."""
+    try:
+        charsmap = base64.b64decode(written, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise _unreadable(file, f"its precompiled_charsmap is no base64: {error}") from None
+    size = int.from_bytes(charsmap[:4], "little")
+    if size > len(charsmap):
+        raise _unreadable(
+            file, f"its precompiled_charsmap claims {size} bytes of {len(charsmap)} for its trie"
+        )
+
+
+def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
+    """That no text becomes many times as long before it is tokenized."""
+    if backend.normalizer is None:
+        return
+    growth = 1.0
+    for part in _parts(json.loads(backend.normalizer.__getstate__())):
+        if part.get("type") == "Replace":
+            plain = (part.get("pattern") or {}).get("String")
+            num_matched = len(plain) if isinstance(plain, str) else 1
+            content = len(part.get("content") or "")
+            growth *= max(1.0, content / num_matched if num_matched else 1.0 + content)
+        elif len(part.get("prepend") or "") > _MAX_PREFIX_CHARS:
+            growth = float("inf")
+    if growth > MAX_GROWTH:
+        raise _unreadable(
+            file,
+            f"its normalizer may make a text {growth:g} times as long, {MAX_GROWTH} are allowed",
+        )
+
+
+def _parts(normalizer: Any) -> Iterator[Mapping[str, Any]]:
+    waiting = [normalizer]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            yield part
+            inner = part.get("normalizers")
+            waiting += inner if isinstance(inner, list) else []
+
+
+def _unreadable(file: Path, why: object) -> TokenizerError:
+    return TokenizerError(
+        f"{file}: cannot be read as a tokenizer ({why}); copy it again, or re-export it for "
+        f"tokenizers {tokenizers.__version__}"
+    )
