@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
+from quire.models.refusals import code_problem
 from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import ModelSpec
 
@@ -67,9 +68,6 @@ PASSED_OVER = (
     "use_cache",
 )
 
-# Why a checkpoint that brings its own code is refused, unless the family is known to do without.
-NO_CODE = "it asks for code that comes with the model, which is never run; remove it"
-
 # Keys with one supported value (null and absence count as that value), and why.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rope_interleaved": ((False,), "interleaved rotation is not supported; only false is"),
@@ -89,27 +87,23 @@ def read_decoder(
     default_activation: str = "silu",
     default_tied: bool = False,
     default_head_dim: int = 0,
-    code_is_spare: bool = False,
     names: Mapping[str, str] = SHARED_NAMES,
     **own: Any,
 ) -> ModelSpec:
     """The spec from the keys all share; `own` are fields the family has read or always has.
 
     The key that a field of `own` stands for is not read here. default_head_dim 0 means
-    hidden_size / num_attention_heads. code_is_spare: checkpoints of the family come with code
-    (auto_map) that says what is written here anyway; it is never run. names: what the family
-    calls hidden_size, num_attention_heads, num_hidden_layers and max_position_embeddings, where
-    it has other words. Raises ConfigError with every problem of the file.
+    hidden_size / num_attention_heads. names: what the family calls hidden_size,
+    num_attention_heads, num_hidden_layers and max_position_embeddings, where it has other words.
+    Raises ConfigError with every problem of the file.
     """
     config.pass_over(PASSED_OVER)
     config.pass_over(["architectures"])
     config.require("model_type", (model_type,), f"{architecture} needs {model_type!r}")
     for key, (allowed, reason) in FIXED.items():
         config.require(key, allowed, reason)
-    if code_is_spare:
-        config.pass_over(["auto_map"])
-    else:
-        config.require("auto_map", (), NO_CODE)
+    if problem := code_problem(config.take("auto_map"), architecture):
+        config.note(problem)
 
     hidden_size = config.whole(names["hidden_size"], 1, 2**20)
     num_heads = config.whole(names["num_attention_heads"], 1, 2**16)
@@ -176,11 +170,15 @@ def _read_kv_heads(config: ConfigReader, num_heads: int) -> int:
 
 
 def _check_ropes(config: ConfigReader, fields: dict[str, Any]) -> None:
-    """Note angles that do not fit the heads; take a dynamic rope's length for the model's."""
+    """Note angles that do not fit the heads; take the length a rope stretches to."""
     rope = fields["rope"]
     for one in (rope, fields.get("local_rope")):
         if one is not None:
             check_rotated_columns(config, one, fields["head_dim"])
+    if rope is not None and rope.kind == "yarn":
+        # Qwen's and SmolLM's keep the length before scaling there, others the one after.
+        scaled = min(int(rope.original_max_positions * rope.factor), MAX_POSITIONS)
+        fields["max_positions"] = max(fields["max_positions"], scaled)
     if rope is not None and rope.kind == "dynamic":
         # What max_position_embeddings says is the length before scaling.
         fields["max_positions"] = min(int(fields["max_positions"] * rope.factor), MAX_POSITIONS)

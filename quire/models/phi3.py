@@ -37,7 +37,6 @@ def read_phi3(config: ConfigReader, architecture: str) -> ModelSpec:
         config,
         architecture,
         model_type="phi3",
-        code_is_spare=True,
         rope=read_rope(config, max_positions, partial=True, kinds=PHI3_KINDS),
         windows=(window,) * num_layers if window < max_positions else (),
     )

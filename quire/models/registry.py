@@ -8,13 +8,13 @@ Reads config.json and generation_config.json, never weights. A new family is a l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
@@ -28,6 +28,7 @@ from quire.models.olmo import build_olmo, read_olmo2, read_olmo3
 from quire.models.opt import build_opt, read_opt
 from quire.models.phi3 import build_phi3, read_phi3
 from quire.models.qwen import read_qwen2, read_qwen3
+from quire.models.refusals import other_kind, refusal
 from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType
@@ -75,7 +76,7 @@ def open_model(path: Path) -> ModelSpec:
     folder = Path(path)
     _check_folder(folder)
     values = load_config(folder / "config.json")
-    architecture = _architecture(values.get("architectures"), values.get("model_type"), folder)
+    architecture = _architecture(values, folder / "config.json")
     reader = ConfigReader(values, where=str(folder / "config.json"))
     spec = FAMILIES[architecture].read(reader, architecture)
     generation = folder / "generation_config.json"
@@ -100,7 +101,7 @@ def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Progr
     if not 1 <= max_positions <= spec.max_positions:
         raise ConfigError(
             f"max_positions is {max_positions}; this model allows 1 to {spec.max_positions} "
-            "(max_position_embeddings of its config.json)"
+            "(its config.json says how many)"
         )
     return FAMILIES[spec.architecture].build(spec, dtype=dtype, max_positions=max_positions)
 
@@ -135,19 +136,15 @@ def _check_folder(folder: Path) -> None:
     raise ConfigError(f"{folder}: there is no config.json; give the folder of a model")
 
 
-def _architecture(names: object, model_type: object, folder: Path) -> str:
-    known = ", ".join(FAMILIES)
+def _architecture(values: Mapping[str, Any], where: Path) -> str:
+    """The one that config.json names, or that its model_type stands for where it names none."""
+    names = values.get("architectures")
     if names is None:
-        for name, family in FAMILIES.items():
-            if family.model_type == model_type:
-                return name
-        raise ConfigError(
-            f"{folder / 'config.json'}: no architectures, and model_type is {show(model_type)}; "
-            f"these run: {known}"
-        )
-    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
-        return str(names[0])
-    raise ConfigError(
-        f"{folder / 'config.json'}: architectures is {show(names)}, which is not supported; "
-        f"these run: {known}"
-    )
+        by_type = {family.model_type: name for name, family in FAMILIES.items()}
+        model_type = values.get("model_type")
+        names = [by_type[model_type]] if model_type in list(by_type) else None
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
+        raise ConfigError(f"{where}: {refusal(values, FAMILIES)}")
+    if problem := other_kind(values):
+        raise ConfigError(f"{where}: {problem}")
+    return str(names[0])

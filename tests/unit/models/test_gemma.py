@@ -242,7 +242,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_computing_dtype(
         (GEMMA_2_9B, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; a number"),
         (GEMMA_2_9B, {"final_logit_softcapping": "30"}, 'final_logit_softcapping is "30"'),
         (GEMMA_2_9B, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1"),
-        (GEMMA_2_9B, {"auto_map": {}}, "auto_map is {}"),
+        (GEMMA_2_9B, {"auto_map": []}, "auto_map is []"),
         (GEMMA_2_9B, {"rope_local_base_freq": 1e4}, "unknown key 'rope_local_base_freq'"),
         (GEMMA_3_1B_IT, {"attn_logit_softcapping": 50.0}, "Gemma 3 has no cap on scores"),
         (GEMMA_3_1B_IT, {"_sliding_window_pattern": 5}, "it must agree with sliding_window_patt"),

@@ -1,0 +1,143 @@
+"""What an architecture that does not run is, as far as its configuration tells, and what does run.
+
+Kinds are told by keys first and by the architecture's name second; who is none of the kinds is
+only named. Knows no family: the registry says which architectures run. Also decides when code that
+a checkpoint brings (auto_map) may be ignored: it is never run.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quire.base.show import show
+
+RECIPE = "docs/recipes/add-a-family.md"
+LIST_COLUMNS = 88
+NEVER_RUN = (
+    "code that comes with a model is never run, because it could do anything on this machine"
+)
+
+_SEES_OR_HEARS = (
+    "it also reads pictures or sound ({found}); only text models run, so take a text-only "
+    "checkpoint of the family if there is one"
+)
+_TAKES_TURNS = "it is an encoder with a decoder ({found}); only models that are one decoder run"
+_SEES_ALL = (
+    "it is an encoder or a classifier ({found}), which writes no text; take a checkpoint that "
+    "was trained to continue text"
+)
+_HAS_EXPERTS = "it is a mixture of experts ({found}), which is not supported yet"
+_RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
+_HEADLESS = (
+    "it is a decoder without its head (for embeddings); take the checkpoint that is a {sibling}"
+)
+
+# (what a kind is called, keys that tell it, names that tell it), the first that fits counts.
+_KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        _SEES_OR_HEARS,
+        ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vit_config"),
+        r"VL|Vision|Llava|Image|Video|Audio|Whisper|Speech|Clip|Multimodal|Omni|Fuyu|Mllama"
+        r"|^(Gemma3n?|Gemma4|Mistral3|Idefics\d?|PaliGemma|Pixtral|SmolVLM|Aya)"
+        r"ForConditionalGeneration",
+    ),
+    (
+        _TAKES_TURNS,
+        (),
+        r"^(M|Long|Umt|UM|Switch|Flan)?T5|Bart|Pegasus|Marian|ProphetNet|M2M100|Blenderbot|NLLB"
+        r"|EncoderDecoder|Seq2Seq|ForConditionalGeneration$",
+    ),
+    (_RECURS, ("ssm_cfg", "ssm_state_size", "mamba_d_state", "linear_conv_kernel_dim"),
+     r"Mamba|Jamba|Zamba|Bamba|Rwkv|RWKV|Recurrent|xLSTM|Hyena|NemotronH|FalconH1|MoeHybrid"
+     r"|KimiLinear|RetNet|Qwen3Next"),
+    (
+        _HAS_EXPERTS,
+        ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        r"Mo[eE]|Mixtral|DeepseekV|Olmoe|Dbrx|Grok|Arctic|GptOss|Llama4",
+    ),
+    (
+        _SEES_ALL,
+        (),
+        r"For(Masked|Sequence|Token|Question|Multiple|NextSentence|PreTraining)"
+        r"|Bert(?!Decoder)|BERT|Electra|Deberta|MPNet|RewardModel|Score$|Classif",
+    ),
+)  # fmt: skip
+
+
+def refusal(values: Mapping[str, Any], running: Iterable[str]) -> str:
+    """Why the model of this config.json does not run, and which architectures (`running`) do."""
+    names, running = values.get("architectures"), sorted(running, key=str.lower)
+    if names is None:
+        said = f"no architectures, and model_type is {show(values.get('model_type'))}"
+    else:
+        said = f"architectures is {show(names)}, which is not supported"
+    reason = _reason(values, running)
+    listed = textwrap.fill(
+        ", ".join(running), LIST_COLUMNS, initial_indent="  ", subsequent_indent="  "
+    )
+    return f"{said}{f': {reason}' if reason else ''}; these run:\n{listed}"
+
+
+def other_kind(values: Mapping[str, Any]) -> str | None:
+    """Why a model is none of those that run although its architecture is the name of one."""
+    described, keys, _ = _KINDS[0]
+    found = next((key for key in keys if values.get(key)), None)
+    return None if found is None else described.format(found=found)
+
+
+def code_problem(auto_map: Any, architecture: str) -> str | None:
+    """What is wrong with ignoring the code that auto_map names; None where nothing is.
+
+    A family that runs here needs no code of the checkpoint's: checkpoints of some were published
+    before others knew them. But classes that are named for something else may compute something
+    else.
+    """
+    if auto_map is None:
+        return None
+    family = re.sub(r"(For[A-Z]\w*|LMHeadModel)$", "", architecture)
+    fine = isinstance(auto_map, dict) and all(
+        isinstance(path, str) and path.rsplit(".", 1)[-1].startswith(family)
+        for path in _class_paths(auto_map)
+    )
+    if fine:
+        return None
+    return (
+        f"auto_map is {show(auto_map)}: it asks for code that is not {family}'s, and {NEVER_RUN}; "
+        f"if the model is a plain {architecture}, remove auto_map"
+    )
+
+
+def _class_paths(auto_map: Mapping[str, Any]) -> Iterable[Any]:
+    """The classes that are models or configurations; a tokenizer's code is another's concern."""
+    for key, path in auto_map.items():
+        if not key.startswith(("AutoTokenizer", "AutoProcessor")):
+            yield path
+
+
+def _reason(values: Mapping[str, Any], running: Iterable[str]) -> str:
+    names = values.get("architectures")
+    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if len(listed) > 1:
+        return "more than one is named; keep the one that is meant"
+    name = listed[0] if listed else ""
+    for described, keys, pattern in _KINDS:
+        found = next((key for key in keys if values.get(key)), None)
+        if found is None and re.search(pattern, name):
+            found = name
+        if found is not None:
+            return described.format(found=show(found).strip('"'))
+    if values.get("is_encoder_decoder") is True:
+        return _TAKES_TURNS.format(found="is_encoder_decoder")
+    sibling = f"{name.removesuffix('Model')}ForCausalLM"
+    if name.endswith("Model") and sibling in running:
+        return _HEADLESS.format(sibling=sibling)
+    if values.get("auto_map"):
+        return (
+            f"its auto_map asks for code of its own, and {NEVER_RUN} (nor is there a "
+            "trust_remote_code to allow it); take a checkpoint of a family that runs, or add the "
+            f"family: {RECIPE}"
+        )
+    return ""

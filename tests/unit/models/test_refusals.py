@@ -1,0 +1,107 @@
+"""Models that do not run are refused by what they are; code that a model brings is never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.models.registry import FAMILIES
+from tests.tiny_models import tiny_config
+from tests.unit.models.config_folder import opened, refused
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "said"),
+    [
+        ("BertModel", {}, "an encoder or a classifier (BertModel)"),
+        ("RobertaForMaskedLM", {}, "an encoder or a classifier"),
+        ("ModernBertForMaskedLM", {}, "an encoder or a classifier"),
+        ("LlamaForSequenceClassification", {}, "an encoder or a classifier"),
+        ("Qwen2ForRewardModel", {}, "an encoder or a classifier"),
+        ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder with a decoder"),
+        ("BartForConditionalGeneration", {}, "an encoder with a decoder"),
+        ("Odd", {"is_encoder_decoder": True}, "an encoder with a decoder (is_encoder_decoder)"),
+        ("Gemma3ForConditionalGeneration", {"vision_config": {"a": 1}}, "reads pictures or sound"),
+        ("Gemma3ForConditionalGeneration", {}, "reads pictures or sound"),
+        ("LlavaForConditionalGeneration", {}, "reads pictures or sound"),
+        ("Qwen2VLForConditionalGeneration", {}, "reads pictures or sound"),
+        ("Qwen2_5_VLForConditionalGeneration", {}, "reads pictures or sound"),
+        ("WhisperForConditionalGeneration", {"is_encoder_decoder": True}, "pictures or sound"),
+        ("Odd", {"vision_config": {"a": 1}}, "reads pictures or sound (vision_config)"),
+        ("LlamaForCausalLM", {"vision_config": {"a": 1}}, "reads pictures or sound"),
+        ("MixtralForCausalLM", {}, "a mixture of experts (MixtralForCausalLM)"),
+        ("Qwen3MoeForCausalLM", {"num_experts": 128}, "a mixture of experts (num_experts)"),
+        ("DeepseekV3ForCausalLM", {"n_routed_experts": 256}, "a mixture of experts"),
+        ("GptOssForCausalLM", {"num_local_experts": 32}, "a mixture of experts"),
+        ("MambaForCausalLM", {}, "state-space or recurrent layers"),
+        ("JambaForCausalLM", {"num_experts": 16}, "state-space or recurrent layers"),
+        ("RecurrentGemmaForCausalLM", {}, "state-space or recurrent layers"),
+        ("Qwen2Model", {}, "a decoder without its head"),
+        ("LlamaModel", {}, "take the checkpoint that is a LlamaForCausalLM"),
+    ],
+)
+def test_a_model_that_does_not_run_is_refused_by_what_it_is(
+    architecture: str, keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    message = refused(tmp_path, tiny_config(architectures=[architecture], **keys))
+    assert said in message
+
+
+def test_an_unknown_architecture_is_named_with_a_list_of_short_lines(tmp_path: Path) -> None:
+    message = refused(tmp_path, tiny_config(architectures=["FalconForCausalLM"]))
+    assert 'architectures is ["FalconForCausalLM"], which is not supported; these run:' in message
+    listed = message.splitlines()[1:]
+    assert ", ".join(line.strip() for line in listed).replace(",,", ",").split(", ") == sorted(
+        FAMILIES, key=str.lower
+    )
+    assert max(map(len, listed)) <= 88
+
+
+def test_code_of_an_unknown_architecture_is_refused_with_the_reason_and_the_ways_out(
+    tmp_path: Path,
+) -> None:
+    auto_map = {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"}
+    config = tiny_config(architectures=["InternLM2ForCausalLM"], auto_map=auto_map)
+    message = refused(tmp_path, config)
+    for words in (
+        "asks for code of its own",
+        "could do anything on this machine",
+        "nor is there a trust_remote_code",
+        "add-a-family.md",
+        "these run:",
+    ):
+        assert words in message
+
+
+def test_code_of_an_architecture_that_runs_is_ignored(tmp_path: Path) -> None:
+    auto_map = {
+        "AutoConfig": "configuration_llama.LlamaConfig",
+        "AutoModel": "someone/else--modeling_llama.LlamaModel",
+        "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM",
+        "AutoTokenizer": ["tokenization_odd.OddTokenizer", None],
+    }
+    (tmp_path / "modeling_llama.py").write_text("raise SystemExit('this was run')")
+    spec = opened(tmp_path, tiny_config(auto_map=auto_map))
+    assert spec == opened(tmp_path, tiny_config())
+    assert opened(tmp_path, tiny_config(auto_map={})) == spec
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [
+        {"AutoModelForCausalLM": "modeling_yarn.YarnLlamaForCausalLM"},
+        {"AutoConfig": "x.LlamaConfig", "AutoModel": "x.Y"},
+        {"AutoModel": 5},
+        ["x"],
+        "x",
+    ],
+)
+def test_code_under_another_name_is_refused_even_where_the_architecture_runs(
+    auto_map: Any, tmp_path: Path
+) -> None:
+    message = refused(tmp_path, tiny_config(auto_map=auto_map))
+    assert "it asks for code that is not Llama's" in message
+    assert "code that comes with a model is never run" in message
+    assert "remove auto_map" in message
