@@ -150,7 +150,7 @@ def _longest_program(config: ModelConfig, spec: ModelSpec) -> Program:
     if wanted is not None and wanted > spec.max_positions:
         raise SettingError(
             f"--max-model-len is {wanted}; the model allows at most {spec.max_positions} "
-            "(max_position_embeddings); lower it or leave it out"
+            "positions (its config.json says how many); lower it or leave it out"
         )
     dtype = compute_dtype(spec, config.dtype)
     return build_program(spec, dtype=dtype, max_positions=wanted or spec.max_positions)
@@ -215,6 +215,7 @@ def _card(
             max_model_len=memory.max_model_len,
         ),
         generation_defaults=dict(spec.generation_defaults),
+        banned_sequences=spec.banned_sequences,
         dtype=compute_dtype(spec, config.model.dtype).value,
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
