@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from quire.program.batch import ForwardBatch
 from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import FAILED, ScoreBatch, Scores
 
 VOCAB_SIZE = 50
+FAILS = 44  # a prompt's token whose row fails when it is scored
 
 
 def next_ids(positions: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -29,6 +31,7 @@ class ScriptedExecutor:
         self.batches: list[ForwardBatch] = []
         self.heads: list[tuple[int, int]] = []
         self.samples: list[SampleBatch] = []
+        self.scored: list[ScoreBatch] = []
         self.copies: list[tuple[list[int], list[int]]] = []
         self.fail_next_trunk: Exception | None = None
         self.is_closed = False
@@ -59,6 +62,18 @@ class ScriptedExecutor:
             top_ids=np.full((num_rows, width), 9, np.int32),
             top_logprobs=np.full((num_rows, width), -2.0, np.float32),
         )
+
+    def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
+        """The target's id tells its rank and logprob; FAILS is no distribution."""
+        self.scored.append(batch)
+        scores = Scores.empty(batch)
+        scores.logprobs[:] = -batch.targets
+        scores.ranks[:] = np.where(batch.targets == FAILS, FAILED, batch.targets)
+        scores.top_ids[:] = np.where(
+            np.arange(scores.top_ids.shape[1]) < batch.num_top[:, None], batch.targets[:, None], -1
+        )
+        scores.listed_logprobs[:] = -batch.listed_ids
+        return scores
 
     def close(self) -> None:
         self.is_closed = True
