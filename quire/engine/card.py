@@ -19,7 +19,8 @@ class ModelCard:
     max_model_len: most tokens of prompt and output together. max_num_seqs: most requests of a
     step. fingerprint: digest of all an answer depends on beside the request. dtype: "f32" or
     "bf16". recipe: the instruction set that computes ("numpy" for the reference). created_s:
-    seconds since 1970, when the engine became ready.
+    seconds since 1970, when the engine became ready. banned_sequences: ids that its
+    generation_config.json keeps out of every answer (TokenRules).
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelCard:
     block_size: int
     max_num_seqs: int
     created_s: int
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,14 @@ class EngineClient:
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise the RequestError that `generate` would raise for these, if any."""
-        make_requests(self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0)
+        make_requests(
+            self.card,
+            prompt_ids,
+            sampling,
+            request_id="",
+            arrival_ms=0.0,
+            encoder=self.tokenizer,
+        )
 
     async def generate(
         self,
@@ -182,6 +189,7 @@ class EngineClient:
             arrival_ms=self._clock.now_ms(),
             first_stream=first_stream,
             cache_salt=cache_salt,
+            encoder=self.tokenizer,
         )
         queue, stream_ids = self._register(request_id, requests)
         try:

@@ -11,6 +11,7 @@ give the server's tokens.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import secrets
@@ -23,7 +24,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from quire.base.clock import Clock
-from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.errors import InvalidParameter
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import MAX_N, SamplingParams
 from quire.base.show import show
@@ -46,7 +47,7 @@ from quire.engine.messages import (
 from quire.engine.output import TextDelta
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
-from quire.engine.text_side import TextSide, load_text_side
+from quire.engine.text_side import TextSide, load_text_side, rendered
 from quire.engine.token_text import TokenText
 
 Prompt = str | Sequence[int]
@@ -164,7 +165,13 @@ class LLM:
         progress: bool | None = None,
         **template_settings: Any,
     ) -> list[Answer]:
-        """Answers to one conversation or to several. Raises TokenizerError without a template."""
+        """Answers to one conversation or to several.
+
+        template_settings: tools, documents, add_generation_prompt, continue_final_message,
+        chat_template (the name of one of the model's templates), and variables of the template,
+        by their names or in chat_template_kwargs. What the template does not know is refused.
+        Raises InvalidParameter, and TokenizerError without a usable template.
+        """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         texts = [rendered(self._text, messages, template_settings) for messages in conversations]
@@ -209,6 +216,7 @@ class LLM:
                     sampling,
                     request_id=self._streams.fresh_id("llm"),
                     arrival_ms=self._clock.now_ms(),
+                    encoder=self._text.tokenizer,
                 ),
             )
             for prompt, ids, sampling in zip(prompts, all_ids, samplings, strict=True)
@@ -348,10 +356,11 @@ class AsyncLLM:
         request_id: str | None = None,
         **template_settings: Any,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Stream the answer to a conversation. Raises TokenizerError without a template."""
+        """Stream the answer to a conversation; template_settings as for LLM.chat."""
         await self.start()
         text_side = TextSide(tokenizer=self._client.tokenizer, template=self._client.template)
-        text = rendered(text_side, messages, template_settings)
+        # A template is a stranger's program, and may take its time.
+        text = await asyncio.to_thread(rendered, text_side, messages, template_settings)
         ids = self._client.tokenizer.encode(text, add_special_tokens=False)
         async with aclosing(self._stream(ids, sampling_params, request_id)) as deltas:
             async for delta in deltas:
@@ -425,18 +434,6 @@ def _with_room_for_any_request(config: EngineConfig) -> EngineConfig:
     """LLM itself counts what waits, and a request larger than that goes alone: none is refused."""
     room = max(config.scheduler.max_queued_requests, MAX_N)
     return replace(config, scheduler=replace(config.scheduler, max_queued_requests=room))
-
-
-def rendered(
-    text_side: TextSide, messages: Sequence[Message], template_settings: Mapping[str, Any]
-) -> str:
-    """A conversation as the model's template writes it. Raises TokenizerError without one."""
-    if text_side.template is None:
-        raise TokenizerError(
-            "the model has no chat template; use generate with a prompt in the form it was "
-            "trained on, or put a chat_template.jinja in its folder"
-        )
-    return text_side.template.render(messages, **template_settings)
 
 
 def _completion(deltas: Sequence[TextDelta]) -> Completion:

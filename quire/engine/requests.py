@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.base.errors import ContextTooLong, InvalidParameter
-from quire.base.records import Request
+from quire.base.records import Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.engine.card import ModelCard
+from quire.engine.token_rules import Encoder, token_rules
 
 
 def make_requests(
@@ -24,10 +25,12 @@ def make_requests(
     arrival_ms: float,
     first_stream: int = 0,
     cache_salt: str = "",
+    encoder: Encoder | None = None,
 ) -> tuple[Request, ...]:
     """The n streams of one caller's request; stream i has the id "<request_id>/<i>".
 
-    All have the same seed; their noise differs by stream, numbered from `first_stream`. Raises
+    All have the same seed; their noise differs by stream, numbered from `first_stream`.
+    encoder: the model's tokenizer, needed where the parameters hold words. Raises
     InvalidParameter for ids the model does not have and for an empty prompt, ContextTooLong where
     no output fits (none is needed where max_tokens is 0).
     """
@@ -35,6 +38,7 @@ def make_requests(
     _check_ids(card, "stop_token_ids", sampling.stop_token_ids)
     _check_ids(card, "logit_bias", tuple(sampling.logit_bias))
     _check_ids(card, "logprob_token_ids", sampling.logprob_token_ids)
+    _check_ids(card, "allowed_token_ids", sampling.allowed_token_ids or ())
     room_tokens = card.max_model_len - len(prompt)
     if room_tokens < 0 or (room_tokens == 0 and sampling.max_tokens != 0):
         needed = "" if sampling.max_tokens == 0 else ", and at least one token of output is needed"
@@ -58,6 +62,9 @@ def make_requests(
         )
     resolved = sampling.resolve()
     eos_ids = () if sampling.ignore_eos else card.eos_ids
+    stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
+    rules = token_rules(sampling, encoder, card.banned_sequences)
+    _check_choosable(sampling, rules, stop_ids)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
     return tuple(
         Request(
@@ -66,10 +73,11 @@ def make_requests(
             stream=stream,
             prompt_ids=prompt,
             sampling=resolved,
-            stop_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
+            stop_ids=stop_ids,
             max_total_tokens=len(prompt) + limit,
             arrival_ms=arrival_ms,
             cache_salt=cache_salt,
+            rules=rules,
         )
         for stream in range(first_stream, first_stream + sampling.n)
     )
@@ -92,6 +100,10 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
         top_p=given.get("top_p", 1.0),
         min_p=given.get("min_p", 0.0),
         repetition_penalty=given.get("repetition_penalty", 1.0),
+        typical_p=given.get("typical_p", 1.0),
+        epsilon_cutoff=given.get("epsilon_cutoff", 0.0),
+        eta_cutoff=given.get("eta_cutoff", 0.0),
+        no_repeat_ngram_size=int(given.get("no_repeat_ngram_size", 0)),
         max_tokens=max_tokens,
     )
 
@@ -112,6 +124,24 @@ def _prompt(
             )
     _check_ids(card, "prompt", prompt_ids)
     return np.array(prompt_ids, np.int32)
+
+
+def _check_choosable(
+    sampling: SamplingParams, rules: TokenRules, stop_ids: tuple[int, ...]
+) -> None:
+    """Refuse allowed ids that are all banned; what is banned only at times is found then."""
+    if sampling.allowed_token_ids is None:
+        return
+    never = {ids[0] for ids in rules.banned_sequences if len(ids) == 1}
+    if sampling.min_tokens:
+        never.update(stop_ids)
+    if never.issuperset(sampling.allowed_token_ids):
+        raise InvalidParameter(
+            f"allowed_token_ids holds {len(sampling.allowed_token_ids)} ids, all banned (by "
+            "bad_words, by the model, or as stop tokens while min_tokens is not reached); allow "
+            "more, or ban less",
+            param="allowed_token_ids",
+        )
 
 
 def _check_ids(card: ModelCard, param: str, token_ids: Sequence[int]) -> None:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quire.base.sampling_params import MAX_REPEAT_TOKENS
+from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.spec import ModelSpec
 
@@ -41,14 +43,11 @@ PASSED_OVER = (
 SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "assistant_confidence_threshold": (0, 0.0, 0.4),
     "begin_suppress_tokens": (),
-    "bad_words_ids": (),
     "constraints": (),
     "diversity_penalty": (0, 0.0),
     "dola_layers": (),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1, 1.0),
-    "epsilon_cutoff": (0, 0.0),
-    "eta_cutoff": (0, 0.0),
     "exponential_decay_length_penalty": (),
     "force_words_ids": (),
     "forced_bos_token_id": (),
@@ -57,7 +56,6 @@ SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1, 1.0),
     "is_assistant": (False,),
     "min_length": (0,),
-    "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "num_return_sequences": (1,),
@@ -67,11 +65,9 @@ SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "renormalize_logits": (False,),
     "sequence_bias": (),
     "stop_strings": (),
-    "suppress_tokens": (),
     "temperature_last": (False,),
     "token_healing": (False,),
     "top_h": (),
-    "typical_p": (1, 1.0),
     "watermarking_config": (),
 }
 
@@ -92,11 +88,18 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
         ("top_p", 1e-9, 1.0),
         ("min_p", 0.0, 1.0),
         ("repetition_penalty", 0.01, 100.0),
+        ("typical_p", 1e-9, 1.0),
+        ("epsilon_cutoff", 0.0, 1.0),
+        ("eta_cutoff", 0.0, 1.0),
     ):
         if reader.has(key):
             defaults[key] = reader.number(key, low, high)
     if reader.has("top_k"):
         defaults["top_k"] = reader.whole("top_k", 0, 2**31 - 1)
+    if reader.has("no_repeat_ngram_size"):
+        defaults["no_repeat_ngram_size"] = reader.whole(
+            "no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS
+        )
     if reader.has("max_new_tokens"):
         defaults["max_new_tokens"] = reader.whole("max_new_tokens", 1, 2**31 - 1)
     if not reader.flag("do_sample", default=True):
@@ -104,11 +107,37 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
     bos_ids = reader.ids("bos_token_id", spec.vocab_size)
     eos_ids = reader.ids("eos_token_id", spec.vocab_size)
     reader.pass_over(["temperature", "top_p", "min_p", "repetition_penalty"])
-    reader.pass_over(["top_k", "max_new_tokens"])
+    reader.pass_over(["typical_p", "epsilon_cutoff", "eta_cutoff"])
+    reader.pass_over(["top_k", "no_repeat_ngram_size", "max_new_tokens"])
+    banned: list[tuple[int, ...]] = [(id_,) for id_ in reader.ids("suppress_tokens", spec.vocab_size)]
+    banned += _bad_words(reader, spec.vocab_size, eos_ids or spec.eos_ids)
     reader.finish()
     return replace(
         spec,
         bos_ids=bos_ids or spec.bos_ids,
         eos_ids=eos_ids or spec.eos_ids,
         generation_defaults=defaults,
+        banned_sequences=tuple(dict.fromkeys(banned)),
     )
+
+
+def _bad_words(
+    reader: ConfigReader, vocab_size: int, eos_ids: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """bad_words_ids: lists of ids. As in transformers, an end-of-text id alone does not count."""
+    value = reader.take("bad_words_ids")
+    if value is None:
+        return []
+    listed = value if isinstance(value, list) else [value]
+    for ids in listed:
+        if not isinstance(ids, list) or not ids or not all(_is_id(id_, vocab_size) for id_ in ids):
+            reader.note(
+                f"bad_words_ids holds {show(ids)}; lists of ids from 0 to {vocab_size - 1} "
+                "(vocab_size) are allowed"
+            )
+            return []
+    return [tuple(ids) for ids in listed if len(ids) > 1 or ids[0] not in eos_ids]
+
+
+def _is_id(value: Any, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size

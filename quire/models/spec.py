@@ -57,7 +57,9 @@ class ModelSpec:
     stream is normed before the head. embedding_size: width of token embeddings where it is not
     hidden_size. scores_by_layer: layer n, counted from 1, divides its attention scale by n.
     generation_defaults: names of SamplingParams' fields (temperature, top_k, top_p, min_p,
-    repetition_penalty) and max_new_tokens, only those that generation_config.json gives.
+    repetition_penalty, typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size) and
+    max_new_tokens, only those that generation_config.json gives. banned_sequences: its
+    suppress_tokens and bad_words_ids; the last id of one may not follow the others.
     """
 
     architecture: str
@@ -98,6 +100,7 @@ class ModelSpec:
     embedding_size: int = 0
     scores_by_layer: bool = False
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     def window(self, layer: int) -> int:
         """How many positions layer `layer` sees, its own among them; 0 for all."""

@@ -30,6 +30,8 @@ _FLOATS = (
 )
 _COUNTS = ("dry_allowed_length", "dry_penalty_last_n", "no_repeat_ngram_size", "mirostat")
 _OFF = SamplingParams()
+NO_START = np.zeros(1, np.int32)
+NO_START.setflags(write=False)
 # Any of these off its default asks for a rare step; the others say how.
 _ASKING = (
     "typical_p",
@@ -57,7 +59,8 @@ class RareTables:
         }
         self._counts = {name: np.full(num_slots, getattr(_OFF, name), np.int32) for name in _COUNTS}
         self._breakers: list[Int32s] = [NO_INTS] * num_slots
-        self._sequences: list[tuple[Int32s, ...]] = [()] * num_slots
+        self._sequence_lengths: list[Int32s] = [NO_INTS] * num_slots
+        self._sequence_ids: list[Int32s] = [NO_INTS] * num_slots  # one after the other
         self._allowed: list[Int32s] = [NO_INTS] * num_slots
 
     def retire(self, slot: int) -> None:
@@ -66,7 +69,7 @@ class RareTables:
         self.uses[slot] = self.has_history[slot] = False
         self.mirostat_mu[slot] = 0.0
         self._breakers[slot] = self._allowed[slot] = NO_INTS
-        self._sequences[slot] = ()
+        self._sequence_lengths[slot] = self._sequence_ids[slot] = NO_INTS
 
     def admit(self, admission: Admission) -> None:
         """Take over what the request asks for."""
@@ -75,15 +78,19 @@ class RareTables:
         begins = admission.mirostat_mu is None
         self.mirostat_mu[slot] = 2 * sampling.mirostat_tau if begins else admission.mirostat_mu
         self._breakers[slot] = np.array(rules.breaker_ids, np.int32)
-        self._sequences[slot] = tuple(np.array(ids, np.int32) for ids in rules.banned_sequences)
+        lengths = np.array([len(ids) for ids in rules.banned_sequences], np.int32)
+        self._sequence_lengths[slot] = lengths
+        self._sequence_ids[slot] = np.array(
+            [id_ for ids in rules.banned_sequences for id_ in ids], np.int32
+        )
         self._allowed[slot] = np.array(sampling.allowed_token_ids or (), np.int32)
-        self.uses[slot] = bool(rules.banned_sequences) or any(
+        self.uses[slot] = len(lengths) > 0 or any(
             getattr(sampling, name) != getattr(_OFF, name) for name in _ASKING
         )
         self.has_history[slot] = (
             sampling.dry_multiplier > 0
             or sampling.no_repeat_ngram_size > 0
-            or any(len(ids) > 1 for ids in rules.banned_sequences)
+            or bool((lengths > 1).any())
         )
 
     def parameters(self, slots: Int32s) -> RareParameters | None:
@@ -93,9 +100,8 @@ class RareTables:
         floats, counts = self._floats, self._counts
         breaker_starts, breaker_ids = ragged([self._breakers[slot] for slot in slots])
         allowed_starts, allowed_ids = ragged([self._allowed[slot] for slot in slots])
-        sequences = [ids for slot in slots for ids in self._sequences[slot]]
-        sequence_starts, sequence_ids = ragged(sequences)
-        num_sequences = [len(self._sequences[slot]) for slot in slots]
+        sequence_rows, lengths = ragged([self._sequence_lengths[slot] for slot in slots])
+        _, sequence_ids = ragged([self._sequence_ids[slot] for slot in slots])
         return RareParameters(
             typical_p=floats["typical_p"][slots],
             top_n_sigma=floats["top_n_sigma"][slots],
@@ -114,8 +120,8 @@ class RareTables:
             mirostat_mu=self.mirostat_mu[slots],
             breaker_starts=breaker_starts,
             breaker_ids=breaker_ids,
-            sequence_rows=np.cumsum([0, *num_sequences], dtype=np.int32),
-            sequence_starts=sequence_starts,
+            sequence_rows=sequence_rows,
+            sequence_starts=np.concatenate((NO_START, np.cumsum(lengths, dtype=np.int32))),
             sequence_ids=sequence_ids,
             allowed_starts=allowed_starts,
             allowed_ids=allowed_ids,

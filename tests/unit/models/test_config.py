@@ -412,6 +412,26 @@ def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
     assert (spec.bos_ids, spec.eos_ids) == ((2,), (3, 4))
 
 
+def test_rare_filters_and_banned_tokens_of_the_file_are_kept(tmp_path: Path) -> None:
+    content = {
+        "typical_p": 0.95,
+        "epsilon_cutoff": 3e-4,
+        "eta_cutoff": 0.0,
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": [9, 7, 9],
+        "bad_words_ids": [[7], [5, 6], [3]],
+        "eos_token_id": 3,
+    }
+    spec = generation(tmp_path, content)
+    assert spec.generation_defaults == {
+        "typical_p": 0.95,
+        "epsilon_cutoff": 3e-4,
+        "eta_cutoff": 0.0,
+        "no_repeat_ngram_size": 3,
+    }
+    assert spec.banned_sequences == ((9,), (7,), (5, 6))  # an end of text alone is not banned
+
+
 def test_without_the_file_there_are_no_defaults(tmp_path: Path) -> None:
     assert read(tmp_path).generation_defaults == {}
 
@@ -430,9 +450,14 @@ def test_a_file_that_asks_for_no_sampling_makes_greedy_the_default(tmp_path: Pat
     ("content", "said"),
     [
         ({"num_beams": 4}, "num_beams is 4"),
-        ({"typical_p": 0.5}, "typical_p is 0.5"),
-        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size is 3"),
-        ({"suppress_tokens": [1]}, "suppress_tokens is [1]"),
+        ({"penalty_alpha": 0.5}, "penalty_alpha is 0.5"),
+        ({"typical_p": 0}, "typical_p is 0"),
+        ({"no_repeat_ngram_size": 51}, "no_repeat_ngram_size is 51"),
+        ({"begin_suppress_tokens": [1]}, "begin_suppress_tokens is [1]"),
+        ({"suppress_tokens": [5000]}, "suppress_tokens is 5000"),
+        ({"bad_words_ids": [[1, 5000]]}, "bad_words_ids holds [1, 5000]"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids holds []"),
+        ({"bad_words_ids": [3]}, "bad_words_ids holds 3"),
         ({"temperature": -1}, "temperature is -1"),
         ({"temperature": "hot"}, 'temperature is "hot"'),
         ({"top_p": 0}, "top_p is 0; a number from"),
