@@ -28,7 +28,14 @@ from tests.models.cases import CASES
 RECORDED = Path(__file__).parent / "recorded"
 NUM_ROWS = 5
 NUM_GREEDY = 80
-CONTINUED = ("mqa_untied", "biases", "rope_llama3")
+CONTINUED = (
+    "mqa_untied",
+    "biases",
+    "rope_llama3",
+    "mistral_window_5",
+    "qwen3_biases_untied",
+    "smollm3_default_theta_untied",
+)
 
 
 def transformers_logits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.cost import Cost, StepShape, op_cost, segment_cost, step_cost
 from quire.program.ops import DType, OpKind, Rows
 from quire.program.program import Program
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_tiny, write_tiny_llama
 
 
 @pytest.fixture
@@ -49,6 +50,23 @@ def test_weights_are_read_once_however_many_rows_there_are(program: Program) -> 
 def test_an_embedding_reads_its_rows_and_never_more_than_the_table(program: Program) -> None:
     assert by_kind(program, OpKind.EMBED, StepShape([5], [0])).weight_bytes == 5 * 60 * 2
     assert by_kind(program, OpKind.EMBED, StepShape([400], [0])).weight_bytes == 307 * 60 * 2
+
+
+def test_positions_are_looked_up_like_tokens_and_a_cap_counts_each_logit(tmp_path: Path) -> None:
+    gpt2 = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 60, "n_head": 5,
+        "n_layer": 1, "n_positions": 64, "vocab_size": 307,
+    }  # fmt: skip
+    spec = open_model(write_tiny(tmp_path / "gpt2", gpt2, seed=0))
+    learned = build_program(spec, dtype=DType.BF16, max_positions=64)
+    cost = by_kind(learned, OpKind.EMBED, StepShape([5], [0]))
+    assert cost.weight_bytes == 2 * 5 * 60 * 2  # of tokens and of positions
+    folder = write_tiny_llama(tmp_path / "llama")
+    capped = replace(open_model(folder), logit_soft_cap=30.0)
+    program = build_program(capped, dtype=DType.BF16, max_positions=64)
+    cost = by_kind(program, OpKind.SOFT_CAP, StepShape([9], [0], num_samples=2))
+    assert cost.other_ops == 6 * 2 * 307
+    assert cost.memory_bytes == 0
 
 
 def test_attention_counts_pairs_of_a_row_and_a_position_it_sees(program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from quire.program.cost import StepShape, step_cost
 from quire.program.ops import DType
 from quire.program.program import Program
 from quire.program.table import amount, format_program
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_tiny, write_tiny_llama
 
 
 def make(folder: Path, num_layers: int) -> Program:
@@ -26,6 +27,31 @@ def test_shapes_are_symbols_and_weights_are_named(tmp_path: Path) -> None:
     assert "layers.0.qkv [112 x 60] f32" in text
     assert "[S x 307] f32" in text
     assert "5 heads over 1 of 16 layer 0" in text
+
+
+def test_what_changes_numbers_is_printed(tmp_path: Path) -> None:
+    spec = replace(
+        open_model(write_tiny_llama(tmp_path)),
+        windows=(16, 0), attention_soft_cap=50.0, logit_soft_cap=30.0, logit_scale=0.25,
+        head_norms=True,
+    )  # fmt: skip
+    program = build_program(spec, dtype=DType.F32, max_positions=512)
+    text = format_program(program, StepShape([4], [100]), all_layers=True)
+    for words in ("window 16 capped at 50", "by 0.25", "at 30", "rms each 16"):
+        assert words in text, words
+    assert text.count("window 16") == 1
+
+
+def test_learned_positions_are_told_from_tokens(tmp_path: Path) -> None:
+    opt = {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 60,
+        "ffn_dim": 97, "num_attention_heads": 5, "num_hidden_layers": 1, "vocab_size": 307,
+        "word_embed_proj_dim": 60, "max_position_embeddings": 64, "do_layer_norm_before": True,
+    }  # fmt: skip
+    spec = open_model(write_tiny(tmp_path, opt, seed=0))
+    program = build_program(spec, dtype=DType.BF16, max_positions=64)
+    text = format_program(program, StepShape([4], [10]))
+    assert "positions [64 x 60] bf16 by positions" in text
 
 
 def test_all_layers_lists_each_operation_once(tmp_path: Path) -> None:
