@@ -1,4 +1,5 @@
-"""The models of the exact tests: two tiny shapes, each in both dtypes."""
+"""The models of the exact tests: two tiny Llamas in both dtypes, and families that attend in
+other ways: Mistral with windows, Gemma 3 (windows by layer, two angles, head norms), Qwen3."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ import pytest
 
 from quire.program.ops import DType
 from tests.exact.rig import AloneRuns, Model
-from tests.tiny_models import write_tiny_llama
+from tests.models.cases_gemma import GEMMA3
+from tests.models.cases_mistral import MISTRAL
+from tests.models.cases_qwen import QWEN3
+from tests.tiny_models import write_tiny, write_tiny_llama
 
 VOCAB_SIZE = 307
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
-    """One KV head and odd widths; grouped heads, tied and with scaled angles."""
+    """One KV head and odd widths; grouped heads, tied and with scaled angles; the families."""
     root = tmp_path_factory.mktemp("exact")
     odd = write_tiny_llama(root / "odd", seed=5)
     scaled = write_tiny_llama(
@@ -36,7 +40,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
             "original_max_position_embeddings": 128,
         },
     )
-    made = [Model(folder, dtype) for folder in (odd, scaled) for dtype in (DType.F32, DType.BF16)]
+    size = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
+    # Windows of 37 and 13 end within blocks; prompts and answers run past them.
+    mistral = write_tiny(root / "mistral", MISTRAL | size, seed=7)
+    gemma = write_tiny(
+        root / "gemma",
+        GEMMA3
+        | size
+        | {"num_hidden_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        seed=8,
+        dtype="bf16",
+    )
+    qwen = write_tiny(root / "qwen", QWEN3 | size | {"num_hidden_layers": 2}, seed=9)
+    llamas = [(folder, dtype) for folder in (odd, scaled) for dtype in (DType.F32, DType.BF16)]
+    families = [
+        (mistral, DType.F32),
+        (mistral, DType.BF16),
+        (gemma, DType.BF16),
+        (qwen, DType.BF16),
+    ]
+    made = [Model(folder, dtype) for folder, dtype in (*llamas, *families)]
     yield made
     for model in made:
         model.close()
