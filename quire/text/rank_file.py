@@ -21,11 +21,8 @@ from quire.base.errors import TokenizerError
 from quire.text.added_tokens import MAX_ID, put_listed, read_json
 from quire.text.byte_alphabet import stand_ins, written
 from quire.text.merges import merges_of
+from quire.text.tokenizer_json import HOW_TO_CONVERT
 
-HOW_TO_CONVERT = (
-    "write a tokenizer.json once, where the model's own code runs, with transformers: "
-    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-)
 _SHOWN = 40
 
 

@@ -14,28 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from quire.base.errors import TokenizerError
 from quire.text.added_tokens import named_tokens, read_config
-from quire.text.rank_file import (
+from quire.text.tokenizer_json import (
     HOW_TO_CONVERT,
-    Family,
-    looks_like_ranks,
-    read_ranks,
-    read_vocabulary_and_merges,
+    library_errors_become,
+    read_tokenizer_json,
 )
-from quire.text.sentencepiece_model import (
-    converted,
-    encoded_by_library,
-    prefix_once,
-    why_not_converted,
-)
-from quire.text.sentencepiece_proto import read_pieces
-from quire.text.tokenizer_json import library_errors_become, read_tokenizer_json
 
+if TYPE_CHECKING:
+    from quire.text.rank_file import Family
+
+# The readers of the older formats are imported where they are used: most models need none.
 _SHOWN_FILES = 12
 _LFS_POINTER = b"version https://git-lfs"
 _FIRST_FIELD = b"\n"  # of a SentencePiece model: a piece, with its length
@@ -90,6 +84,15 @@ def _from_json(file: Path, config: dict[str, Any]) -> Source:
 
 
 def _from_model(file: Path, config: dict[str, Any]) -> Source:
+    from quire.text.rank_file import looks_like_ranks
+    from quire.text.sentencepiece_model import (
+        converted,
+        encoded_by_library,
+        prefix_once,
+        why_not_converted,
+    )
+    from quire.text.sentencepiece_proto import read_pieces
+
     content = file.read_bytes()
     if looks_like_ranks(content):
         return _from_ranks(file, config)
@@ -115,11 +118,15 @@ def _from_model(file: Path, config: dict[str, Any]) -> Source:
 
 
 def _from_ranks(file: Path, config: dict[str, Any]) -> Source:
+    from quire.text.rank_file import read_ranks
+
     backend, family = read_ranks(file, config)
     return _of_family(file, backend, family, config)
 
 
 def _from_vocabulary(file: Path, config: dict[str, Any]) -> Source:
+    from quire.text.rank_file import read_vocabulary_and_merges
+
     backend, family = read_vocabulary_and_merges(file.parent, config)
     return _of_family(file, backend, family, config)
 

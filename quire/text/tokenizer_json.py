@@ -9,7 +9,6 @@ files that end the process and are not known here.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,10 @@ import tokenizers
 
 from quire.base.errors import QuireError, TokenizerError
 
+HOW_TO_CONVERT = (
+    "write a tokenizer.json once, where the model's own code runs, with transformers: "
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
 MAX_PIECE_CHARS = 10_000
 MAX_GROWTH = 64
 _MAX_PREFIX_CHARS = 1_000
@@ -77,8 +80,8 @@ def _check_content(file: Path, raw: bytes) -> None:
 def _check_charsmap(file: Path, written: Any) -> None:
     """A map is the size of its trie in bytes (four bytes, little end first), the trie, and text."""
     try:
-        charsmap = base64.b64decode(written, validate=True)
-    except (binascii.Error, TypeError, ValueError) as error:
+        charsmap = binascii.a2b_base64(written, strict_mode=True)
+    except (TypeError, ValueError) as error:
         raise _unreadable(file, f"its precompiled_charsmap is no base64: {error}") from None
     size = int.from_bytes(charsmap[:4], "little")
     if size > len(charsmap):
