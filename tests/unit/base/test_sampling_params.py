@@ -44,6 +44,15 @@ from quire.base.sampling_params import FILTERS_OFF, SamplingParams
         ("seed", 2**63),
         ("seed", 1.5),
         ("logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", True),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("logprob_token_ids", [-1]),
+        ("logprob_token_ids", [1.0]),
+        ("logprob_token_ids", 5),
+        ("logprob_token_ids", range(1025)),
         ("ignore_eos", 1),
         ("include_stop_str_in_output", "yes"),
     ],
@@ -79,6 +88,34 @@ def test_numbers_of_numpy_are_numbers_and_are_kept_as_pythons_own() -> None:
     assert not any(isinstance(value, np.generic) for value in kept)
     assert type(params.top_p) is float
     assert [type(value) for pair in params.logit_bias.items() for value in pair] == [int, float]
+
+
+def test_a_prompt_may_be_scored_without_output() -> None:
+    params = SamplingParams(prompt_logprobs=0, max_tokens=0)
+    assert (params.max_tokens, params.prompt_logprobs, params.logprobs) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "max_tokens"),
+        ({"prompt_logprobs": 0, "n": 2}, "n"),
+        ({"prompt_logprobs": 0, "logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"prompt_logprobs": 0, "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_what_makes_no_sense_without_output_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(max_tokens=0, **fields)
+    assert caught.value.param == param
+
+
+def test_listed_ids_ask_for_log_probabilities() -> None:
+    params = SamplingParams(logprob_token_ids=[5, np.int64(3), 5])
+    assert params.logprob_token_ids == (5, 3, 5)
+    assert params.logprobs == 0
+    assert SamplingParams(logprob_token_ids=[5], logprobs=3).logprobs == 3
+    assert SamplingParams(logprob_token_ids=[]).logprobs is None
 
 
 def test_a_stop_string_alone_is_a_list_of_one() -> None:

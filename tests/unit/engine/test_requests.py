@@ -50,6 +50,10 @@ def test_the_end_is_the_context_or_what_was_asked_for() -> None:
     assert _made([5] * 30, max_tokens=1)[0].max_total_tokens == 31
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+    assert _made([5] * 32, max_tokens=0, prompt_logprobs=0)[0].max_total_tokens == 32
+
+
 def test_stop_ids_are_the_models_and_the_callers() -> None:
     assert _made([5], stop_token_ids=(9, 2))[0].stop_ids == (1, 2, 9)
     assert _made([5], stop_token_ids=(9,), ignore_eos=True)[0].stop_ids == (9,)
@@ -61,6 +65,7 @@ def test_stop_ids_are_the_models_and_the_callers() -> None:
         ([5] * 32, {}, "the prompt has 32 tokens; prompt and output together may have 32"),
         ([5] * 99, {}, "the prompt has 99 tokens"),
         ([5] * 30, {"max_tokens": 3}, "lower max_tokens to 2"),
+        ([5] * 33, {"max_tokens": 0, "prompt_logprobs": 0}, "33 tokens; .* may have 32; shorten"),
         ([5] * 30, {"min_tokens": 3}, "min_tokens is 3 and the prompt has 30 tokens"),
     ],
 )
@@ -83,6 +88,7 @@ def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
         (["5"], {}, "prompt"),
         ([5], {"stop_token_ids": (100,)}, "stop_token_ids"),
         ([5], {"logit_bias": {100: 1.0}}, "logit_bias"),
+        ([5], {"logprob_token_ids": [5, 100]}, "logprob_token_ids"),
     ],
 )
 def test_ids_the_model_does_not_have_are_refused(
