@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,51 @@ def test_native_and_reference_agree_on_a_tiny_model(model: Path, llm: LLM) -> No
         (other,) = reference.generate("Hello", GREEDY)
     assert native.token_ids == other.token_ids
     assert native.text == other.text
+
+
+def test_a_prompts_scores_are_what_generation_told(llm: LLM) -> None:
+    asked = replace(GREEDY, logprobs=3, logprob_token_ids=(7, 300, 7))
+    (told,) = llm.generate("the sea and the camel", asked)
+    ids = [*told.prompt_ids, *told.token_ids]
+    only = SamplingParams(seed=0, prompt_logprobs=3, max_tokens=0)
+    (scored,) = llm.generate([ids], only)
+    assert (scored.text, scored.token_ids) == ("", ())
+    assert scored.finish_reason is FinishReason.LENGTH
+    assert len(scored.prompt_logprobs) == len(ids)
+    assert scored.prompt_logprobs[0] is None
+    for known, generated in zip(
+        scored.prompt_logprobs[len(told.prompt_ids) :], told.logprobs, strict=True
+    ):
+        assert known is not None
+        assert (known.token_id, known.logprob) == (generated.token_id, generated.logprob)
+        assert [(top.token_id, top.logprob) for top in known.top] == [
+            (top.token_id, top.logprob) for top in generated.top
+        ]
+        assert known.rank == 1  # greedy
+        listed = generated.listed
+        assert [one.token_id for one in listed] == [7, 300, 7]
+        assert listed[0].logprob == listed[2].logprob < 0
+    (again, other) = llm.generate([ids, ids], [only, replace(only, prompt_logprobs=0)])
+    assert list(again.prompt_logprobs) == list(scored.prompt_logprobs)
+    assert [token and token.top for token in other.prompt_logprobs] == [None, *[()] * len(ids[1:])]
+
+
+def test_scores_are_told_once_for_all_choices_and_do_not_change_them(llm: LLM) -> None:
+    params = SamplingParams(seed=3, n=3, max_tokens=5, ignore_eos=True)
+    (plain,) = llm.generate("the sea and", params)
+    assert plain.prompt_logprobs == ()
+    (scored,) = llm.generate("the sea and", replace(params, prompt_logprobs=1))
+    assert [one.token_ids for one in scored.outputs] == [one.token_ids for one in plain.outputs]
+    assert len(scored.prompt_logprobs) == len(scored.prompt_ids)
+
+
+def test_a_scored_prompt_may_fill_the_context_and_not_more(llm: LLM) -> None:
+    only = SamplingParams(prompt_logprobs=0, max_tokens=0)
+    room = llm.card.max_model_len
+    (answer,) = llm.generate([[5] * room], only)
+    assert len(answer.prompt_logprobs) == room
+    with pytest.raises(ContextTooLong, match=f"{room + 1} tokens"):
+        llm.generate([[5] * (room + 1)], only)
 
 
 def test_prompts_may_be_one_or_many_text_or_ids(llm: LLM) -> None:
