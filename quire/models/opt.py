@@ -34,6 +34,9 @@ def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
             f"hidden_size is {hidden_size}, not a multiple of num_attention_heads {num_heads}; "
             "it must be"
         )
+    # Galactica's checkpoints say these; other values belong to code that is not transformers'.
+    config.require("learned_embeddings", (True,), "only learned positions are supported")
+    config.require("scale_embeddings", (False,), "only false is supported")
     is_biased = config.flag("enable_bias", default=True)
     is_affine = config.flag("layer_norm_elementwise_affine", default=True)
     comes_before = config.flag("do_layer_norm_before", default=True)

@@ -31,6 +31,7 @@ from quire.models.qwen import read_qwen2, read_qwen3
 from quire.models.refusals import other_kind, refusal
 from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
+from quire.models.starcoder2 import build_starcoder2, read_starcoder2
 from quire.program.ops import DType
 from quire.program.program import Program
 
@@ -63,6 +64,9 @@ FAMILIES = MappingProxyType(
         "Olmo2ForCausalLM": Family(model_type="olmo2", read=read_olmo2, build=build_olmo),
         "Olmo3ForCausalLM": Family(model_type="olmo3", read=read_olmo3, build=build_olmo),
         "OPTForCausalLM": Family(model_type="opt", read=read_opt, build=build_opt),
+        "Starcoder2ForCausalLM": Family(
+            model_type="starcoder2", read=read_starcoder2, build=build_starcoder2
+        ),
     }
 )
 
@@ -146,5 +150,5 @@ def _architecture(values: Mapping[str, Any], where: Path) -> str:
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
         raise ConfigError(f"{where}: {refusal(values, FAMILIES)}")
     if problem := other_kind(values):
-        raise ConfigError(f"{where}: {problem}")
+        raise ConfigError(f"{where}: this model is more than its architecture says: {problem}")
     return str(names[0])

@@ -176,6 +176,8 @@ def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
         ("intermediate_size", 3072),
         ("num_key_value_heads", 12),
         ("rope_theta", 1e4),
+        ("learned_embeddings", False),
+        ("scale_embeddings", True),
     ],
 )
 def test_what_an_opt_must_have_and_cannot_have(key: str, value: Any, tmp_path: Path) -> None:
