@@ -91,9 +91,13 @@ def _names(sources: Mapping[str, object], checkpoint: Checkpoint) -> dict[str, s
     """The checkpoint's name of each source."""
     words = Counter(source.split(".", 1)[0] for source in sources)
     prefix = f"{words.most_common(1)[0][0]}."
-    if any(name.startswith(prefix) for name in checkpoint.names):
-        return {source: source for source in sources}
-    return {source: source.removeprefix(prefix) for source in sources}
+    bare = {source: source.removeprefix(prefix) for source in sources}
+    present = checkpoint.names
+    is_bare = not any(name.startswith(prefix) for name in present)
+    # A file of another model altogether is told in full names.
+    if is_bare and not set(present).isdisjoint(bare.values()):
+        return bare
+    return {source: source for source in sources}
 
 
 def _tied_source(program: Program) -> str | None:

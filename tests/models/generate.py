@@ -22,14 +22,16 @@ from quire.program.ops import DType
 from quire.weights.checkpoint import open_checkpoint
 
 BLOCK_SIZE = 16
-CLASSES = {"reference": ReferenceExecutor, "native": NativeExecutor}
-EXECUTORS = tuple(CLASSES)
+EXECUTORS = ("reference", "native")
 
 
 def open_executor(
     path: Path, *, kind: str = "reference", dtype: DType = DType.F32, max_tokens: int = 128
 ) -> Executor:
-    """An executor of the model in `path`, with cache for the model's whole length."""
+    """An executor of the model in `path`, with cache for the model's whole length.
+
+    What it reads but never wrote is NaN.
+    """
     return executor_of(open_model(path), path, kind=kind, dtype=dtype, max_tokens=max_tokens)
 
 
@@ -46,7 +48,12 @@ def executor_of(
     max_positions = served or spec.max_positions
     program = build_program(spec, dtype=dtype, max_positions=max_positions)
     limits = {"max_tokens": max_tokens, "max_samples": max_tokens, "max_sequences": 4}
-    executor = CLASSES[kind](program, open_checkpoint(path), num_threads=1, **limits)
+    checkpoint = open_checkpoint(path)
+    executor: Executor
+    if kind == "native":
+        executor = NativeExecutor(program, checkpoint, **limits, poison=True)
+    else:
+        executor = ReferenceExecutor(program, checkpoint, **limits)
     executor.allocate_cache(-(-max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor
 

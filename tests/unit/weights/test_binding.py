@@ -134,6 +134,12 @@ def test_problems_are_told_by_the_names_the_file_uses(tmp_path: Path) -> None:
     assert "1 problem" in message
 
 
+def test_a_file_of_another_model_is_told_in_full_names(tmp_path: Path) -> None:
+    message = refused(tmp_path, {"other.weight": np.ones(3, np.float32)})
+    assert f"{EMBED} is missing" in message
+    assert "other.weight (shape [3]) is not part of Odd" in message
+
+
 def test_a_file_with_both_kinds_of_names_is_refused(tmp_path: Path) -> None:
     held = tensors()
     held["fused.weight"] = held.pop(FUSED)
