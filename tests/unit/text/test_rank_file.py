@@ -210,3 +210,13 @@ def test_broken_vocabularies_and_merges_are_told(
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TokenizerError, match=why):
         Tokenizer.load(tmp_path)
+
+
+def test_a_vocabulary_of_qwens_class_is_split_and_composed_as_qwen_does(tmp_path: Path) -> None:
+    write_vocabulary(tmp_path)
+    as_gpt_2 = Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2TokenizerFast"}')
+    as_qwen = Tokenizer.load(tmp_path)
+    assert as_qwen.encode("e\u0301") == as_qwen.encode("é") == as_gpt_2.encode("é")
+    assert as_gpt_2.encode("e\u0301") != as_gpt_2.encode("é")
+    assert as_qwen.decode(as_qwen.encode("12 x\n\n")) == "12 x\n\n"
