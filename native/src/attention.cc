@@ -12,6 +12,7 @@
 // Rows of one KV head share loads in tiles; a tile multiplies what all its rows see, and each
 // row's ends by themselves, resuming the same chains.
 
+#include "quire/amx_attention.h"
 #include "quire/attention_tiles.h"
 #include "quire/kernels.h"
 #include "quire/vec.h"
@@ -54,8 +55,8 @@ class Walk {
         const int64_t last = (end_[num_rows_ - 1] - 1) / kPiece;
         for (int64_t piece = first_[0] / kPiece; piece <= last; ++piece) {
             find(piece);
-            for (int row = 0; row < num_rows_; row += kTileRows) {
-                const int rows = num_rows_ - row < kTileRows ? num_rows_ - row : kTileRows;
+            for (int row = 0; row < num_rows_; row += kVecRows) {
+                const int rows = num_rows_ - row < kVecRows ? num_rows_ - row : kVecRows;
                 attend_tile(piece * kPiece, row, rows);
             }
         }
@@ -100,7 +101,7 @@ class Walk {
         while (count > 0 && end_[row] <= start) ++row, --count;
         while (count > 0 && first_[row + count - 1] >= start + kPiece) --count;
         if (count == 0) return;
-        Span spans[kTileRows];
+        Span spans[kVecRows];
         for (int i = 0; i < count; ++i) {
             const int64_t first = first_[row + i] - start, end = end_[row + i] - start;
             spans[i] = {static_cast<int>(first > 0 ? first : 0),
@@ -113,7 +114,7 @@ class Walk {
             score<T>(count, vecs, query_ + row, keys_ + v, kGroup * kStep<T>, values_.dim,
                      scores_ + v * kLanes);
         }
-        float largest[kTileRows], sum[kTileRows];
+        float largest[kVecRows], sum[kVecRows];
         for (int i = 0; i < count; ++i) {
             probabilities(scores_ + i * kPiece, weights_ + i * kPiece, spans[i].first,
                           spans[i].end, scale_, &largest[i], &sum[i]);
@@ -158,18 +159,25 @@ class Walk {
     int num_pieces_[kRows];
     float largest_[kRows], sum_[kRows];
 
-    alignas(64) float scores_[kTileRows * kPiece];
-    alignas(64) T weights_[kTileRows * kPiece];
-    alignas(64) float piece_[kTileRows * kMaxHeadDim];
+    alignas(64) float scores_[kVecRows * kPiece];
+    alignas(64) T weights_[kVecRows * kPiece];
+    alignas(64) float piece_[kVecRows * kMaxHeadDim];
     alignas(64) float out_[kRows * kMaxHeadDim];
 };
+
+#if defined(QUIRE_AMX)
+template <class T> struct WalkOf { using type = Walk<T>; };
+template <> struct WalkOf<bf16> { using type = TileWalk; };
+#else
+template <class T> struct WalkOf { using type = Walk<T>; };
+#endif
 
 // Tokens begin..end of a sequence, one KV head.
 template <class T>
 void attend(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t begin,
             int64_t end) {
     const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
-    Walk<T> walk(args, sequence, kv_head);
+    typename WalkOf<T>::type walk(args, sequence, kv_head);
     int64_t first = begin * group;  // rows are numbered token * group + head within the group
     for (int64_t row = first; row < end * group; ++row) {
         walk.add_row(row / group, kv_head * group + row % group);

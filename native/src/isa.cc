@@ -12,6 +12,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace quire {
 
@@ -20,6 +24,7 @@ namespace portable { const KernelTable& kernel_table(); }
 namespace avx2 { const KernelTable& kernel_table(); }
 namespace avx512 { const KernelTable& kernel_table(); }
 namespace avx512bf16 { const KernelTable& kernel_table(); }
+namespace amx { const KernelTable& kernel_table(); }
 #endif
 
 namespace {
@@ -28,7 +33,18 @@ namespace {
 
 bool bit(unsigned word, int index) { return (word >> index & 1u) != 0; }
 
-// How far up the ladder avx2 (1), avx512 (2), avx512bf16 (3) this machine reaches.
+// Asks Linux once for the tile registers, which it gives to a process on request only.
+bool tiles_granted() {
+#if defined(__linux__)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return granted;
+#else
+    return false;
+#endif
+}
+
+// How far up the ladder avx2 (1), avx512 (2), avx512bf16 (3), amx (4) this machine reaches.
 int machine_level() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -43,8 +59,10 @@ int machine_level() {
     const bool avx512 = bit(b, 16) && bit(b, 17) && bit(b, 28) && bit(b, 30) && bit(b, 31);
     if (!zmm_saved || !avx512) return 1;
     const bool vnni = bit(c, 11);
+    const bool amx = bit(d, 22) && bit(d, 24) && (saved & 0x60000u) == 0x60000u;
     if (leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return 2;
-    return vnni && bit(a, 5) ? 3 : 2;
+    if (!vnni || !bit(a, 5)) return 2;
+    return amx && tiles_granted() ? 4 : 3;
 }
 
 #endif
@@ -53,6 +71,7 @@ std::vector<const KernelTable*> available_tables() {
     std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
     const int level = machine_level();
+    if (level >= 4) tables.push_back(&amx::kernel_table());
     if (level >= 3) tables.push_back(&avx512bf16::kernel_table());
     if (level >= 2) tables.push_back(&avx512::kernel_table());
     if (level >= 1) tables.push_back(&avx2::kernel_table());

@@ -1,13 +1,14 @@
 // linear: y = x @ W.T (+ bias) over the packed panels of 32 outputs.
 //
 // Every output is one chain over K in order, started at zero; the bias is added last, in f32,
-// then one rounding to y's type. Tiles of up to kTileRows rows by one panel hold all chains in
+// then one rounding to y's type. Tiles of up to kVecRows rows by one panel hold all chains in
 // registers, so row counts change only who shares a load, never a result. A bf16 step takes a
 // pair of K; for odd K the last partner is zeroed in the register (memory beside it may hold NaN)
 // and the packed partner is zero.
 //
 // Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
 
+#include "quire/amx_tiles.h"
 #include "quire/kernels.h"
 #include "quire/vec.h"
 
@@ -17,11 +18,11 @@ namespace {
 
 constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
 #if defined(QUIRE_ZMM)
-constexpr int kTileRows = 12;
+constexpr int kVecRows = 12;
 #elif defined(QUIRE_YMM)
-constexpr int kTileRows = 3;
+constexpr int kVecRows = 3;
 #else
-constexpr int kTileRows = 1;
+constexpr int kVecRows = 1;
 #endif
 constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
 constexpr int64_t kStepBytes = 128;  // panel bytes of one step: one k of f32, one pair of bf16
@@ -108,7 +109,7 @@ __attribute__((noinline)) void tile(const T* x, int64_t stride, const char* pane
 template <class T>
 using TileFunction = void (*)(const T*, int64_t, const char*, int64_t, float*, const char*);
 
-template <class T, Fetch fetch, int kRows = kTileRows>
+template <class T, Fetch fetch, int kRows = kVecRows>
 QUIRE_VEC TileFunction<T> tile_for(int64_t rows) {
     if constexpr (kRows > 1) {
         if (rows < kRows) return tile_for<T, fetch, kRows - 1>(rows);
@@ -136,6 +137,18 @@ QUIRE_VEC void finish(const float* sums, int64_t rows, const float* bias, const 
     }
 }
 
+// The same for a whole panel, by y's type.
+QUIRE_VEC void finish(const float* sums, int64_t rows, const LinearArgs& args, int64_t first_row,
+                      int64_t panel) {
+    const int64_t first = panel * kPanel, left = args.weight.n - first;
+    const int64_t count = left < kPanel ? left : kPanel;
+    if (args.y.type == Type::f32) {
+        finish<float>(sums, rows, args.bias, args.y, first_row, first, count);
+    } else {
+        finish<bf16>(sums, rows, args.bias, args.y, first_row, first, count);
+    }
+}
+
 // All rows of one block by one panel.
 template <class T>
 void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64_t rows) {
@@ -144,7 +157,7 @@ void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64
     const int64_t bytes = panel_bytes(k, args.weight.type);
     const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
     const T* x = static_cast<const T*>(args.x.at(first_row));
-    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = (rows + kVecRows - 1) / kVecRows;
     int64_t row = 0;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t count = rows / tiles + (t < rows % tiles ? 1 : 0);
@@ -161,19 +174,128 @@ void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64
         compute(x + row * args.x.stride, args.x.stride, weights, k, sums + row * kPanel, next);
         row += count;
     }
-    const int64_t first = panel * kPanel;
-    const int64_t left = args.weight.n - first;
-    const int64_t count = left < kPanel ? left : kPanel;
-    if (args.y.type == Type::f32) {
-        finish<float>(sums, rows, args.bias, args.y, first_row, first, count);
-    } else {
-        finish<bf16>(sums, rows, args.bias, args.y, first_row, first, count);
-    }
+    finish(sums, rows, args, first_row, panel);
 }
+
+#if defined(QUIRE_AMX)
+
+constexpr int64_t kRowBytes = 5 << 18;  // of packed x: what stays in the second-level cache
+constexpr int64_t kMostRows = 1024;     // of x in one block
+constexpr int64_t kPairRows = 2 * kTileRows;
+constexpr int64_t kResidentSteps = 16;  // of K: the weights of so many stay in the first level
+constexpr int64_t kPanelStepBytes = kTileRows * kStepBytes;
+
+QUIRE_VEC int64_t steps_of(int64_t k) { return (k + kTileStep - 1) / kTileStep; }
+
+QUIRE_VEC int64_t amx_block_rows(int64_t k) {
+    const int64_t rows = kRowBytes / (steps_of(k) * kTileStep * 2) / kPairRows * kPairRows;
+    return rows < 2 * kPairRows ? 2 * kPairRows : rows > kMostRows ? kMostRows : rows;
+}
+
+// Steps of K, their weights, and whether sums are gone on with.
+struct Stretch {
+    int64_t first, count;
+    const char* weights;
+    bool resume;
+};
+
+// A stretch of K for all (packed) rows of a block: sums [rows, up to 31 more][32]. Returns how
+// far it has fetched ahead: the next panel's beginning where rows take more than one pass.
+template <Ahead fetch>
+QUIRE_VEC const char* amx_stretch(const bf16* packed, int64_t rows, int64_t steps,
+                                  const Stretch& stretch, float* sums, const char* ahead) {
+    configure_tiles(kTileRows, kTileRows);
+    for (int64_t row = 0; row < rows; row += kPairRows) {
+        const int64_t count = rows - row < kPairRows ? rows - row : kPairRows;
+        const bool two = count > kTileRows;
+        if (count < kPairRows) configure_tiles(two ? kTileRows : count, count - kTileRows);
+        const bf16* upper = packed + row * steps * kTileStep + stretch.first * kTileElements;
+        const auto multiply =
+            two ? (stretch.resume ? multiply_tiles<true, true, fetch>
+                                  : multiply_tiles<true, false, fetch>)
+                : (stretch.resume ? multiply_tiles<false, true, fetch>
+                                  : multiply_tiles<false, false, fetch>);
+        float* out = sums + row * kPanel;
+        multiply(upper, upper + steps * kTileElements, stretch.weights, stretch.count, out,
+                 out + kTileRows * kPanel, ahead);
+        if (fetch == Ahead::next_panel) ahead += stretch.count * 256;
+    }
+    return ahead;
+}
+
+// All rows of one block (packed) by one panel, into sums. The last step of K is filled up with
+// zeros: behind a panel lies the next, and 0 times an infinity is not 0.
+void amx_panel(const bf16* packed, int64_t rows, const char* panel, int64_t k, float* sums) {
+    const int64_t steps = steps_of(k), pairs = (k + 1) / 2;
+    const int64_t whole = pairs / kTileRows;  // steps whose weights are all there
+    const char* ahead = panel + pairs * kStepBytes;
+    if (rows <= kPairRows) {
+        const Stretch all{0, whole, panel, false};
+        amx_stretch<Ahead::same_stream>(packed, rows, steps, all, sums, panel + kAheadBytes);
+    } else {
+        for (int64_t first = 0; first < whole; first += kResidentSteps) {
+            const int64_t left = whole - first;
+            const Stretch part{first, left < kResidentSteps ? left : kResidentSteps,
+                               panel + first * kPanelStepBytes, first > 0};
+            ahead = amx_stretch<Ahead::next_panel>(packed, rows, steps, part, sums, ahead);
+        }
+    }
+    if (whole == steps) return;
+    alignas(64) char last[kPanelStepBytes];
+    const int64_t bytes = (pairs - whole * kTileRows) * kStepBytes;
+    for (int64_t i = 0; i < kPanelStepBytes; i += 64) {
+        const char* from = panel + whole * kPanelStepBytes + i;
+        _mm512_store_si512(last + i,
+                           i < bytes ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
+    }
+    amx_stretch<Ahead::none>(packed, rows, steps, {whole, 1, last, whole > 0}, sums, nullptr);
+}
+
+// As `linear` deals it, with x packed once by each thread and block of rows.
+void amx_linear(const LinearArgs& args) {
+    const int64_t k = args.weight.k, n = args.weight.n, steps = steps_of(k);
+    const int64_t block_rows = amx_block_rows(k);
+    const int64_t panels = (n + kPanel - 1) / kPanel;
+    const int64_t blocks = (args.rows + block_rows - 1) / block_rows;
+    const int64_t bytes = panel_bytes(k, Type::bf16);
+    const int64_t most = args.rows < block_rows ? args.rows : block_rows;
+    const int64_t padded = round_up(most, kPairRows);
+    const int64_t packed_bytes = padded * steps * kTileStep * 2;
+    const int64_t panel_work = k * kPanel * most;
+    const int64_t grain = panel_work > 0 && panel_work < 131072 ? 131072 / panel_work : 1;
+    const int64_t ticket = args.pool->ticket();
+    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int thread) {
+        char* scratch = args.pool->scratch(thread, 64 + packed_bytes + padded * kPanel * 4);
+        int64_t* held = reinterpret_cast<int64_t*>(scratch);  // ticket and block of what is packed
+        bf16* packed = reinterpret_cast<bf16*>(scratch + 64);
+        float* sums = reinterpret_cast<float*>(scratch + 64 + packed_bytes);
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t block = task / panels, panel = task % panels;
+            const int64_t first_row = block * block_rows;
+            const int64_t left = args.rows - first_row;
+            const int64_t rows = left < block_rows ? left : block_rows;
+            if (held[0] != ticket || held[1] != block) {
+                pack_rows(static_cast<const bf16*>(args.x.at(first_row)), args.x.stride, rows, k,
+                          packed);
+                held[0] = ticket;
+                held[1] = block;
+            }
+            const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
+            amx_panel(packed, rows, weights, k, sums);
+            finish(sums, rows, args, first_row, panel);
+        }
+        release_tiles();
+    });
+}
+
+#endif
 
 }  // namespace
 
 void linear(const LinearArgs& args) {
+#if defined(QUIRE_AMX)
+    if (args.weight.type == Type::bf16) return amx_linear(args);
+#endif
     const int64_t panels = (args.weight.n + kPanel - 1) / kPanel;
     const int64_t blocks = (args.rows + kBlockRows - 1) / kBlockRows;
     // Below some 16 thousand products a second thread costs more than it gives.

@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "quire/memory.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #else
@@ -108,7 +110,7 @@ struct alignas(64) Run {
 // comes late finds it closed and is not waited for: a thread that the system has put aside delays
 // a job only while it holds a chunk of it.
 struct Pool::State {
-    explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)) {}
+    explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)), scratch(static_cast<size_t>(num_threads)) {}
 
     // The number of the job in the upper half; kOpen; and how many workers are in it.
     alignas(64) std::atomic<uint64_t> gate{0};
@@ -129,6 +131,7 @@ struct Pool::State {
 
     std::vector<Run> runs;
     std::vector<std::thread> workers;
+    std::vector<Memory> scratch;  // one a thread
 
     static uint64_t job_of(uint64_t gate) { return gate >> 32; }
     static uint64_t inside(uint64_t gate) { return gate & (kOpen - 1); }
@@ -231,6 +234,14 @@ Pool::Pool(int num_threads, const KernelTable& kernels)
 Pool::~Pool() {
     state_->stop();
     delete state_;
+}
+
+char* Pool::scratch(int thread, int64_t bytes) {
+    Memory& memory = state_->scratch[static_cast<size_t>(thread)];
+    if (static_cast<int64_t>(memory.bytes()) < bytes) {
+        memory = Memory(static_cast<std::size_t>(bytes));
+    }
+    return memory.data();
 }
 
 void Pool::run_raw(RunBody body, void* context) {

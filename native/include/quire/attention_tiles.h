@@ -16,9 +16,9 @@ constexpr int kGroup = kKeyGroup;  // positions that lie together in every block
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 #if defined(QUIRE_ZMM)
-constexpr int kTileRows = 6, kTileVecs = 4;
+constexpr int kVecRows = 6, kTileVecs = 4;
 #else
-constexpr int kTileRows = 4, kTileVecs = 2;
+constexpr int kVecRows = 4, kTileVecs = 2;
 #endif
 
 // Elements that one step of a chain takes from a row of the cache.
@@ -86,7 +86,7 @@ __attribute__((noinline)) void score_tile(const T* const* q, const T* const* k, 
     }
 }
 
-template <class T, int rows = kTileRows, int vecs = kTileVecs>
+template <class T, int rows = kVecRows, int vecs = kTileVecs>
 QUIRE_VEC void score(int num_rows, int num_vecs, const T* const* q, const T* const* k,
                      int64_t stride, int64_t dim, float* out) {
     if constexpr (rows > 1) {
@@ -266,7 +266,7 @@ void weigh_columns(const T* p, const Values<T>& values, int from, int to, float*
     }
 }
 
-template <class T, int rows = kTileRows>
+template <class T, int rows = kVecRows>
 QUIRE_VEC void weigh_rows(int num_rows, const T* p, const Values<T>& values, int from, int to,
                           float* out, int64_t stride) {
     if (from >= to) return;

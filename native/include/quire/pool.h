@@ -35,6 +35,13 @@ class Pool {
                  const_cast<void*>(static_cast<const void*>(&body)));
     }
 
+    // At least `bytes` for `thread` alone, aligned to 64; what is in it stays until the next call
+    // that asks for more. Throws std::bad_alloc.
+    char* scratch(int thread, int64_t bytes);
+
+    // A number no earlier call got: what was left in scratch can be told from what was not.
+    __attribute__((always_inline)) int64_t ticket() { return ++tickets_; }
+
   private:
     template <class T> struct Strip { using type = T; };
     template <class T> struct Strip<T&> { using type = T; };
@@ -46,6 +53,7 @@ class Pool {
     void deal_raw(int64_t n, int64_t grain, DealBody body, void* context);
 
     struct State;
+    int64_t tickets_ = 0;
     State* state_;
     const KernelTable& kernels_;
     int num_threads_;

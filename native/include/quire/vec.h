@@ -12,10 +12,13 @@
 
 #include "quire/types.h"
 
-#if defined(QUIRE_ISA_AVX512BF16)
+#if defined(QUIRE_ISA_AMX)
+#define QUIRE_AMX 1
+#endif
+#if defined(QUIRE_ISA_AVX512BF16) || defined(QUIRE_ISA_AMX)
 #define QUIRE_HAS_BF16_DOT 1
 #endif
-#if defined(QUIRE_ISA_AVX512) || defined(QUIRE_ISA_AVX512BF16)
+#if defined(QUIRE_ISA_AVX512) || defined(QUIRE_HAS_BF16_DOT)
 #define QUIRE_ZMM 1
 #elif defined(QUIRE_ISA_AVX2)
 #define QUIRE_YMM 1

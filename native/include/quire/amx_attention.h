@@ -1,0 +1,350 @@
+// Attention over a bf16 cache by AMX tiles; attention.cc has the recipe of a row, which here is
+// the same but for the products: a score is a chain of steps of 32 columns, a piece's weighted
+// values are a chain of steps of 32 positions, each step as amx_tiles.h says.
+//
+// Rows share tiles although they see different positions. A score nobody sees is a column of its
+// own and is dropped. A value that a row does not see meets probability 0 and changes nothing,
+// unless it is infinite or NaN: values no row of the walk sees are replaced by zeros, and where
+// one that some rows see is not finite, these rows are computed one by one.
+#pragma once
+
+#include "quire/amx_tiles.h"
+#include "quire/attention_tiles.h"
+
+#if defined(QUIRE_AMX)
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+constexpr int kWalkRows = 96;      // rows that share a walk through the cache
+constexpr int kPairRows = 32;      // rows of two tiles
+constexpr int kSteps = kPiece / static_cast<int>(kTileStep);
+constexpr int kDimSteps = kMaxHeadDim / static_cast<int>(kTileStep);
+
+// sums of `upper` (and 16 rows on, where two) by the two halves, 16 columns each, of a weight
+// whose steps lie anywhere. Strides are in bytes.
+template <bool two>
+__attribute__((noinline)) void multiply_steps(const bf16* x, int64_t x_stride,
+                                              const bf16* const* left, const bf16* const* right,
+                                              int64_t w_stride, int64_t steps, float* sums,
+                                              int64_t sums_stride) {
+    memory_barrier();
+    const char* upper = reinterpret_cast<const char*>(x);
+    const char* lower = upper + kTileRows * x_stride;
+    char* out = reinterpret_cast<char*>(sums);
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t s = 0; s < steps; ++s) {
+        _tile_loadd(6, left[s], w_stride);
+        _tile_loadd(4, upper, x_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, right[s], w_stride);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (two) {
+            _tile_loadd(5, lower, x_stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            lower += kTileStep * 2;
+        }
+        upper += kTileStep * 2;
+    }
+    _tile_stored(0, out, sums_stride);
+    _tile_stored(1, out + 64, sums_stride);
+    if constexpr (two) {
+        _tile_stored(2, out + kTileRows * sums_stride, sums_stride);
+        _tile_stored(3, out + kTileRows * sums_stride + 64, sums_stride);
+    }
+    memory_barrier();
+}
+
+// Up to kWalkRows rows of one KV head of one sequence, and what they have summed so far.
+class TileWalk {
+  public:
+    TileWalk(const AttentionArgs& args, int64_t sequence, int64_t kv_head)
+        : args_(args), table_(args.block_tables + sequence * args.table_columns),
+          dim_(args.shape.head_dim), stride_(round_up(args.shape.head_dim, kTileStep)),
+          block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
+          head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head) {
+        const bool capped = args.soft_cap != 0.0f;
+        scale_.factor = capped ? args.scale / args.soft_cap : args.scale * kLog2E;
+        scale_.capped = capped ? args.soft_cap * kLog2E : 0.0f;
+    }
+
+    void add_row(int64_t token, int64_t head) {
+        const int64_t position = args_.positions[token];
+        const int64_t first = args_.window > 0 ? position - args_.window + 1 : 0;
+        pack_row(static_cast<const bf16*>(args_.q.at(token)) + head * dim_,
+                 query_ + num_rows_ * stride_);
+        first_[num_rows_] = first > 0 ? first : 0;
+        end_[num_rows_] = position + 1;
+        num_pieces_[num_rows_++] = 0;
+    }
+
+    bool full() const { return num_rows_ == kWalkRows; }
+
+    // Rows must have rising positions.
+    void attend() {
+        if (num_rows_ == 0) return;
+        configured_ = 0;
+        const int64_t last = (end_[num_rows_ - 1] - 1) / kPiece;
+        for (int64_t piece = first_[0] / kPiece; piece <= last; ++piece) {
+            find(piece * kPiece);
+            for (int row = 0; row < num_rows_; row += kPairRows) {
+                const int rows = num_rows_ - row < kPairRows ? num_rows_ - row : kPairRows;
+                attend_tile(piece * kPiece, row, rows);
+            }
+        }
+        release_tiles();
+    }
+
+    template <class Y>
+    void write(int row, Y* y) const {
+        const Vec l = set1(sum_[row]);
+        const float* o = out_ + row * stride_;
+        int64_t c = 0;
+        for (; c + kLanes <= dim_; c += kLanes) store(y + c, div(load(o + c), l));
+        if (c < dim_) store_n(y + c, div(load(o + c), l), static_cast<int>(dim_ - c));
+    }
+
+    int num_rows() const { return num_rows_; }
+    void clear() { num_rows_ = 0; }
+
+  private:
+    // A query's columns, zeros up to a whole step.
+    void pack_row(const bf16* from, bf16* to) const {
+        for (int64_t c = 0; c < stride_; c += kTileStep) {
+            const int64_t left = dim_ - c;
+            const __mmask32 some = left >= kTileStep ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+            _mm512_storeu_si512(to + c, _mm512_maskz_loadu_epi16(some, from + c));
+        }
+    }
+
+    // Points at the keys and values of the piece at `start`, as far as any row sees it.
+    void find(int64_t start) {
+        const int64_t end = end_[num_rows_ - 1], first = first_[0];
+        const int64_t block_size = args_.shape.block_size, key_size = kGroup * round_up(dim_, 2);
+        const bf16* keys[kPiece / kGroup];
+        const bf16* values[kPiece / kGroup];
+        for (int g = 0; g < kPiece / kGroup; ++g) {
+            const int64_t position = start + g * kGroup;
+            keys[g] = values[g] = nullptr;
+            if (position + kGroup <= first || position >= end) continue;
+            const char* block = head_ + table_[position / block_size] * block_bytes_;
+            const int64_t group = position % block_size / kGroup;
+            keys[g] = reinterpret_cast<const bf16*>(block) + group * key_size;
+            values[g] = reinterpret_cast<const bf16*>(block + part_bytes_) + group * kGroup * dim_;
+        }
+        for (int s = 0; s < kSteps; ++s) {
+            const int64_t position = start + s * kTileStep;
+            if (position + kTileStep <= first || position >= end) continue;
+            find_keys(keys[2 * s] != nullptr ? keys[2 * s] : keys[2 * s + 1], 2 * s);
+            find_keys(keys[2 * s + 1] != nullptr ? keys[2 * s + 1] : keys[2 * s], 2 * s + 1);
+            finite_[s] = -1;
+            valid_[s].first = static_cast<int>(first > position ? first - position : 0);
+            valid_[s].end = static_cast<int>(end - position < kTileStep ? end - position
+                                                                        : kTileStep);
+            const bool whole = valid_[s].first == 0 && valid_[s].end == kTileStep;
+            if (whole && values[2 * s + 1] == values[2 * s] + kGroup * dim_) {
+                values_[s] = values[2 * s];
+            } else {
+                values_[s] = copied_ + s * kTileStep * dim_;
+                copy_group(values[2 * s], 0, valid_[s], copied_ + s * kTileStep * dim_);
+                copy_group(values[2 * s + 1], kGroup, valid_[s],
+                           copied_ + (s * kTileStep + kGroup) * dim_);
+            }
+        }
+    }
+
+    // Steps of a group of keys; the last is filled up with zeros where it is not whole.
+    void find_keys(const bf16* keys, int group) {
+        const int64_t pairs = round_up(dim_, 2) / 2, steps = stride_ / kTileStep;
+        for (int64_t d = 0; d < steps; ++d) keys_[group][d] = keys + d * kTileRows * kTileStep;
+        const int64_t whole = pairs / kTileRows;
+        if (whole == steps) return;
+        bf16* to = last_keys_ + group * kTileRows * kTileStep;
+        const bf16* from = keys + whole * kTileRows * kTileStep;
+        for (int64_t pair = 0; pair < kTileRows; ++pair) {
+            _mm512_storeu_si512(to + pair * kTileStep,
+                                pair < pairs - whole * kTileRows
+                                    ? _mm512_loadu_si512(from + pair * kTileStep)
+                                    : _mm512_setzero_si512());
+        }
+        keys_[group][whole] = to;
+    }
+
+    // 16 positions' values, `offset` positions into their step; zeros for those outside `seen`.
+    void copy_group(const bf16* from, int offset, Span seen, bf16* to) const {
+        for (int pair = 0; pair < kGroup / 2; ++pair) {
+            const int position = offset + 2 * pair;
+            const bool one = position >= seen.first && position < seen.end;
+            const bool other = position + 1 >= seen.first && position + 1 < seen.end;
+            const uint32_t bits = (one ? 0xffffu : 0u) | (other ? 0xffff0000u : 0u);
+            for (int64_t c = 0; c < dim_; c += kLanes) {
+                const __mmask16 some = first_lanes(static_cast<int>(
+                    dim_ - c < kLanes ? dim_ - c : kLanes));
+                const int64_t at = pair * dim_ * 2 + 2 * c;
+                const __m512i v = bits == 0 ? _mm512_setzero_si512()
+                                            : _mm512_maskz_loadu_epi32(some, from + at);
+                _mm512_mask_storeu_epi32(to + at, some,
+                                         _mm512_and_si512(v, _mm512_set1_epi32(
+                                                                 static_cast<int>(bits))));
+            }
+        }
+    }
+
+    bool finite(int s) {
+        if (finite_[s] < 0) {
+            const __m512i exponent = _mm512_set1_epi16(0x7f80);
+            finite_[s] = 1;
+            for (int64_t i = 0; i < kTileStep * dim_; i += 32) {
+                const int64_t left = kTileStep * dim_ - i;
+                const __mmask32 some = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+                const __m512i v = _mm512_maskz_loadu_epi16(some, values_[s] + i);
+                if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(v, exponent), exponent) != 0) {
+                    finite_[s] = 0;
+                    break;
+                }
+            }
+        }
+        return finite_[s] == 1;
+    }
+
+    // Adds the piece that begins at position `start` to rows row .. row + count.
+    void attend_tile(int64_t start, int row, int count) {
+        while (count > 0 && end_[row] <= start) ++row, --count;
+        while (count > 0 && first_[row + count - 1] >= start + kPiece) --count;
+        if (count == 0) return;
+        Span spans[kPairRows];
+        for (int i = 0; i < count; ++i) {
+            const int64_t first = first_[row + i] - start, end = end_[row + i] - start;
+            spans[i] = {static_cast<int>(first > 0 ? first : 0),
+                        static_cast<int>(end < kPiece ? end : kPiece)};
+        }
+        constexpr int step = static_cast<int>(kTileStep);
+        const int from = spans[0].first / step, to = (spans[count - 1].end + step - 1) / step;
+        if (count > 1 && !may_share(spans, count, from, to)) {
+            for (int i = 0; i < count; ++i) attend_tile(start, row + i, 1);
+            return;
+        }
+        const bf16* values[kSteps];
+        for (int s = from; s < to; ++s) values[s - from] = values_[s];
+        if (count == 1) mask_values(spans[0], from, to, values);
+
+        if (configured_ != count) {
+            configure_tiles(count < kTileRows ? count : kTileRows, count - kTileRows);
+            configured_ = count;
+        }
+        const bool two = count > kTileRows;
+        const bf16* query = query_ + row * stride_;
+        for (int s = from; s < to; ++s) {
+            const auto multiply = two ? multiply_steps<true> : multiply_steps<false>;
+            multiply(query, stride_ * 2, keys_[2 * s], keys_[2 * s + 1], kTileStep * 2,
+                     stride_ / kTileStep, scores_ + s * kTileStep, kPiece * 4);
+        }
+        float largest[kPairRows], sum[kPairRows];
+        for (int i = 0; i < count; ++i) {
+            bf16* weights = weights_ + i * kPiece;
+            probabilities(scores_ + i * kPiece, weights, spans[i].first, spans[i].end, scale_,
+                          &largest[i], &sum[i]);
+            const int begun = spans[i].first / kLanes * kLanes;
+            const int ended = (spans[i].end + kLanes - 1) / kLanes * kLanes;
+            for (int p = from * step; p < begun; p += kLanes) store(weights + p, zero());
+            for (int p = ended; p < to * step; p += kLanes) store(weights + p, zero());
+        }
+        for (int64_t c = 0; c < dim_; c += 2 * kLanes) {
+            const bf16 *left[kSteps], *right[kSteps];
+            const int64_t second = c + kLanes < dim_ ? 2 * kLanes : 0;
+            for (int s = 0; s < to - from; ++s) {
+                left[s] = values[s] + 2 * c;
+                right[s] = left[s] + second;
+            }
+            const auto multiply = two ? multiply_steps<true> : multiply_steps<false>;
+            multiply(weights_ + from * step, kPiece * 2, left, right, dim_ * 4, to - from,
+                     piece_ + c, stride_ * 4);
+        }
+        for (int i = 0; i < count; ++i) {
+            merge(row + i, largest[i], sum[i], piece_ + i * stride_);
+        }
+    }
+
+    // Whether no row of a tile meets a value that it does not see and that is not finite.
+    bool may_share(const Span* spans, int count, int from, int to) {
+        for (int s = from; s < to; ++s) {
+            const int begin = s * static_cast<int>(kTileStep);
+            const int seen_from = spans[count - 1].first - begin, seen_to = spans[0].end - begin;
+            const bool all = seen_from <= valid_[s].first && seen_to >= valid_[s].end;
+            if (!all && !finite(s)) return false;
+        }
+        return true;
+    }
+
+    // What a row alone does not see of its steps becomes zero, where that matters.
+    void mask_values(Span seen, int from, int to, const bf16** values) {
+        bf16* free = masked_;
+        for (int s = from; s < to; ++s) {
+            const int begin = s * static_cast<int>(kTileStep);
+            const Span here = {seen.first - begin, seen.end - begin};
+            const bool all = here.first <= valid_[s].first && here.end >= valid_[s].end;
+            if (all || finite(s)) continue;
+            copy_group(values_[s], 0, here, free);
+            copy_group(values_[s] + kGroup * dim_, kGroup, here, free + kGroup * dim_);
+            values[s - from] = free;
+            free += kTileStep * dim_;
+        }
+    }
+
+    void merge(int row, float largest, float sum, const float* piece) {
+        float* out = out_ + row * stride_;
+        if (num_pieces_[row]++ == 0) {
+            largest_[row] = largest;
+            sum_[row] = sum;
+            for (int64_t c = 0; c < stride_; c += kLanes) store(out + c, load(piece + c));
+            return;
+        }
+        const Vec old = set1(largest_[row]), fresh = set1(largest);
+        const Vec most = max(old, fresh);
+        const Vec a = exp2_below<float>(sub(old, most)), b = exp2_below<float>(sub(fresh, most));
+        largest_[row] = first_lane(most);
+        sum_[row] = first_lane(fma(set1(sum), b, mul(set1(sum_[row]), a)));
+        for (int64_t c = 0; c < stride_; c += kLanes) {
+            store(out + c, fma(load(piece + c), b, mul(load(out + c), a)));
+        }
+    }
+
+    const AttentionArgs& args_;
+    const int32_t* const table_;
+    const int64_t dim_, stride_;  // columns of a head; of rows of queries and sums, in whole steps
+    const int64_t block_bytes_, part_bytes_;
+    const char* const head_;
+    Scale scale_;
+    const bf16* keys_[kPiece / kGroup][kDimSteps];
+    const bf16* values_[kSteps];
+    Span valid_[kSteps];  // what some row of the walk sees of a step
+    int finite_[kSteps];  // -1: not looked at
+    int configured_ = 0;  // rows the tiles are configured for
+
+    int num_rows_ = 0;
+    int64_t first_[kWalkRows], end_[kWalkRows];  // positions seen
+    int num_pieces_[kWalkRows];
+    float largest_[kWalkRows], sum_[kWalkRows];
+
+    alignas(64) bf16 query_[kWalkRows * kMaxHeadDim];
+    alignas(64) bf16 last_keys_[kPiece * kTileStep];
+    alignas(64) bf16 copied_[kPiece * kMaxHeadDim + 64];
+    alignas(64) bf16 masked_[2 * kTileStep * kMaxHeadDim + 64];
+    alignas(64) float scores_[kPairRows * kPiece];
+    alignas(64) bf16 weights_[kPairRows * kPiece];
+    alignas(64) float piece_[kPairRows * kMaxHeadDim];
+    alignas(64) float out_[kWalkRows * kMaxHeadDim];
+};
+
+}  // namespace
+
+}  // namespace quire::QUIRE_ISA_NS
+
+#endif

@@ -1,0 +1,127 @@
+// Products of bf16 tiles by AMX (Intel's matrix unit): 16 rows by 16 columns by 32 of K at once.
+//
+// The recipe of an output: K in steps of 32, in order. Within a step the even and the odd of K
+// are two chains of fused multiply-adds from zero, in order; their sum is added to the output's
+// f32 sum, denormals being zero throughout. It is the instruction's own definition (TDPBF16PS),
+// the same for every row count; the last step is filled up with zeros, which change nothing.
+//
+// Only for files compiled once per instruction set, of which one has AMX. A thread configures
+// its tiles before it uses them and releases them when it is done: tiles in use make every
+// switch of the thread slower.
+#pragma once
+
+#include "quire/kernels.h"
+#include "quire/vec.h"
+
+#if defined(QUIRE_AMX)
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+constexpr int64_t kTileRows = 16;   // of x; and columns of a weight
+constexpr int64_t kTileStep = 32;   // of K
+constexpr int64_t kTileElements = kTileRows * kTileStep;
+
+QUIRE_VEC void memory_barrier() { __asm__ volatile("" ::: "memory"); }
+
+// Tiles 0 1 / 2 3: sums of the upper and lower rows. 4, 5: their x. 6, 7: the weight's halves.
+QUIRE_VEC void configure_tiles(int64_t upper_rows, int64_t lower_rows) {
+    struct alignas(64) {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t column_bytes[16] = {};
+        uint8_t rows[16] = {};
+    } config;
+    const uint8_t upper = static_cast<uint8_t>(upper_rows);
+    const uint8_t lower = static_cast<uint8_t>(lower_rows > 0 ? lower_rows : 1);
+    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+#pragma GCC unroll 8
+    for (int tile = 0; tile < 8; ++tile) {
+        config.column_bytes[tile] = 64;
+        config.rows[tile] = rows[tile];
+    }
+    memory_barrier();
+    _tile_loadconfig(&config);
+}
+
+QUIRE_VEC void release_tiles() { _tile_release(); }
+
+// Rows of x as the matrix unit reads them: [ceil(rows / 16)][steps][16][32], zeros past K.
+QUIRE_VEC void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, bf16* packed) {
+    const int64_t steps = (k + kTileStep - 1) / kTileStep;
+    for (int64_t row = 0; row < rows; ++row) {
+        const bf16* from = x + row * stride;
+        bf16* to = packed + row / kTileRows * steps * kTileElements + row % kTileRows * kTileStep;
+        for (int64_t s = 0; s < steps; ++s, to += kTileElements) {
+            const int64_t left = k - s * kTileStep;
+            const __mmask32 some = left >= kTileStep ? ~__mmask32{0}
+                                                     : (__mmask32{1} << left) - 1;
+            _mm512_store_si512(to, _mm512_maskz_loadu_epi16(some, from + s * kTileStep));
+        }
+    }
+}
+
+enum class Ahead { none, same_stream, next_panel };
+
+// sums [rows][32] of 16 upper and (where two) 16 lower rows, over `steps` steps of K: from zero,
+// or from what is in `sums`. w: pairs of K by 32 columns, as packed.
+template <bool two, bool resume, Ahead fetch>
+__attribute__((noinline)) void multiply_tiles(const bf16* upper, const bf16* lower, const char* w,
+                                              int64_t steps, float* upper_sums,
+                                              float* lower_sums, const char* ahead) {
+    constexpr int kStride = 128;  // bytes of a pair's 32 columns, and of a row of sums
+    memory_barrier();
+    if constexpr (resume) {
+        _tile_loadd(0, upper_sums, kStride);
+        _tile_loadd(1, upper_sums + 16, kStride);
+        if constexpr (two) {
+            _tile_loadd(2, lower_sums, kStride);
+            _tile_loadd(3, lower_sums + 16, kStride);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (two) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+    for (int64_t s = 0; s < steps; ++s) {
+        if constexpr (fetch == Ahead::same_stream) {
+#pragma GCC unroll 32
+            for (int line = 0; line < 32; ++line) prefetch_l1(ahead + 64 * line);
+            ahead += 2048;
+        }
+        if constexpr (fetch == Ahead::next_panel) {
+#pragma GCC unroll 4
+            for (int line = 0; line < 4; ++line) prefetch_l2(ahead + 64 * line);
+            ahead += 256;
+        }
+        _tile_loadd(6, w, kStride);
+        _tile_loadd(4, upper, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + 64, kStride);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (two) {
+            _tile_loadd(5, lower, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            lower += kTileElements;
+        }
+        upper += kTileElements;
+        w += kTileRows * kStride;
+    }
+    _tile_stored(0, upper_sums, kStride);
+    _tile_stored(1, upper_sums + 16, kStride);
+    if constexpr (two) {
+        _tile_stored(2, lower_sums, kStride);
+        _tile_stored(3, lower_sums + 16, kStride);
+    }
+    memory_barrier();
+}
+
+}  // namespace
+
+}  // namespace quire::QUIRE_ISA_NS
+
+#endif

@@ -1,0 +1,52 @@
+"""The recipe of bf16 products on the matrix unit, written down in NumPy, against the unit itself.
+
+K in steps of 32; in each step the even and the odd of K are two chains of fused multiply-adds
+from zero, their sum is added to the output. Bit for bit: the recipe is part of the answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.weights.dtypes import round_to_bf16
+from tests.kernels.one_op import ISAS, OneOp, Operand
+
+Float32s = NDArray[np.float32]
+STEP = 32
+
+pytestmark = pytest.mark.skipif("amx" not in ISAS, reason="this machine has no AMX")
+
+
+def product_by_recipe(x: Float32s, w: Float32s) -> Float32s:
+    """x [R, K] @ w [N, K].T; a product of two bf16 and a sum in f64 round like a fused one."""
+    k = x.shape[1]
+    padding = (0, -k % STEP)
+    x, w = (np.pad(a, ((0, 0), padding)).astype(np.float64) for a in (x, w))
+    total = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, x.shape[1], STEP):
+        chains = [np.zeros_like(total), np.zeros_like(total)]
+        for column in range(start, start + STEP):
+            term = x[:, column, None] * w[None, :, column]
+            chains[column % 2] = (chains[column % 2] + term).astype(np.float32)
+        total += chains[0] + chains[1]
+    return total
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 77, 100, 544])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 70])
+def test_a_product_is_the_recipe_bit_for_bit(k: int, rows: int) -> None:
+    rng = np.random.default_rng(k)
+    x, w = (
+        round_to_bf16(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((rows, k), (45, k))
+    )
+    product = OneOp(
+        "linear",
+        [Operand(k, "bf16"), Operand(45, "f32")],
+        isa="amx",
+        weights=[("matrix", "bf16", w)],
+    )
+    found = product({0: x}, num_rows=rows)[1]
+    np.testing.assert_array_equal(found, product_by_recipe(x, w))
