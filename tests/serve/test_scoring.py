@@ -1,0 +1,152 @@
+"""Scoring over sockets: what evaluation programs send, and that it is what generation told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.running_server import RunningServer
+
+MODEL = "tiny"
+TEXT = "the sea and the camel under the sea"
+
+
+@pytest.fixture
+def generated(server: RunningServer) -> dict[str, Any]:
+    """A greedy answer with its log-probabilities, and its prompt's echo."""
+    body = {"prompt": TEXT, "max_tokens": 9, "temperature": 0, "logprobs": 3, "echo": True}
+    choice: dict[str, Any]
+    [choice] = _answer(server, {**body, "ignore_eos": True})["choices"]
+    return choice
+
+
+def test_a_text_scored_has_the_log_probabilities_it_was_generated_with(
+    server: RunningServer, generated: dict[str, Any]
+) -> None:
+    body = {"prompt": TEXT, "max_tokens": 0, "logprobs": 3, "echo": True}
+    answer = _answer(server, body)
+    [choice] = answer["choices"]
+    assert choice["text"] == TEXT
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    logprobs = choice["logprobs"]
+    num_tokens = len(logprobs["tokens"])
+    assert answer["usage"]["prompt_tokens"] == num_tokens
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert logprobs[name] == generated["logprobs"][name][:num_tokens]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] <= len(TEXT)
+
+
+def test_what_an_evaluation_program_sends_is_answered_as_it_reads_it(
+    server: RunningServer,
+) -> None:
+    """Batches of token ids, one token generated, and everything after a context summed up."""
+    [choice] = _answer(server, {"prompt": TEXT, "prompt_logprobs": 0})["choices"]
+    scored = choice["prompt_logprobs"]
+    ids = [int(next(iter(entry))) for entry in scored[1:]]
+    body = {
+        "model": MODEL,
+        "prompt": [ids, ids[:7]],
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+        "seed": 1234,
+    }
+    choices = _answer(server, body)["choices"]
+    sums = []
+    for choice, num_context in zip(choices, (3, 3), strict=True):
+        logprobs = choice["logprobs"]
+        values = logprobs["token_logprobs"][num_context:-1]
+        tops = logprobs["top_logprobs"][num_context:-1]
+        assert len(values) == len(tops)
+        assert all(value <= max(top.values()) for value, top in zip(values, tops, strict=True))
+        sums.append(values)
+    assert sums[0][: len(sums[1])] == sums[1]
+    assert len(sums[0]) == len(ids) - 3
+
+
+def test_a_stream_says_what_the_whole_answer_says(server: RunningServer) -> None:
+    body = {
+        "prompt": [TEXT, "the camel"],
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "echo": True,
+        "prompt_logprobs": 1,
+        "n": 2,
+    }
+    whole = _answer(server, body)["choices"]
+    events = _events(server, body)
+    for choice in whole:
+        parts = [
+            event["choices"][0]
+            for event in events
+            if event["choices"][0]["index"] == choice["index"]
+        ]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert parts[0]["prompt_logprobs"] == choice["prompt_logprobs"]
+        for name, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
+
+
+def test_scoring_may_be_streamed_too(server: RunningServer) -> None:
+    body = {"prompt": TEXT, "max_tokens": 0, "logprobs": 0, "echo": True}
+    [event] = _events(server, body)
+    [choice] = event["choices"]
+    assert choice["text"] == TEXT
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"][0] is None
+
+
+def test_the_official_client_reads_what_a_chat_tells_of_its_prompt(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "What is in the box?"}],
+            max_tokens=2,
+            logprobs=True,
+            extra_body={"prompt_logprobs": 2, "logprob_token_ids": [7, 5]},
+        )
+    assert answer.usage is not None
+    assert answer.model_extra is not None
+    told = answer.model_extra["prompt_logprobs"]
+    assert len(told) == answer.usage.prompt_tokens
+    assert told[0] is None
+    assert all(2 <= len(entry) <= 3 for entry in told[1:])
+    assert {1, 2} <= {token["rank"] for token in told[1].values()}
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert all(len(token.top_logprobs) == 2 for token in logprobs.content)
+
+
+def test_scored_prompts_do_not_change_what_others_are_told(
+    server: RunningServer, generated: dict[str, Any]
+) -> None:
+    body = {"prompt": TEXT, "max_tokens": 9, "temperature": 0, "logprobs": 3}
+    [alone] = _answer(server, {**body, "ignore_eos": True})["choices"]
+    num_prompt = len(generated["logprobs"]["tokens"]) - len(alone["logprobs"]["tokens"])
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert alone["logprobs"][name] == generated["logprobs"][name][num_prompt:]
+
+
+def _answer(server: RunningServer, body: dict[str, Any]) -> Any:
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    return answer
+
+
+def _events(server: RunningServer, body: dict[str, Any]) -> list[Any]:
+    with server.stream("/v1/completions", {**body, "stream": True}) as reader:
+        events = list(reader)
+    assert events.pop() == "[DONE]"
+    return events

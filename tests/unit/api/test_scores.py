@@ -1,0 +1,192 @@
+"""Log-probabilities of prompts and of listed ids, through both routes, whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quire.base.sampling_params import SamplingParams
+from tests.unit.api.fake_engine import ByteTokenizer, FakeEngine, Reply, Site
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "h"}]
+
+
+def _post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> Reply:
+    async def exchange() -> Reply:
+        return await Site(engine).post(path, body)
+
+    return asyncio.run(exchange())
+
+
+def _choices(body: dict[str, Any], engine: FakeEngine | None = None) -> list[dict[str, Any]]:
+    reply = _post(COMPLETIONS, body, engine)
+    assert reply.status == 200, reply.body
+    choices: list[dict[str, Any]] = reply.json["choices"]
+    return choices
+
+
+def _asked(path: str = COMPLETIONS, **body: Any) -> SamplingParams:
+    engine = FakeEngine()
+    given = {"prompt": "abc"} if path == COMPLETIONS else {"messages": MESSAGES}
+    reply = _post(path, {**given, **body}, engine)
+    assert reply.status == 200, reply.body
+    return engine.asked[0].sampling
+
+
+def test_an_echo_with_log_probabilities_has_the_prompts_first() -> None:
+    [choice] = _choices({"prompt": "abc", "echo": True, "logprobs": 1})
+    assert choice["text"] == "abcHello"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", "Hel", "lo"],
+        "token_logprobs": [None, -1.0, -2.0, -0.5, -0.5],
+        "top_logprobs": [
+            None,
+            {"c": -9999.0, "b": -1.0},
+            {"c": -2.0},
+            {"Hel": -0.5},
+            {"lo": -0.5},
+        ],
+        "text_offset": [0, 1, 2, 3, 6],
+    }
+    assert "prompt_logprobs" not in choice
+
+
+def test_offsets_of_an_echo_never_leave_it() -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=1)  # its character is none of the prompt's text
+    [choice] = _choices({"prompt": "ab", "echo": True, "logprobs": 0}, engine)
+    assert choice["logprobs"]["tokens"][:3] == ["\x01", "a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 5]
+
+
+def test_prompt_logprobs_are_told_as_vllm_tells_them() -> None:
+    written = [
+        None,
+        {
+            "98": {"logprob": -1.0, "rank": 3, "decoded_token": "b"},
+            "99": {"logprob": -9999.0, "rank": 1, "decoded_token": "c"},
+        },
+    ]
+    choices = _choices({"prompt": "ab", "prompt_logprobs": 1, "n": 2})
+    assert [choice["prompt_logprobs"] for choice in choices] == [written, written]
+    assert [choice["logprobs"] for choice in choices] == [None, None]
+    engine = FakeEngine()
+    engine.template = None
+    body = _post(CHAT, {"messages": MESSAGES, "prompt_logprobs": 0, "n": 2}).json
+    assert body["prompt_logprobs"][0] is None
+    assert all(len(entry) == 1 for entry in body["prompt_logprobs"][1:])
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+    assert "prompt_logprobs" not in _post(CHAT, {"messages": MESSAGES}).json
+
+
+def test_each_prompt_is_told_its_own() -> None:
+    choices = _choices({"prompt": ["ab", "xyz"], "prompt_logprobs": 0, "n": 2})
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2, 2, 3, 3]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert list(choices[3]["prompt_logprobs"][2]) == [str(ord("z"))]
+
+
+@pytest.mark.parametrize("extra", [{}, {"echo": True, "logprobs": 1}])
+def test_a_stream_tells_of_the_prompt_in_the_first_chunk_of_each_choice(
+    extra: dict[str, Any],
+) -> None:
+    body = {"prompt": ["ab", "xyz"], "prompt_logprobs": 1, "n": 2, **extra}
+    whole = _choices(body)
+    events = _post(COMPLETIONS, {**body, "stream": True}).events
+    assert events[-1] == "[DONE]"
+    parts = [event["choices"][0] for event in events[:-1]]
+    for choice in whole:
+        of_choice = [part for part in parts if part["index"] == choice["index"]]
+        assert of_choice[0]["prompt_logprobs"] == choice["prompt_logprobs"]
+        assert all("prompt_logprobs" not in part for part in of_choice[1:])
+        assert "".join(part["text"] for part in of_choice) == choice["text"]
+        if extra:
+            for name, values in choice["logprobs"].items():
+                joined = [value for part in of_choice for value in part["logprobs"][name]]
+                assert joined == values
+
+
+def test_a_streamed_chat_tells_of_the_prompt_once() -> None:
+    body = {"messages": MESSAGES, "prompt_logprobs": 1, "n": 2}
+    whole = _post(CHAT, body).json
+    events = _post(CHAT, {**body, "stream": True}).events[:-1]
+    told = [event["prompt_logprobs"] for event in events if "prompt_logprobs" in event]
+    assert told == [whole["prompt_logprobs"]]
+    assert "prompt_logprobs" in events[0]
+
+
+def test_an_echo_and_prompt_logprobs_may_want_different_numbers() -> None:
+    assert _asked(echo=True, logprobs=2).prompt_logprobs == 2
+    assert _asked(echo=True, logprobs=2, prompt_logprobs=5).prompt_logprobs == 5
+    assert _asked(echo=True, logprobs=5, prompt_logprobs=2).prompt_logprobs == 5
+    assert _asked(echo=True).prompt_logprobs is None
+    assert _asked(logprobs=2).prompt_logprobs is None
+    body = {"prompt": "ab", "echo": True, "logprobs": 0, "prompt_logprobs": 1}
+    [choice] = _choices(body)
+    assert choice["logprobs"]["top_logprobs"][1] == {"b": -1.0}
+    assert len(choice["prompt_logprobs"][1]) == 2
+
+
+def test_nothing_need_be_generated_where_the_prompt_is_scored() -> None:
+    assert _asked(echo=True, logprobs=1, max_tokens=0).max_tokens == 0
+    assert _asked(prompt_logprobs=1, max_tokens=0).max_tokens == 0
+    assert _asked(CHAT, prompt_logprobs=1, max_tokens=0).max_tokens == 0
+    assert _asked(CHAT, prompt_logprobs=1, max_completion_tokens=0).max_tokens == 0
+
+
+def test_listed_ids_come_after_the_best_and_by_text() -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "logprob_token_ids": [66, 65]}
+    [token, _] = _post(CHAT, body).json["choices"][0]["logprobs"]["content"]
+    assert [(other["token"], other["logprob"]) for other in token["top_logprobs"][-2:]] == [
+        ("B", -66.0),
+        ("A", -65.0),
+    ]
+    [choice] = _choices({"prompt": "ab", "logprobs": 0, "logprob_token_ids": [66, 65]})
+    assert choice["logprobs"]["top_logprobs"][0] == {"Hel": -0.5, "B": -66.0, "A": -65.0}
+    assert choice["logprobs"]["listed_logprobs"] == [[-66.0, -65.0]] * 2
+    body = {"prompt": "ab", "logprobs": 0, "logprob_token_ids": [66], "echo": True}
+    assert _choices(body)[0]["logprobs"]["listed_logprobs"] == [None, None, [-66.0], [-66.0]]
+    [plain] = _choices({"prompt": "ab", "logprobs": 0, "logprob_token_ids": []})
+    assert "listed_logprobs" not in plain["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "or 0 with prompt_logprobs"),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True}, "max_tokens", "prompt_logprobs"),
+        (COMPLETIONS, {"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, "n", "leave n out"),
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids", "without logprobs"),
+        (CHAT, {"logprob_token_ids": [1]}, "logprob_token_ids", "without logprobs"),
+        (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": [256]}, "logprob_token_ids", "0 to 255"),
+        (
+            COMPLETIONS,
+            {"logprobs": 0, "logprob_token_ids": [1] * 1025},
+            "logprob_token_ids",
+            "1024",
+        ),
+        (
+            COMPLETIONS,
+            {"echo": True, "logprobs": 0, "max_tokens": 0, "logprob_token_ids": [1]},
+            "logprob_token_ids",
+            "max_tokens is 0",
+        ),
+        (COMPLETIONS, {"echo": True, "logprobs": 21}, "logprobs", "0 to 20"),
+        (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "0 to 20"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "n": 2, "best_of": 3}, "best_of", "not ranked"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(
+    path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    given = {"prompt": "abc"} if path == COMPLETIONS else {"messages": MESSAGES}
+    engine = FakeEngine()
+    reply = _post(path, {**given, **fields}, engine)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert words in reply.error["message"]
+    assert engine.asked == []
