@@ -16,16 +16,21 @@ from quire.api.edge import Edge
 from quire.api.health import Watch
 from quire.api.models import Models
 from quire.api.serving import Serving
+from quire.api.texts import Texts
 from quire.api.version import show_pointer, show_version
 
 
 def build_app(serving: Serving) -> ASGIApp:
     """The application a server runs."""
     completions, chat = Completions(serving), Chat(serving)
-    models, watch = Models(serving), Watch(serving)
+    models, watch, texts = Models(serving), Watch(serving), Texts(serving)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
+        Route("/tokenize", texts.tokenize, methods=["POST"]),
+        Route("/detokenize", texts.detokenize, methods=["POST"]),
+        Route("/apply_template", texts.apply_template, methods=["POST"]),
+        Route("/apply-template", texts.apply_template, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         Route("/health", watch.health, methods=["GET"]),

@@ -1,13 +1,12 @@
 """POST /v1/chat/completions: messages, rendered by the model's own template, answered.
 
-Roles are system, developer (which templates know as system), user, assistant and tool; content is
-text or a list of text parts; other keys of a message are handed to the template as they are.
-Without max_tokens (or max_completion_tokens) an answer may take the rest of the context.
+conversations.py checks and renders what is asked. With continue_final_message an answer is what
+comes after the last message's words, without them. Without max_tokens (or max_completion_tokens)
+an answer may take the rest of the context. Always holds: an answer's content is all the model said.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,21 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
+from quire.api.conversations import rendered
 from quire.api.fields import CHAT, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
 from quire.api.logprobs import chat_logprobs, prompt_logprobs
 from quire.api.prompts import encode
 from quire.api.sampling import limited, sampling_of
-from quire.api.serving import Engine, Serving
-from quire.base.errors import InvalidParameter, RequestError
+from quire.api.serving import Serving
+from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
 from quire.base.show import show
 from quire.engine.output import TextDelta
 from quire.engine.requests import default_sampling
 from quire.engine.token_text import TokenText
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_MESSAGES = 4096
 
 
 class Chat:
@@ -52,8 +49,7 @@ async def read_job(asked: Asked) -> Job:
     num_top = _num_top(given, wants_logprobs=wants_logprobs)
     fields = {**given, **_max_tokens(given)}
     sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
-    messages = checked_messages(given.get("messages"))
-    text = await _rendered(engine, messages)
+    text = await rendered(asked.request)
     adds_special = flag(given, "add_special_tokens")
     token_ids = await encode(engine, text, add_special_tokens=adds_special)
     room_tokens = engine.card.max_model_len - len(token_ids)
@@ -174,67 +170,6 @@ class ChatWriter:
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         return chat_logprobs(tokens) if self._wants_logprobs else None
-
-
-def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages, as a template takes them. Raises InvalidParameter naming the message."""
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameter(
-            f"messages is {show(messages)}; a list of at least one message is needed",
-            param="messages",
-        )
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidParameter(
-            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed",
-            param="messages",
-        )
-    return [_checked(at, message) for at, message in enumerate(messages)]
-
-
-def _checked(at: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidParameter(
-            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
-            param="messages",
-        )
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidParameter(
-            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
-        )
-    content = message.get("content")
-    if content is None and role == "assistant":
-        content = ""
-    if isinstance(content, list):
-        for part in content:
-            _check_part(at, part)
-    elif not isinstance(content, str):
-        raise InvalidParameter(
-            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
-            param="messages",
-        )
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
-
-
-def _check_part(at: int, part: Any) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise InvalidParameter(
-            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
-            'parts of the form {"type": "text", "text": "..."} are allowed',
-            param="messages",
-        )
-
-
-async def _rendered(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> str:
-    template = engine.template
-    if template is None:
-        raise RequestError(
-            f"model {engine.card.name!r} has no chat template; use /v1/completions, or put a "
-            "chat_template.jinja into the model's folder"
-        )
-    # A template is a stranger's program: however little it is given, it may take its time.
-    return await asyncio.to_thread(template.render, messages)
 
 
 def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:

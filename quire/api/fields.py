@@ -38,6 +38,23 @@ SAMPLING = frozenset(
         "skip_special_tokens",
         "prompt_logprobs",
         "logprob_token_ids",
+        "typical_p",
+        "top_n_sigma",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "xtc_probability",
+        "xtc_threshold",
+        "dry_multiplier",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "no_repeat_ngram_size",
+        "mirostat",
+        "mirostat_tau",
+        "mirostat_eta",
+        "bad_words",
+        "allowed_token_ids",
     }
 )
 _SHARED = SAMPLING | {
@@ -49,7 +66,37 @@ _SHARED = SAMPLING | {
     "add_special_tokens",
 }
 COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
-CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+# What goes with messages, beside tools: those are rendered, but not yet read out of answers.
+_TEMPLATE = frozenset(
+    {
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+    }
+)
+CHAT = _SHARED | _TEMPLATE | {"messages", "max_completion_tokens", "top_logprobs"}
+CONVERSATION = _TEMPLATE | {"messages", "tools"}
+TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
+DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
+APPLY_TEMPLATE = CONVERSATION | {"model"}
+
+# What other programs call fields of ours; told in the hint.
+OTHER_NAMES = {
+    "typical": "typical_p",
+    "typ_p": "typical_p",
+    "top_sigma": "top_n_sigma",
+    "nsigma": "top_n_sigma",
+    "dry_range": "dry_penalty_last_n",
+    "dry_breakers": "dry_sequence_breakers",
+    "mirostat_mode": "mirostat",
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "bad_words_ids": "bad_words",
+}
 
 # They label a request or steer a service around it; no token depends on them.
 NO_EFFECT = frozenset(
@@ -74,8 +121,10 @@ class Unserved:
 
 
 _STRUCTURED = Unserved(allowed=(), why="structured output is not served yet")
-_TOOLS = Unserved(allowed=([], {}), why="tools are not served yet")
-_TEMPLATE = Unserved(allowed=({}, []), why="the chat template takes messages only")
+_TOOLS = Unserved(
+    allowed=([], {}),
+    why="tool calls are not read out of answers yet (/apply_template renders tools)",
+)
 
 UNSERVED: dict[str, Unserved] = {
     "store": Unserved(allowed=(False,), why="answers are not stored"),
@@ -104,16 +153,9 @@ UNSERVED: dict[str, Unserved] = {
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
     "truncate_prompt_tokens": Unserved(allowed=(), why="prompts are never cut"),
-    "bad_words": Unserved(allowed=([],), why="use logit_bias to keep tokens out"),
-    "allowed_token_ids": Unserved(allowed=(), why="use logit_bias to keep tokens out"),
     "priority": Unserved(allowed=(0,), why="requests are served first come, first served"),
     "suffix": Unserved(allowed=("",), why="the model continues text, it does not fill in"),
     "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
-    "add_generation_prompt": Unserved(allowed=(True,), why=_TEMPLATE.why),
-    "continue_final_message": Unserved(allowed=(False,), why=_TEMPLATE.why),
-    "chat_template": Unserved(allowed=(), why=_TEMPLATE.why),
-    "chat_template_kwargs": _TEMPLATE,
-    "documents": _TEMPLATE,
 }
 
 
@@ -169,7 +211,8 @@ def _check_unserved(name: str, value: Any) -> None:
 
 
 def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
-    near = get_close_matches(name[:64], honoured, 1)
+    other = OTHER_NAMES.get(name)
+    near = [other] if other in honoured else get_close_matches(name[:64], honoured, 1)
     hint = f"did you mean {show(near[0])}? " if near else ""
     return InvalidParameter(
         f"{show(name)} is not a field of this request; {hint}leave it out, or start the server "

@@ -7,7 +7,6 @@ neither API's words. Always holds: nothing reaches the engine before every field
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.answers import Answers, Choice, Prompt, Usage
-from quire.api.body import read_object
-from quire.api.fields import flag, ignored_header, known_fields
-from quire.api.gone import Deadline, body_in_time, until_gone
+from quire.api.fields import flag
+from quire.api.gone import until_gone
+from quire.api.opening import Opened, opened
 from quire.api.serving import Engine, Serving
 from quire.api.stream import Chunks, EventStream
-from quire.base.errors import InvalidParameter, UnknownModel
+from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
 MAX_SALT_CHARS = 256
@@ -58,6 +57,7 @@ class Job:
 class Asked:
     """What a Reader is given: the honoured fields, the engine, and the frame of the answer."""
 
+    request: Opened
     given: Mapping[str, Any]
     engine: Engine
     envelope: Envelope
@@ -72,45 +72,35 @@ async def generate(
     serving: Serving, request: Request, *, honoured: frozenset[str], prefix: str, read: Reader
 ) -> Response:
     """The response to a request for tokens. Raises RequestError and the engine's errors."""
-    engine = serving.engine()
-    config = serving.config
-    deadline = Deadline(config.request_timeout_s)
-    body = await body_in_time(
-        read_object(request, limit_bytes=config.max_body_bytes),
-        leaving=serving.leaving,
-        deadline=deadline,
-    )
-    given, ignored = known_fields(body, honoured, warn_unknown=config.unknown_fields == "warn")
-    request_id = f"{prefix}-{secrets.token_hex(12)}"
+    begun = await opened(serving, request, honoured=honoured, prefix=prefix)
+    given, engine, deadline = begun.given, begun.engine, begun.deadline
+    request_id = begun.request_id
     cache_salt = _cache_salt(given)
-    headers = {"x-request-id": request_id}
-    if ignored:
-        headers["x-quire-ignored-fields"] = ignored_header(ignored)
-        serving.log.warning("fields ignored", request=request_id, fields=ignored_header(ignored))
     envelope = Envelope(
         id=request_id,
         created_s=int(time.time()),
-        model=_model_of(given, engine),
+        model=engine.card.name,
         fingerprint=engine.card.fingerprint,
     )
     stream = flag(given, "stream")
     asked = Asked(
+        request=begun,
         given=given,
         engine=engine,
         envelope=envelope,
         include_usage=_include_usage(given, stream=stream),
-        max_output_tokens=config.max_output_tokens,
+        max_output_tokens=serving.config.max_output_tokens,
     )
     job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
     answers = Answers(engine, serving.metrics, job.prompts, request_id, cache_salt=cache_salt)
     request.state.answers = answers
     if stream:
-        return EventStream(serving, answers, job.writer, headers, deadline)
+        return EventStream(serving, answers, job.writer, begun.headers(), deadline)
     choices = await until_gone(
         answers.whole(), request.receive, over=serving.over, deadline=deadline
     )
     content = await _written(job, choices, answers.usage)
-    return Response(content, headers=headers, media_type="application/json")
+    return Response(content, headers=begun.headers(), media_type="application/json")
 
 
 async def _written(job: Job, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
@@ -131,17 +121,6 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def _model_of(given: Mapping[str, Any], engine: Engine) -> str:
-    """The served model's name; a request may leave it out, but not name another."""
-    name = engine.card.name
-    asked = given.get("model", name)
-    if not isinstance(asked, str):
-        raise InvalidParameter(f"model is {show(asked)}; a string is allowed", param="model")
-    if asked != name:
-        raise UnknownModel(f"model {show(asked)} is not served here; {name!r} is", param="model")
-    return name
 
 
 def _cache_salt(given: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 _POINTER = """Quire serves a language model here, with OpenAI's API.
 
-POST /v1/chat/completions, /v1/completions
+POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /apply_template
 GET  /v1/models, /health, /metrics, /version
 """
 

@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import InvalidParameter, WorkerError
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, skip=frozenset({"chat_template"}))  # a prompt has none
     parser.add_argument(
         "-p", "--prompt", metavar="TEXT", help="the prompt; default: standard input, whole"
     )
@@ -69,8 +68,7 @@ async def _complete(arguments: argparse.Namespace, prompt: str) -> int:
     begin_s = time.perf_counter()
     async with AsyncLLM(arguments.model, **engine_settings(arguments)) as llm:
         loaded_s = time.perf_counter()
-        sampling = replace(
-            llm.client.default_sampling(),
+        sampling = llm.client.default_sampling().changed(
             logprobs=arguments.logprobs,
             **given_sampling(arguments),
         )

@@ -18,17 +18,30 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("top_k", int, "choose among so many of the likeliest tokens; 0: all"),
     ("top_p", float, "choose among the likeliest tokens that hold this probability"),
     ("min_p", float, "leave out tokens less likely than this share of the likeliest"),
+    ("typical_p", float, "choose among tokens about as surprising as is to be expected"),
+    ("top_n_sigma", float, "choose within so many standard deviations of the largest logit"),
+    ("xtc_probability", float, "how often the likeliest choices are left out"),
+    ("xtc_threshold", float, "what is likelier than this counts among them; default 0.1"),
     ("repetition_penalty", float, "above 1: tokens already seen become less likely"),
     ("presence_penalty", float, "subtracted once from tokens already given out"),
     ("frequency_penalty", float, "subtracted from tokens for each time they were given out"),
+    ("dry_multiplier", float, "above 0: makes going on with a repeat less likely"),
+    ("dry_base", float, "how the penalty grows with each token of it; default 1.75"),
+    ("dry_allowed_length", int, "repeats of fewer tokens are free; default 2"),
+    ("no_repeat_ngram_size", int, "no so many tokens in a row twice; 0: off"),
+    ("mirostat", int, "2: keep surprise at a level, instead of filtering; 0: off"),
+    ("mirostat_tau", float, "that level, in bits; default 5"),
+    ("mirostat_eta", float, "how fast it is corrected; default 0.1"),
     ("seed", int, "the same seed gives the same answer"),
     ("max_tokens", int, "most tokens of an answer; default: what the context holds"),
     ("min_tokens", int, "fewest tokens of an answer"),
 )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL and the flags of the engine's config groups."""
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()
+) -> None:
+    """MODEL and the flags of the engine's config groups, but those named in `skip`."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -36,7 +49,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder; default: the model in the box",
     )
-    add_flags(parser, *_ENGINE_GROUPS, skip=frozenset({"model"}))
+    add_flags(parser, *_ENGINE_GROUPS, skip=skip | {"model"})
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -65,6 +78,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end the answer where this text would begin; may be given repeatedly",
     )
+    section.add_argument(
+        "--bad-word",
+        action="append",
+        dest="bad_words",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="never write this text; may be given repeatedly",
+    )
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -73,4 +94,6 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     fields = {name: given[name] for name, _, _ in _SAMPLING if name in given}
     if "stop" in given:
         fields["stop"] = tuple(given["stop"])
+    if "bad_words" in given:
+        fields["bad_words"] = tuple(given["bad_words"])
     return fields

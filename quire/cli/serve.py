@@ -101,6 +101,8 @@ def _serve(
 
     def announce() -> None:
         announced.set()
+        for problem in _template_problems(client):
+            log.warning("chat template cannot be used", reason=problem)
         print(_block(client, url), flush=True)
 
     try:
@@ -115,10 +117,17 @@ def _block(client: EngineClient, url: str) -> str:
     lines = [
         f"model    {card.name} ({card.dtype}, {card.recipe}), context {card.max_model_len} tokens",
         *(f"memory   {note}" for note in client.notes),
+        *(f"chats    not served: {why}" for why in _template_problems(client)),
         f"address  {url}",
         f"ready in {_age_s():.2f} s",
     ]
     return "\n".join(lines)
+
+
+def _template_problems(client: EngineClient) -> list[str]:
+    """Why templates of the model cannot be used; all else is served."""
+    template = client.template
+    return [] if template is None else list(template.problems.values())
 
 
 def _show_progress(client: EngineClient, announced: threading.Event) -> None:

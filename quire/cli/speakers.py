@@ -12,7 +12,6 @@ import http.client
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -48,7 +47,7 @@ class Speaker(Protocol):
 class LocalSpeaker:
     """A model in this process.
 
-    Raises what AsyncLLM raises, and TokenizerError for a model without a chat template.
+    Raises what AsyncLLM raises, and TokenizerError for a model without a usable chat template.
     """
 
     def __init__(
@@ -62,12 +61,14 @@ class LocalSpeaker:
             self._runner.run(self._llm.start())
             client = self._llm.client
             self.name = client.card.name
-            self._sampling = replace(client.default_sampling(), **sampling)
+            self._sampling = client.default_sampling().changed(**sampling)
             if client.template is None:
                 raise TokenizerError(
                     f"{self.name} has no chat template, so it was not made for conversations; "
-                    "use `quire complete`, or put a chat_template.jinja in its folder"
+                    "use `quire complete`, put a chat_template.jinja in its folder, or give one "
+                    "with --chat-template"
                 )
+            client.template.check_usable()
         except BaseException:
             self.close()
             raise

@@ -37,6 +37,10 @@ class ModelConfig:
     served_model_name: str | None = setting(
         None, "name of the model in the API; default: the folder's name"
     )
+    chat_template: str | None = setting(
+        None,
+        "chat template in place of the model's own: a file, or the name of another of the model's",
+    )
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None:
@@ -45,6 +49,8 @@ class ModelConfig:
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.served_model_name == "":
             raise SettingError("served_model_name is empty; give a name or leave it out")
+        if self.chat_template == "":
+            raise SettingError("chat_template is empty; give a file or a name, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +144,9 @@ class ServerConfig:
     )
     unknown_fields: Literal["refuse", "warn"] = setting(
         "refuse", "what to do with request fields that are not known"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "run chat templates that requests bring along: programs by whoever asks"
     )
     grace_s: float = setting(
         30.0, "seconds that running requests get to finish on SIGTERM", flag="grace-seconds"

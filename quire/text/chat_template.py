@@ -23,7 +23,16 @@ from quire.text.template_work import Limits
 from quire.text.tokenizer import Tokenizer
 
 # What `render` itself sets; no caller may set it a second time as a variable.
-OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+OWN_VARIABLES = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+    }
+)
 _TOOL_USE = "tool_use"
 _PROBE = "quire-probe"
 _MOST_LEVELS = 80
@@ -63,10 +72,6 @@ class ChatTemplate:
                 )
             except TokenizerError as error:
                 self.problems[name] = str(error)
-        self._takes_parts = {
-            name: self._finds_probe(template, _in_parts())
-            for name, template in self._templates.items()
-        }
 
     @classmethod
     def load(
@@ -121,9 +126,14 @@ class ChatTemplate:
             raise TokenizerError(problem)
         return template
 
+    def check_usable(self) -> None:
+        """Raises the error that every rendering by the default template would raise."""
+        self._named(None, None)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -153,7 +163,8 @@ class ChatTemplate:
             )
         template = self._named(chat_template, tools)
         said = [_said(at, message) for at, message in enumerate(messages)]
-        if not self._takes_parts[template.name]:
+        in_parts = any(isinstance(message.get("content"), list) for message in said)
+        if in_parts and not self._finds_probe(template, _in_parts()):
             said = [_with_plain_content(message) for message in said]
         values = {
             **self._variables,
@@ -194,12 +205,14 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
 
-    def takes_argument_objects(self, *, chat_template: str | None = None) -> bool:
+    def takes_argument_objects(
+        self, *, tools: object = None, chat_template: str | None = None
+    ) -> bool:
         """Whether a tool call's arguments should be an object in messages, not its JSON text.
 
         Found by trying: templates that write them out with `tojson` would quote a text again.
         """
-        template = self._named(chat_template, tools=[])
+        template = self._named(chat_template, tools)
         return self._finds_probe(template, _with_tool_call())
 
     def _named(self, name: str | None, tools: object) -> CompiledTemplate:

@@ -24,6 +24,8 @@ from quire.engine.output import TextDelta
 from quire.engine.requests import make_requests
 from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
+from quire.text.chat_template import ChatTemplate
+from quire.text.template_work import Limits
 
 CARD = ModelCard(
     name="fake",
@@ -48,6 +50,7 @@ class ByteTokenizer:
 
     def __init__(self, bos: int | None = None) -> None:
         self._bos = bos
+        self.special_tokens: dict[str, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         before = [self._bos] if add_special_tokens and self._bos is not None else []
@@ -67,11 +70,20 @@ class ByteTokenizer:
         return bytes(kept).decode(errors="replace")
 
 
-class PlainTemplate:
-    """`role: content` lines."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return "".join(f"{message['role']}:{message['content']};" for message in messages)
+# `role:content;` for each message, and what else it is given.
+PLAIN_TEMPLATE = (
+    "{% for document in documents or [] %}({{ document.text }}){% endfor %}"
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %};"
+    "{% endfor %}{{ '>' if add_generation_prompt and mood is defined }}{{ mood }}"
+)
+CHAT_TEMPLATES = {
+    "default": PLAIN_TEMPLATE,
+    "loud": "{% for message in messages %}{{ message.content | upper }}!{% endfor %}",
+    "broken": "{% for %}",
+    "endless": "{% for i in range(999999) %}{% for j in range(99) %}{% endfor %}{% endfor %}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +102,9 @@ class FakeEngine:
     def __init__(self, *script: str, card: ModelCard = CARD) -> None:
         self.card = card
         self.tokenizer: Any = ByteTokenizer()
-        self.template: Any = PlainTemplate()
+        self.template: ChatTemplate | None = ChatTemplate(
+            CHAT_TEMPLATES, variables={}, limits=Limits(num_rounds=20_000)
+        )
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.dead = asyncio.Event()
@@ -147,11 +161,33 @@ class FakeEngine:
                     await self.pause()
                 for index in range(sampling.n):
                     self.num_deltas += 1
-                    yield self._delta(at, text, first_stream + index, len(prompt_ids), sampling)
+                    delta = self._delta(at, text, first_stream + index, len(prompt_ids), sampling)
+                    if at == index == 0 and sampling.prompt_logprobs is not None:
+                        delta = replace(delta, prompt_logprobs=self._scored(prompt_ids))
+                    yield delta
             complete = True
         finally:
             if not complete:
                 self.closed_early.append(request_id)
+
+    def _scored(self, prompt_ids: Sequence[int]) -> list[TokenText | None]:
+        """Rank 3 and logprob -at at position `at`; one alternative, which is impossible."""
+        other = TokenText(token_id=99, text="c", raw=b"c", logprob=float("-inf"), rank=1)
+        return [
+            None,
+            *(
+                TokenText(
+                    token_id=token_id,
+                    text=chr(token_id),
+                    raw=bytes([token_id]),
+                    logprob=-float(at),
+                    rank=3,
+                    top=(other, other),
+                    start_chars=at,
+                )
+                for at, token_id in enumerate(prompt_ids[1:], start=1)
+            ),
+        ]
 
     def _step(self, rows: int, tokens: int) -> None:
         steps = self.stats.steps_total + 1
@@ -165,14 +201,24 @@ class FakeEngine:
         last = at == len(self.script) - 1
         start_chars = len("".join(self.script[:at]))
         token = TokenText(
-            token_id=at, text=text, raw=text.encode(), logprob=-0.5, start_chars=start_chars
+            token_id=at,
+            text=text,
+            raw=text.encode(),
+            logprob=-0.5,
+            start_chars=start_chars,
+            listed=tuple(
+                TokenText(token_id=id_, text=chr(id_), raw=bytes([id_]), logprob=-float(id_))
+                for id_ in sampling.logprob_token_ids
+            ),
         )
         other = TokenText(token_id=99, text="no", raw=b"n\xff", logprob=float("-inf"))
         return TextDelta(
             index=index,
             text=text,
             token_ids=(at,),
-            logprobs=(replace(token, top=(token, other)),) if sampling.logprobs is not None else (),
+            logprobs=(replace(token, top=(replace(token, listed=()), other)),)
+            if sampling.logprobs is not None
+            else (),
             finish_reason=self.last_reason if last else None,
             stop_reason="END" if last else None,
             num_prompt_tokens=num_prompt_tokens,

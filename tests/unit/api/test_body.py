@@ -186,11 +186,11 @@ def test_the_time_limit_counts_what_is_done_before_the_engine_is_asked() -> None
         stuck = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def render(_: object) -> str:
+        def render(_: object, **settings: object) -> str:
             asyncio.run_coroutine_threadsafe(stuck.wait(), loop).result()
             return ""
 
-        site.engine.template.render = render
+        site.engine.template.render = render  # type: ignore[union-attr, method-assign]
         body = {"messages": [{"role": "user", "content": "a"}]}
         reply = await site.post("/v1/chat/completions", body)
         assert (reply.status, reply.error["code"]) == (504, "timeout")

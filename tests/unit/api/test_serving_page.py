@@ -9,7 +9,14 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.api.auth import OPEN_PATHS
-from quire.api.fields import CHAT, COMPLETIONS, NO_EFFECT
+from quire.api.fields import (
+    APPLY_TEMPLATE,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    NO_EFFECT,
+    TOKENIZE,
+)
 from quire.cli.serve import add_arguments
 from quire.obs.metrics import Metrics
 
@@ -17,7 +24,9 @@ PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 
 
 def test_every_field_that_is_honoured_or_accepted_is_on_the_page() -> None:
-    missing = [name for name in CHAT | COMPLETIONS | NO_EFFECT if f"`{name}`" not in PAGE]
+    texts = TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
+    fields = CHAT | COMPLETIONS | texts | NO_EFFECT
+    missing = [name for name in fields if f"`{name}`" not in PAGE]
     assert missing == []
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.base.sampling_params import SamplingParams
+from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -54,6 +56,8 @@ def asked(**body: Any) -> SamplingParams:
         ("seed", 2**63 - 1),
         ("seed", -3),
         ("max_tokens", 9),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 20),
         ("min_tokens", 4),
         ("ignore_eos", True),
         ("include_stop_str_in_output", True),
@@ -110,6 +114,9 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("logit_bias", {"1.5": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": "x"}),
     ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {"²": 1}), ("logit_bias", {"1" * 30: 1}),
     ("logit_bias", {"1": 1e999}), ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("prompt_logprobs", True),
+    ("prompt_logprobs", "1"), ("prompt_logprobs", 1.0), ("logprob_token_ids", [1]),
+    ("logprob_token_ids", 5), ("logprob_token_ids", {"1": 2}),
     ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", "3"),
     ("ignore_eos", 1), ("ignore_eos", "yes"), ("include_stop_str_in_output", 0),
     ("stream", "true"), ("stream", 1), ("echo", 1), ("stream_options", {"include_usage": True}),
@@ -250,15 +257,9 @@ def test_an_empty_text_is_the_begin_token_where_there_is_one() -> None:
 
 
 def test_messages_reach_the_template_whole_with_extra_keys() -> None:
-    seen: list[Any] = []
-
-    class Watching:
-        def render(self, messages: Any) -> str:
-            seen.extend(messages)
-            return "text"
-
     engine = FakeEngine()
-    engine.template = Watching()
+    engine.template = ChatTemplate({"default": "{{ messages | tojson }}"}, variables={})
+    engine.card = replace(CARD, max_model_len=4096)
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "ann"},
@@ -266,6 +267,7 @@ def test_messages_reach_the_template_whole_with_extra_keys() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     ]
     assert chat(engine, messages=messages).status == 200
+    seen = json.loads(bytes(engine.asked[0].prompt_ids))
     assert [message["role"] for message in seen] == ["system", "user", "assistant", "tool"]
     assert seen[1]["name"] == "ann"
     assert seen[2]["content"] == ""

@@ -1,0 +1,249 @@
+"""Messages and what goes with them, checked and rendered by the model's template.
+
+Roles are system, developer (which templates know as system), user, assistant and tool; content is
+text or a list of text parts; other keys of a message are handed to the template as they are. The
+arguments of tool calls, which OpenAI's clients send as the text of a JSON object, become that
+object where the template writes objects out itself. Knows no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.api.fields import flag
+from quire.api.opening import Opened
+from quire.base.errors import InvalidParameter, RequestError, TokenizerError
+from quire.base.show import show
+from quire.text.chat_template import ChatTemplate
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
+MAX_TEMPLATE_CHARS = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A conversation as it was asked for. `name` and `source` of a template: at most one."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    tools: list[dict[str, Any]] | None
+    documents: list[dict[str, Any]] | None
+    variables: Mapping[str, Any]
+    name: str | None
+    source: str | None
+
+
+async def rendered(request: Opened) -> str:
+    """The text of a request's messages. Raises RequestError naming the field, and TokenizerError.
+
+    A template is a stranger's program: however little it is given, it may take its time, so it
+    runs in a thread.
+    """
+    template, given = request.engine.template, request.given
+    asked = _asked(given, template, trusted=request.config.trust_request_chat_template)
+    if template is None and asked.source is None:
+        raise RequestError(
+            f"model {request.engine.card.name!r} has no chat template; use /v1/completions, put a "
+            "chat_template.jinja into the model's folder, or start the server with --chat-template"
+        )
+    if template is None:
+        template = ChatTemplate({}, variables=request.engine.tokenizer.special_tokens)
+    text, ignored = await asyncio.to_thread(_render, template, asked, warns=request.warns)
+    request.ignore(*ignored)
+    return text
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages, as a template takes them. Raises InvalidParameter naming the message."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameter(
+            f"messages is {show(messages)}; a list of at least one message is needed",
+            param="messages",
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidParameter(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed",
+            param="messages",
+        )
+    return [_checked(at, message) for at, message in enumerate(messages)]
+
+
+def _asked(given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: bool) -> _Asked:
+    name, source = _template_of(given, template, trusted=trusted)
+    opens = flag(given, "add_generation_prompt") if "add_generation_prompt" in given else None
+    variables = given.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise InvalidParameter(
+            f"chat_template_kwargs is {show(variables)}; an object is allowed",
+            param="chat_template_kwargs",
+        )
+    return _Asked(
+        messages=checked_messages(given.get("messages")),
+        add_generation_prompt=opens,
+        continue_final_message=flag(given, "continue_final_message"),
+        tools=_objects(given, "tools") or None,
+        documents=_objects(given, "documents") or None,
+        variables=variables,
+        name=name,
+        source=source,
+    )
+
+
+def _template_of(
+    given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: bool
+) -> tuple[str | None, str | None]:
+    """The name of one of the model's templates, or the text of the caller's own."""
+    asked = given.get("chat_template")
+    if asked is None:
+        return None, None
+    if not isinstance(asked, str):
+        raise InvalidParameter(
+            f"chat_template is {show(asked)}; the name of one of the model's templates is allowed",
+            param="chat_template",
+        )
+    names = () if template is None else template.names
+    if asked in names or not any(mark in asked for mark in ("{{", "{%", "{#")):
+        return asked, None
+    if not trusted:
+        raise InvalidParameter(
+            "chat_template holds the text of a template, a program that this server does not run "
+            "for its callers; name one of the model's templates "
+            f"({', '.join(names) or 'it has none'}), or start the server with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    if len(asked) > MAX_TEMPLATE_CHARS:
+        raise InvalidParameter(
+            f"chat_template has {len(asked)} characters; at most {MAX_TEMPLATE_CHARS} are allowed "
+            "in a request",
+            param="chat_template",
+        )
+    return None, asked
+
+
+def _objects(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    value = given.get(name, [])
+    if not isinstance(value, list):
+        raise InvalidParameter(f"{name} is {show(value)}; a list of objects is allowed", param=name)
+    for at, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            raise InvalidParameter(
+                f"{name}[{at}] is {show(entry)}; an object is allowed", param=name
+            )
+    return value
+
+
+def _render(template: ChatTemplate, asked: _Asked, *, warns: bool) -> tuple[str, tuple[str, ...]]:
+    """The text, and names of variables that were left out. In a thread."""
+    if asked.source is None:
+        return _render_with(template, asked, warns=warns)
+    try:
+        return _render_with(template.with_source(asked.source), asked, warns=warns)
+    except TokenizerError as error:  # it is the caller's own
+        raise InvalidParameter(str(error), param="chat_template") from error
+
+
+def _render_with(
+    template: ChatTemplate, asked: _Asked, *, warns: bool
+) -> tuple[str, tuple[str, ...]]:
+    variables, ignored = dict(asked.variables), []
+    for name in asked.variables:
+        try:
+            template.check_variables([name], tools=asked.tools, chat_template=asked.name)
+        except InvalidParameter:
+            if not warns:
+                raise
+            ignored.append(f"chat_template_kwargs.{name}")
+            del variables[name]
+    text = template.render(
+        _with_argument_objects(template, asked),
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        tools=asked.tools,
+        documents=asked.documents,
+        chat_template=asked.name,
+        **variables,
+    )
+    return text, tuple(ignored)
+
+
+def _with_argument_objects(template: ChatTemplate, asked: _Asked) -> list[dict[str, Any]]:
+    """The messages; arguments that are the text of an object as that object, where fitting."""
+    if not any(message.get("tool_calls") for message in asked.messages):
+        return asked.messages
+    if not template.takes_argument_objects(tools=asked.tools, chat_template=asked.name):
+        return asked.messages
+    return [_with_objects(at, message) for at, message in enumerate(asked.messages)]
+
+
+def _with_objects(at: int, message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    place = f"messages[{at}].tool_calls"
+    return {
+        **message,
+        "tool_calls": [_with_object(call, f"{place}[{i}]") for i, call in enumerate(calls)],
+    }
+
+
+def _with_object(call: Any, place: str) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidParameter(
+            f"{place}.function.arguments is {show(arguments)}, which is not the text of a JSON "
+            "object; this model's template needs one",
+            param="messages",
+        )
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def _checked(at: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidParameter(
+            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
+            param="messages",
+        )
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidParameter(
+            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
+        )
+    checked = {**message, "role": "system" if role == "developer" else role}
+    content = message.get("content")
+    if content is None and role == "assistant":
+        # Beside tool calls templates expect no content; alone it is an answer without words.
+        return checked if message.get("tool_calls") else {**checked, "content": ""}
+    if isinstance(content, list):
+        for part in content:
+            _check_part(at, part)
+    elif not isinstance(content, str):
+        raise InvalidParameter(
+            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
+            param="messages",
+        )
+    return checked
+
+
+def _check_part(at: int, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InvalidParameter(
+            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
+            'parts of the form {"type": "text", "text": "..."} are allowed',
+            param="messages",
+        )

@@ -1,0 +1,91 @@
+"""What every POST route begins with: a body in time, its fields by name, the model it asks for.
+
+Knows the table of fields and no field's meaning but `model`'s. Always holds: a field that is not
+served or not known is refused, or (unknown_fields="warn") left out, logged and named in a header.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.api.body import read_object
+from quire.api.fields import ignored_header, known_fields
+from quire.api.gone import Deadline, body_in_time
+from quire.api.serving import Engine, Serving
+from quire.base.errors import InvalidParameter, UnknownModel
+from quire.base.show import show
+
+
+class Opened:
+    """A request whose body has been read: the fields that were given, and who is to answer."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        engine: Engine,
+        *,
+        given: Mapping[str, Any],
+        request_id: str,
+        deadline: Deadline,
+    ) -> None:
+        self.engine = engine
+        self.config = serving.config
+        self.given = given
+        self.request_id = request_id
+        self.deadline = deadline
+        self._log = serving.log
+        self._ignored: list[str] = []
+
+    @property
+    def warns(self) -> bool:
+        """Whether what is not known is left out instead of refused."""
+        return self.config.unknown_fields == "warn"
+
+    def ignore(self, *names: str) -> None:
+        """These were left out."""
+        if names:
+            self._ignored += names
+            self._log.warning(
+                "fields ignored", request=self.request_id, fields=ignored_header(names)
+            )
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        headers = {"x-request-id": self.request_id}
+        if self._ignored:
+            headers["x-quire-ignored-fields"] = ignored_header(tuple(self._ignored))
+        return headers
+
+
+async def opened(
+    serving: Serving, request: Request, *, honoured: frozenset[str], prefix: str
+) -> Opened:
+    """The request, once its body is there. Raises RequestError, and what `engine()` raises."""
+    engine = serving.engine()
+    deadline = Deadline(serving.config.request_timeout_s)
+    body = await body_in_time(
+        read_object(request, limit_bytes=serving.config.max_body_bytes),
+        leaving=serving.leaving,
+        deadline=deadline,
+    )
+    warns = serving.config.unknown_fields == "warn"
+    given, ignored = known_fields(body, honoured, warn_unknown=warns)
+    request_id = f"{prefix}-{secrets.token_hex(12)}"
+    begun = Opened(serving, engine, given=given, request_id=request_id, deadline=deadline)
+    begun.ignore(*ignored)
+    _check_model(given, engine)
+    return begun
+
+
+def _check_model(given: Mapping[str, Any], engine: Engine) -> None:
+    """A request may leave the model's name out, but not name another."""
+    name = engine.card.name
+    asked = given.get("model", name)
+    if not isinstance(asked, str):
+        raise InvalidParameter(f"model is {show(asked)}; a string is allowed", param="model")
+    if asked != name:
+        raise UnknownModel(f"model {show(asked)} is not served here; {name!r} is", param="model")
