@@ -1,5 +1,6 @@
-// How likely given tokens were: the semantics of quire/sampling/scoring.py and its bits. Knows no
-// requests and no Python. A row's result depends on its own logits and wishes only.
+// How likely given tokens were: log-probabilities of raw logits, ranks and best alternatives, with
+// the semantics of quire/sampling/scoring.py and its bits. Knows no requests and no Python.
+// Always holds: a row's result depends on its own logits and wishes only.
 #pragma once
 
 #include <stdint.h>
