@@ -46,7 +46,7 @@ def sampling_of(
             )
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"])
-    return replace(defaults, logprobs=logprobs, **fields).resolve()
+    return defaults.changed(logprobs=logprobs, **fields).resolve()
 
 
 def limited(

@@ -1,0 +1,86 @@
+"""The rarer fields of token choice, through the routes: what is handed on, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.api.fields import CHAT, COMPLETIONS, OTHER_NAMES, SAMPLING, known_fields
+from quire.api.sampling import sampling_of
+from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import FILTERS_OFF, SamplingParams
+from tests.unit.api.fake_engine import FakeEngine
+from tests.unit.api.test_values import asked, chat, completion
+
+FIELDS: dict[str, Any] = {
+    "typical_p": 0.5,
+    "top_n_sigma": 1.5,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "dry_multiplier": 0.8,
+    "dry_base": 2,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 64,
+    "no_repeat_ngram_size": 4,
+    "mirostat": 2,
+    "mirostat_tau": 3,
+    "mirostat_eta": 0.2,
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_a_field_reaches_the_engine(name: str) -> None:
+    assert getattr(asked(**{name: FIELDS[name]}), name) == FIELDS[name]
+
+
+def test_lists_of_words_and_ids_reach_the_engine() -> None:
+    params = asked(bad_words=["no", "nay"], allowed_token_ids=[5, 6], dry_sequence_breakers=[])
+    assert params.bad_words == ("no", "nay")
+    assert params.allowed_token_ids == (5, 6)
+    assert params.dry_sequence_breakers == ()
+    params = asked(allowed_token_ids=None, bad_words=None)
+    assert (params.allowed_token_ids, params.bad_words) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("mirostat", 1, "version 2"),
+        ("mirostat", 2.5, "whole number"),
+        ("xtc_probability", "0.5", "finite number"),
+        ("allowed_token_ids", [], "empty list"),
+        ("allowed_token_ids", "12", "a list"),
+        ("bad_words", {"a": 1}, "a list"),
+        ("bad_words", [""], "1 to 256 characters"),
+        ("dry_sequence_breakers", [3], "1 to 40 characters"),
+        ("no_repeat_ngram_size", -1, "from 0 to 50"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_by_name(field: str, value: Any, said: str) -> None:
+    for route in (completion, chat):
+        engine = FakeEngine()
+        reply = route(engine, **{field: value})
+        assert reply.status == 400
+        assert reply.json["error"]["param"] == field
+        assert said in reply.json["error"]["message"]
+        assert not engine.asked
+
+
+def test_mirostat_puts_a_model_s_filters_aside_but_not_the_caller_s() -> None:
+    defaults = SamplingParams(top_k=20, top_p=0.8, min_p=0.1)
+    params = sampling_of({"mirostat": 2}, defaults, logprobs=None)
+    assert {name: getattr(params, name) for name in FILTERS_OFF} == dict(FILTERS_OFF)
+    with pytest.raises(InvalidParameter, match=r"top_p is 0\.5"):
+        sampling_of({"mirostat": 2, "top_p": 0.5}, defaults, logprobs=None)
+    assert sampling_of({"mirostat": 0}, defaults, logprobs=None).top_k == 20
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+def test_a_name_of_another_program_is_told_ours(name: str) -> None:
+    assert OTHER_NAMES[name] in SAMPLING
+    for honoured in (CHAT, COMPLETIONS):
+        with pytest.raises(InvalidParameter, match=f'did you mean "{OTHER_NAMES[name]}"'):
+            known_fields({name: 1}, honoured, warn_unknown=False)
