@@ -139,6 +139,23 @@ def test_scored_prompts_do_not_change_what_others_are_told(
         assert alone["logprobs"][name] == generated["logprobs"][name][num_prompt:]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 0, "logprob_token_ids": [5, 10**6]}, "logprob_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "max_tokens": 0, "n": 2}, "n"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_name(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    status, answer = server.post("/v1/completions", {"prompt": TEXT, **fields})
+    assert status == 400
+    assert answer["error"]["param"] == param
+
+
 def _answer(server: RunningServer, body: dict[str, Any]) -> Any:
     status, answer = server.post("/v1/completions", body)
     assert status == 200, answer

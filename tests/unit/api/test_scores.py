@@ -161,7 +161,6 @@ def test_listed_ids_come_after_the_best_and_by_text() -> None:
         (COMPLETIONS, {"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, "n", "leave n out"),
         (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids", "without logprobs"),
         (CHAT, {"logprob_token_ids": [1]}, "logprob_token_ids", "without logprobs"),
-        (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": [256]}, "logprob_token_ids", "0 to 255"),
         (
             COMPLETIONS,
             {"logprobs": 0, "logprob_token_ids": [1] * 1025},
