@@ -1,0 +1,71 @@
+"""Rarer ways to choose, from words to text: what a caller of LLM sees of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import InvalidParameter
+from quire.engine.token_rules import token_rules
+from quire.text.tokenizer import Tokenizer
+
+PLAIN = SamplingParams(seed=3, temperature=0.9, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, threads=1, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+def test_a_bad_word_is_never_finished(model: Path, llm: LLM) -> None:
+    tokenizer = Tokenizer.load(model)
+    greedy = replace(PLAIN, temperature=0.0)
+    (plain,) = llm.generate("the sea", greedy)
+    words = {id_: tokenizer.token_text(id_).strip() for id_ in plain.token_ids}
+    banning = {
+        id_: replace(greedy, bad_words=(word,))
+        for id_, word in words.items()
+        if word and "\ufffd" not in word
+    }
+    alone = {
+        id_: sampling
+        for id_, sampling in banning.items()
+        if (id_,) in token_rules(sampling, tokenizer).banned_sequences
+    }
+    assert alone
+    for id_, sampling in alone.items():
+        (without,) = llm.generate("the sea", sampling)
+        assert id_ not in without.token_ids
+
+
+def test_each_way_gives_the_same_answer_alone_and_among_others(llm: LLM) -> None:
+    ways = [
+        {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 1.0},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.01},
+        {"typical_p": 0.4},
+        {"dry_multiplier": 2.0, "allowed_token_ids": (5, 6, 7, 8)},
+    ]
+    samplings = [replace(PLAIN, n=2, **way) for way in ways]  # type: ignore[arg-type]
+    together = llm.generate(["a camel"] * len(ways), samplings)
+    for sampling, answer in zip(samplings, together, strict=True):
+        (alone,) = llm.generate(["a camel"], sampling)
+        tokens = [[output.token_ids for output in each.outputs] for each in (alone, answer)]
+        assert tokens[0] == tokens[1]
+        assert tokens[0][0] != tokens[0][1]
+
+
+def test_only_allowed_ids_are_written(llm: LLM) -> None:
+    (answer,) = llm.generate("x", replace(PLAIN, allowed_token_ids=(9, 11)))
+    assert set(answer.token_ids) == {9, 11}
+    with pytest.raises(InvalidParameter, match="ids 0 to"):
+        llm.generate("x", replace(PLAIN, allowed_token_ids=(9, 10**6)))
+
+
+def test_no_n_gram_comes_twice_in_what_is_written(llm: LLM) -> None:
+    few = replace(PLAIN, allowed_token_ids=(5, 6, 7), max_tokens=9)
+    (answer,) = llm.generate("x", replace(few, no_repeat_ngram_size=2))
+    pairs = list(zip(answer.token_ids, answer.token_ids[1:], strict=False))
+    assert len(set(pairs)) == len(pairs)
