@@ -13,6 +13,7 @@ namespace quire::QUIRE_ISA_NS {
 namespace {
 
 constexpr int kBlock = 32;
+constexpr int kMasses = 256;
 constexpr int kSums = 8;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kNaN = __builtin_nanf("");
@@ -42,19 +43,22 @@ float largest(const float* values, int32_t count) {
     return found > -kInfinity ? found : kNaN;
 }
 
-// The sum of exp(value - top), each rounded to a mass.
+// The sum of exp(value - top), each rounded to a mass. One loop for each kind of number: so all
+// of them become vectors.
 double mass_sum(const float* values, int32_t count, float top) {
-    alignas(64) float exps[kBlock];
+    alignas(64) float exps[kMasses];
+    alignas(64) double masses[kMasses];
     alignas(64) double sums[kSums] = {};
-    int32_t first = 0;
-    for (; first + kBlock <= count; first += kBlock) {
-        for (int i = 0; i < kBlock; i++) exps[i] = recipe::exp_below(values[first + i] - top);
-        for (int i = 0; i < kBlock; i += kSums) {
-            for (int j = 0; j < kSums; j++) sums[j] += recipe::mass(exps[i + j]);
+    for (int32_t first = 0; first < count; first += kMasses) {
+        const int32_t some = count - first < kMasses ? count - first : kMasses;
+        for (int i = 0; i < some; i++) exps[i] = recipe::exp_below(values[first + i] - top);
+        for (int i = 0; i < some; i++) masses[i] = recipe::mass(exps[i]);
+        for (int i = some; i < kMasses; i++) masses[i] = 0.0;
+        for (int i = 0; i < kMasses; i += kSums) {
+            for (int j = 0; j < kSums; j++) sums[j] += masses[i + j];
         }
     }
     double total = 0.0;
-    for (; first < count; first++) total += recipe::mass(recipe::exp_below(values[first] - top));
     for (double sum : sums) total += sum;
     return total;
 }

@@ -151,8 +151,10 @@ class LLM:
     ) -> list[Answer]:
         """Answers to the prompts, in their order. A prompt is text or a list of token ids.
 
-        sampling_params: one for all, or one each; None takes the model's defaults. progress: a
-        bar on standard error; None shows one on a terminal where there are several prompts.
+        sampling_params: one for all, or one each; None takes the model's defaults. To score texts
+        and generate nothing: SamplingParams(prompt_logprobs=0, max_tokens=0), and read each
+        answer's prompt_logprobs. progress: a bar on standard error; None shows one on a terminal
+        where there are several prompts.
         Raises RequestError before anything runs where a prompt or a parameter cannot be served.
         """
         return self._generate(_prompts(prompts), sampling_params, progress, special_tokens=True)
