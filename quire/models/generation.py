@@ -109,7 +109,9 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
     reader.pass_over(["temperature", "top_p", "min_p", "repetition_penalty"])
     reader.pass_over(["typical_p", "epsilon_cutoff", "eta_cutoff"])
     reader.pass_over(["top_k", "no_repeat_ngram_size", "max_new_tokens"])
-    banned: list[tuple[int, ...]] = [(id_,) for id_ in reader.ids("suppress_tokens", spec.vocab_size)]
+    banned: list[tuple[int, ...]] = [
+        (id_,) for id_ in reader.ids("suppress_tokens", spec.vocab_size)
+    ]
     banned += _bad_words(reader, spec.vocab_size, eos_ids or spec.eos_ids)
     reader.finish()
     return replace(
