@@ -3,7 +3,8 @@
     spec = open_model(path)
     program = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
 
-Reads config.json and generation_config.json, never weights. A new family is a line in FAMILIES.
+Reads config.json and generation_config.json, or the metadata of a GGUF file, never weights. A new
+family is a line in FAMILIES.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.base.gguf_model import find_gguf
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
@@ -72,12 +74,17 @@ FAMILIES = MappingProxyType(
 
 
 def open_model(path: Path) -> ModelSpec:
-    """The spec of the model in folder `path`.
+    """The spec of the model in folder `path`, or in the GGUF file `path`.
 
     Raises ConfigError where there is no model, its architecture is not supported, or its
-    configuration cannot be honoured as written (all problems listed).
+    configuration cannot be honoured as written (all problems listed); WeightsError where a GGUF
+    file is corrupt.
     """
     folder = Path(path)
+    if (gguf := find_gguf(folder)) is not None:
+        from quire.models.gguf_config import read_gguf
+
+        return read_gguf(gguf, _read_values)
     _check_folder(folder)
     values = load_config(folder / "config.json")
     architecture = _architecture(values, folder / "config.json")
@@ -85,6 +92,12 @@ def open_model(path: Path) -> ModelSpec:
     spec = FAMILIES[architecture].read(reader, architecture)
     generation = folder / "generation_config.json"
     return with_generation_defaults(spec, generation) if generation.is_file() else spec
+
+
+def _read_values(values: dict[str, Any], where: str) -> ModelSpec:
+    """The spec that a family's reader makes of a config.json that is in no file."""
+    (architecture,) = values["architectures"]
+    return FAMILIES[architecture].read(ConfigReader(values, where=where), architecture)
 
 
 def compute_dtype(spec: ModelSpec, asked: str = "auto") -> DType:
@@ -119,10 +132,6 @@ def box_path() -> Path:
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.suffix == ".gguf":
-        raise ConfigError(
-            f"{folder}: GGUF files are not read yet; give the folder of the safetensors checkpoint"
-        )
     if not folder.exists():
         raise ConfigError(
             f"{folder}: no such folder; give a folder with config.json and *.safetensors "
@@ -132,11 +141,6 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")
     if (folder / "config.json").is_file():
         return
-    if any(folder.glob("*.gguf")):
-        raise ConfigError(
-            f"{folder}: only GGUF files and no config.json; GGUF is not read yet, give the folder "
-            "of the safetensors checkpoint"
-        )
     raise ConfigError(f"{folder}: there is no config.json; give the folder of a model")
 
 

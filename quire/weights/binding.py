@@ -66,15 +66,15 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
         if name not in present
     ]
     for name in checkpoint.names:
-        stored = checkpoint.tensor(name)
+        dtype, shape = checkpoint.describe(name)
         if name in expected:
-            if stored.shape != expected[name]:
+            if shape != expected[name]:
                 problems.append(
-                    f"{name} has shape {list(stored.shape)}; config.json asks for "
+                    f"{name} has shape {list(shape)}; {checkpoint.described_by} asks for "
                     f"{list(expected[name])}"
                 )
-            if stored.dtype not in NUMPY_TYPES:
-                problems.append(f"{name} is {stored.dtype}; f32, f16 and bf16 can be computed with")
+            if dtype not in NUMPY_TYPES:
+                problems.append(f"{name} is {dtype}; f32, f16 and bf16 can be computed with")
         elif name == TIED_COPY and tied_source in present:
             if not _same_bytes(checkpoint, TIED_COPY, tied_source):
                 problems.append(
@@ -82,8 +82,8 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                     "set tie_word_embeddings to false, or remove it"
                 )
         elif not BUFFERS.fullmatch(name):
-            problems.append(f"{name} (shape {list(stored.shape)}) is not part of {program.name}")
-    raise_problems(f"{checkpoint.path}: weights and config.json disagree", problems)
+            problems.append(f"{name} (shape {list(shape)}) is not part of {program.name}")
+    raise_problems(f"{checkpoint.path}: weights and {checkpoint.described_by} disagree", problems)
     return Binding(checkpoint, names)
 
 

@@ -1,19 +1,21 @@
-"""A checkpoint: all tensors of a model folder by name, whether in one file or in shards.
+"""A checkpoint: all tensors of a model by name, whether in one file or in shards.
 
-Only safetensors: pickles are refused because loading one runs whatever code it holds. What
-always holds: each name lies in exactly one shard, the one the index says, and no path leaves the
-folder. Knows no model; binding.py compares names and shapes with a program.
+Safetensors, or GGUF (gguf_checkpoint.py, which is loaded where it is wanted): pickles are refused
+because loading one runs whatever code it holds. What always holds: each name lies in exactly one
+shard, the one the index says, and no path leaves the folder. Knows no model; binding.py compares
+names and shapes with a program.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
+from quire.base.gguf_model import find_gguf
 from quire.base.strict_json import parse_object
 from quire.weights.dtypes import from_bf16_bits
 from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
@@ -25,8 +27,37 @@ MAX_INDEX_BYTES = 100_000_000
 WHOLE = slice(None)
 
 
-class Checkpoint:
-    """Tensors by name, over the files that hold them."""
+class Checkpoint(Protocol):
+    """Tensors by name. `described_by`: what says which shapes they should have, for errors."""
+
+    path: Path
+    described_by: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors in their files."""
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of a tensor, whose values are not looked at. Raises WeightsError."""
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor, a view of the file where possible. WeightsError for an unknown name."""
+
+    def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
+        """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+
+    def release(self, name: str) -> None:
+        """Drop the tensor's pages from memory; views stay valid and read the file again."""
+
+
+class SafetensorsCheckpoint:
+    """Tensors by name, over the safetensors files that hold them."""
+
+    described_by = "config.json"
 
     def __init__(self, path: Path, holders: dict[str, SafetensorsFile]) -> None:
         self.path = path
@@ -41,6 +72,11 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(len(self.tensor(name).raw) for name in self._holders)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the tensor `name`."""
+        stored = self.tensor(name)
+        return stored.dtype, stored.shape
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor as stored, a view of the file. Raises WeightsError for an unknown name."""
@@ -63,14 +99,19 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in folder `path` (or the one safetensors file `path`).
+    """The checkpoint in folder `path` (or the one file `path`, safetensors or GGUF).
 
-    model.safetensors counts before model.safetensors.index.json, as in transformers.
-    Raises WeightsError: nothing readable there (with the way out), or corrupt files.
+    model.safetensors counts before model.safetensors.index.json, as in transformers; a GGUF file
+    counts where there is neither. Raises WeightsError: nothing readable there (with the way out),
+    or corrupt files.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
         return _open_single(path, path)
+    if (gguf := find_gguf(path)) is not None:
+        from quire.weights.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(gguf)
     if not path.is_dir():
         raise WeightsError(f"{path}: no such folder; give the folder of a model")
     for name in (SINGLE_FILE, INDEX_FILE):
@@ -85,7 +126,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open_single(path: Path, file_path: Path) -> Checkpoint:
     file = SafetensorsFile(file_path)
-    return Checkpoint(path, dict.fromkeys(file.names, file))
+    return SafetensorsCheckpoint(path, dict.fromkeys(file.names, file))
 
 
 def _open_shards(folder: Path) -> Checkpoint:
@@ -112,7 +153,7 @@ def _open_shards(folder: Path) -> Checkpoint:
             elif weight_map[name] != file_name and name in _names(files, weight_map[name]):
                 problems.append(f"{name} is in {file_name} and in {weight_map[name]}")
     raise_problems(str(folder / INDEX_FILE), problems)
-    return Checkpoint(folder, {name: files[file] for name, file in weight_map.items()})
+    return SafetensorsCheckpoint(folder, {name: files[file] for name, file in weight_map.items()})
 
 
 def _names(files: dict[str, SafetensorsFile], file_name: str) -> tuple[str, ...]:
@@ -156,12 +197,6 @@ def _why_nothing(folder: Path) -> str:
             "refused because loading one can run any code it holds; convert them to safetensors "
             "(load the model in transformers and call save_pretrained), or fetch the safetensors "
             "files of the same model"
-        )
-    gguf = [name for name in files if name.endswith(".gguf")]
-    if gguf:
-        return (
-            f"{folder}: weights are only there as GGUF ({', '.join(gguf[:3])}), which is not read "
-            "yet; fetch the safetensors files of the same model"
         )
     found = ", ".join(files[:8]) or "nothing"
     return f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; found {found}"

@@ -1,0 +1,148 @@
+"""What each architecture's tensors are called in GGUF, in the checkpoints, and how they differ.
+
+llama.cpp's converter renames tensors, and for some architectures reorders them: rows of query and
+key products, so that rotation pairs neighbours (Llama, Granite, SmolLM 3), and GPT-2's matrices,
+which checkpoints store the other way round. What it adds to values (Gemma's norms) is the models
+room's concern. Source of the facts: convert_hf_to_gguf.py and gguf-py (ggml-org/llama.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
+_WHOLE = re.compile(r"(\w+)\.(weight|bias)")
+# Read with the metadata, as settings of rotation: no program asks for them.
+ROPE_TENSORS = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+)
+
+
+class Order(Enum):
+    """How a GGUF tensor's rows lie, compared with the checkpoint's."""
+
+    SAME = "same"
+    NEIGHBOURS = "neighbours"  # of each head row 2 i is row i, row 2 i + 1 is row i + half
+    TRANSPOSED = "transposed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The checkpoint's name of a tensor, and how to get its rows; heads: of NEIGHBOURS."""
+
+    source: str
+    order: Order = Order.SAME
+    heads: str = ""  # the metadata that counts them, without the architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Names of one architecture: of the whole model, and of a layer behind `layer_prefix`."""
+
+    whole: Mapping[str, str]
+    layer: Mapping[str, str]
+    layer_prefix: str = "model.layers."
+    pairs_neighbours: bool = False
+    transposed: frozenset[str] = frozenset()
+
+
+_WHOLE_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+_PLAIN = Names(whole=_WHOLE_NAMES, layer={**_ATTENTION, **_GATED, **_NORMS})
+_NEIGHBOURS = Names(whole=_WHOLE_NAMES, layer=_PLAIN.layer, pairs_neighbours=True)
+_NORMED_AROUND = Names(
+    whole=_WHOLE_NAMES,
+    layer={
+        **_ATTENTION,
+        **_GATED,
+        **_NORMS_BEHIND,
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+    },
+)
+
+NAMES: Mapping[str, Names] = MappingProxyType(
+    {
+        "llama": _NEIGHBOURS,
+        "granite": _NEIGHBOURS,
+        "smollm3": _NEIGHBOURS,
+        "qwen2": _PLAIN,
+        "qwen3": _PLAIN,
+        "gemma": _PLAIN,
+        "gemma2": _NORMED_AROUND,
+        "gemma3": _NORMED_AROUND,
+        "olmo2": Names(whole=_WHOLE_NAMES, layer={**_ATTENTION, **_GATED, **_NORMS_BEHIND}),
+        "phi3": Names(
+            whole=_WHOLE_NAMES,
+            layer={
+                **_NORMS,
+                "attn_qkv": "self_attn.qkv_proj",
+                "attn_output": "self_attn.o_proj",
+                "ffn_up": "mlp.gate_up_proj",
+                "ffn_down": "mlp.down_proj",
+            },
+        ),
+        "starcoder2": Names(
+            whole=_WHOLE_NAMES,
+            layer={**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        ),
+        "gpt2": Names(
+            whole={
+                "token_embd": "transformer.wte",
+                "position_embd": "transformer.wpe",
+                "output_norm": "transformer.ln_f",
+                "output": "lm_head",
+            },
+            layer={
+                "attn_norm": "ln_1",
+                "attn_qkv": "attn.c_attn",
+                "attn_output": "attn.c_proj",
+                "ffn_norm": "ln_2",
+                "ffn_up": "mlp.c_fc",
+                "ffn_down": "mlp.c_proj",
+            },
+            layer_prefix="transformer.h.",
+            transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
+        ),
+    }
+)
+
+
+def place(name: str, names: Names) -> Placed:
+    """Where the GGUF tensor `name` belongs; a name that is not known stays what it is."""
+    if whole := _WHOLE.fullmatch(name):
+        known = names.whole.get(whole[1])
+        return Placed(source=name if known is None else f"{known}.{whole[2]}")
+    layer = _LAYER.fullmatch(name)
+    known = None if layer is None else names.layer.get(layer[2])
+    if layer is None or known is None:
+        return Placed(source=name)
+    source = f"{names.layer_prefix}{layer[1]}.{known}.{layer[3]}"
+    if names.pairs_neighbours and layer[2] in ("attn_q", "attn_k"):
+        heads = "attention.head_count" + ("_kv" if layer[2] == "attn_k" else "")
+        return Placed(source=source, order=Order.NEIGHBOURS, heads=heads)
+    if layer[2] in names.transposed and layer[3] == "weight":
+        return Placed(source=source, order=Order.TRANSPOSED)
+    return Placed(source=source)
