@@ -133,6 +133,10 @@ class EngineClient:
             self._link.open(loop, self._on_message, self._on_end)
         text_side = asyncio.create_task(asyncio.to_thread(load_text_side, self.config.model))
         try:
+            # A wrong template is told at once: weights may take minutes.
+            await asyncio.wait({self._started, text_side}, return_when=asyncio.FIRST_EXCEPTION)
+            if text_side.done():
+                text_side.result()
             self.card = await asyncio.shield(self._started)
             text = await text_side
         except QuireError:

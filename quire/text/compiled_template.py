@@ -32,6 +32,7 @@ _STUMBLES = (
     LookupError,
     AttributeError,
     AssertionError,
+    NameError,
     RuntimeError,
 )
 _TOO_DEEP = (RecursionError, MemoryError)

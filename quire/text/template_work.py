@@ -43,7 +43,7 @@ class Limits:
     """
 
     num_rounds: int = 5_000_000
-    time_s: float = 10.0
+    time_s: float = 5.0
     made_bytes: int = 512 * 1024 * 1024
     text_chars: int = 16_000_000
     list_entries: int = 2_000_000

@@ -134,6 +134,25 @@ def test_a_model_without_a_template_is_refused_with_the_way_out(tmp_path: Path) 
     assert "`quire complete`" in done.stderr
 
 
+def test_a_broken_template_is_told_before_the_first_line_and_another_may_be_given(
+    tmp_path: Path,
+) -> None:
+    folder = write_tiny_llama(tmp_path / "broken", vocab_size=270)
+    (folder / "chat_template.jinja").write_text("a\n{% if")
+    done = quire_command("chat", str(folder), given="Hi\n")
+    assert done.returncode == 2
+    assert "chat template 'default', line 2" in done.stderr
+    assert "--chat-template" in done.stderr
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0].content }}")
+    words = ("chat", str(folder), "--chat-template", str(own), "--max-tokens", "2")
+    done = quire_command(*words, given="Hi\n")
+    assert done.returncode == 0
+    assert quire_command("complete", str(folder), "--prompt", "Hi").returncode == 0
+    refused = quire_command("complete", str(folder), "--chat-template", str(own), "--prompt", "Hi")
+    assert refused.returncode == 2
+
+
 def test_at_a_terminal_it_prompts_streams_stops_and_leaves(model: Path) -> None:
     long_answers = ("--min-tokens", "3000", "--max-tokens", "3500", "--temperature", "1")
     with Terminal(["chat", str(model), "--seed", "5", *long_answers]) as terminal:

@@ -159,6 +159,33 @@ def test_bad_requests_are_raised_before_anything_runs(llm: LLM) -> None:
     assert len(llm.generate("still here", GREEDY)) == 1
 
 
+def test_a_chat_takes_what_goes_with_messages_and_refuses_what_the_template_does_not_know(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}"
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    )
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    with LLM(model, threads=1, chat_template=file) as llm:
+        [answer] = llm.chat(said, one, tools=[{"name": "look"}], chat_template_kwargs={"mood": "!"})
+        assert answer.prompt == "[look]!<Hi><So>"
+        [answer] = llm.chat(said, one, mood="?", continue_final_message=True)
+        assert answer.prompt == "?<Hi><So"
+        for wrong in ({"temperature": 1}, {"chat_template_kwargs": {"mod": 1}}):
+            with pytest.raises(InvalidParameter, match=r"has no variable .* it has: mood"):
+                llm.chat(said, one, **wrong)
+        with pytest.raises(InvalidParameter, match="no chat template named 'x'"):
+            llm.chat(said, one, chat_template="x")
+
+
+def test_a_chat_template_that_is_neither_file_nor_name_is_a_wrong_setting(model: Path) -> None:
+    with pytest.raises(SettingError, match="neither a file nor the name"):
+        LLM(model, threads=1, chat_template="nowhere.jinja")
+
+
 def test_an_interrupted_call_leaves_the_engine_fit_for_the_next(llm: LLM) -> None:
     class Interrupted(BaseException):
         pass

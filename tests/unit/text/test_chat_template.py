@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.errors import InvalidParameter, SettingError, TokenizerError
 from quire.text.chat_template import ChatTemplate
 from quire.text.compiled_template import MAX_SOURCE_CHARS
 from tests.unit.text.made_tokenizers import NAMED, byte_level_json, made, write_folder
@@ -252,3 +252,70 @@ def test_a_template_field_of_another_shape_is_refused(tmp_path: Path, wrong: obj
     assert template is not None
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: chat_template holds"):
         template.render(PLAIN)
+
+
+def test_a_file_or_a_name_is_chosen_in_place_of_the_default(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "rag", "template": "rag"}]
+    write_folder(tmp_path, byte_level_json(), {**NAMED, "chat_template": named})
+    tokenizer = made(byte_level_json(), NAMED)
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ bos_token }}own")
+    for chosen, text in ((str(file), "<s>own"), ("rag", "rag"), (None, "plain")):
+        template = ChatTemplate.load(tmp_path, tokenizer, chosen=chosen)
+        assert template is not None
+        assert template.render(PLAIN) == text
+        assert template.render(PLAIN, chat_template="rag") == "rag"
+    with pytest.raises(SettingError, match=r"neither a file nor the name .*it has: default, rag"):
+        ChatTemplate.load(tmp_path, tokenizer, chosen="nowhere")
+    file.write_text("a\n{% if")
+    with pytest.raises(SettingError, match="line 2"):
+        ChatTemplate.load(tmp_path, tokenizer, chosen=str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(SettingError, match="not valid UTF-8"):
+        ChatTemplate.load(tmp_path, tokenizer, chosen=str(file))
+
+
+def test_a_template_beside_a_broken_config_can_be_chosen(tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level_json(), {**NAMED, "chat_template": 3})
+    file = tmp_path / "own.jinja"
+    file.write_text("own")
+    template = ChatTemplate.load(tmp_path, made(byte_level_json(), NAMED), chosen=str(file))
+    assert template is not None
+    assert template.render(PLAIN) == "own"
+
+
+def test_variables_a_template_does_not_read_are_found() -> None:
+    template = ChatTemplate(
+        {
+            "default": "{% set today = today or 'now' %}{{ mood }}{{ messages }}{{ bos_token }}",
+            "other": "{{ weather }}",
+        },
+        variables=NAMED,
+    )
+    template.check_variables(["mood", "today", "bos_token"])
+    template.check_variables(["weather"], chat_template="other")
+    with pytest.raises(InvalidParameter, match=r"did you mean 'mood'\? it has: bos_token, mood"):
+        template.check_variables(["modo"])
+    for own in ("messages", "raise_exception", "namespace", "loop"):
+        with pytest.raises(InvalidParameter) as caught:
+            template.check_variables([own])
+        assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("written", "takes"),
+    [
+        ("{{ c.function.arguments | tojson }}", True),
+        ("{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}", True),
+        ("{{ c.function.arguments }}", False),
+        ("{{ 'a' + c.function.arguments }}", False),
+        ("{{ c.function.name }}", False),
+        ("{{ raise_exception('no tools') }}", False),
+    ],
+)
+def test_whether_arguments_should_be_objects_is_found_by_trying(written: str, takes: bool) -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}"
+        "{% endfor %}"
+    )
+    assert _template(source).takes_argument_objects() is takes
