@@ -251,7 +251,7 @@ def by_transformers(source: str, talk: Talk, begun: bool | None) -> str:
         raise Refused(None) from error
     except TemplateError as error:
         raise Refused(str(error)) from error
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError, NameError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
         raise Refused(None) from error
     return text
 

@@ -204,6 +204,5 @@ REFUSING: dict[str, tuple[str, str | None]] = {
     "an object that would change": ("{% set x = messages[0].pop('role') %}", None),
     "internals": ("{{ ''.__class__.__mro__ }}", None),
     "JSON of nothing": ("{{ nothing | tojson }}", None),
-    "a number beyond numbers": ("{{ 1e999 }}", None),
     "an attribute of its own": ("{{ namespace(_x=1) }}", None),
 }
