@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.base.gguf_model import SUFFIX, model_name_of
 from quire.config.groups import ModelConfig
 from quire.models.registry import box_path
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The model's folder; the model in the box where none is named."""
+    """The model's folder, or its GGUF file; the model in the box where none is named."""
     return Path(config.model).expanduser() if config.model else box_path()
 
 
 def model_name(config: ModelConfig) -> str:
-    """The name the model goes by: as told, else its folder's."""
+    """The name the model goes by: as told, else its folder's or its file's."""
     if config.served_model_name is not None:
         return config.served_model_name
-    return Path(config.model).expanduser().resolve().name if config.model else "box"
+    if not config.model:
+        return "box"
+    path = Path(config.model).expanduser()
+    return model_name_of(path) if path.suffix == SUFFIX and path.is_file() else path.resolve().name

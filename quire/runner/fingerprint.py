@@ -1,7 +1,8 @@
 """system_fingerprint: a digest of all an answer depends on beside the request itself.
 
 Every byte of the weights (as the executor digested them), the files of a model's folder that
-decide how text becomes tokens and back and what is asked by default, the program that runs with
+decide how text becomes tokens and back and what is asked by default (of a GGUF file: its metadata),
+the program that runs with
 the numerics version, the executor's recipe (instruction set), the parallel degree, the KV dtype
 and the context length. Two engines with one fingerprint give one answer.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from quire.base.gguf_file import GgufFile
+from quire.base.gguf_model import find_gguf
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
@@ -52,8 +55,11 @@ def system_fingerprint(
 
 
 def files_digest(folder: Path) -> str:
-    """Names, sizes and bytes of those of FILES that are there."""
+    """Names, sizes and bytes of those of FILES that are there; all before a GGUF file's tensors."""
     digest = hashlib.blake2b(digest_size=16)
+    if (gguf := find_gguf(folder)) is not None:
+        digest.update(GgufFile(gguf).header())
+        return digest.hexdigest()
     for pattern in FILES:
         for path in sorted(folder.glob(pattern)):
             content = path.read_bytes()

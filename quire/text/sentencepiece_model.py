@@ -89,7 +89,8 @@ def why_not_converted(pieces: SentencePieces, config: Mapping[str, Any]) -> str 
         and _is_legacy(config)
     ):
         return "has pieces of its user and is asked for spaces after special tokens (legacy)"
-    if not _ties_are_harmless(pieces):
+    listed = zip(pieces.texts, pieces.scores, pieces.kinds, strict=True)
+    if not ties_are_harmless({text: at for text, at, kind in listed if kind is PieceKind.NORMAL}):
         return "has pieces of equal score"
     known = set(_of_kind(pieces, PieceKind.NORMAL))
     if not known.issuperset(character for text in known for character in text):
@@ -100,21 +101,21 @@ def why_not_converted(pieces: SentencePieces, config: Mapping[str, Any]) -> str 
     return None
 
 
-def _ties_are_harmless(pieces: SentencePieces) -> bool:
+def ties_are_harmless(scores: Mapping[str, float]) -> bool:
     """Whether equal scores are only those of runs of one character, merged after all else.
 
-    Llama 2 has such: its runs of spaces.
+    scores: of the normal pieces. Llama 2 has such: its runs of spaces.
     """
     texts_of: dict[float, list[str]] = {}
-    for text, score, kind in zip(pieces.texts, pieces.scores, pieces.kinds, strict=True):
-        if kind is PieceKind.NORMAL and len(text) > 1:
+    for text, score in scores.items():
+        if len(text) > 1:
             texts_of.setdefault(score, []).append(text)
     if not all(map(math.isfinite, texts_of)):
         return False
+    last = min(texts_of, default=0.0)
     tied = [score for score, texts in texts_of.items() if len(texts) > 1]
     return all(
-        score == min(texts_of) and all(len(set(text)) == 1 for text in texts_of[score])
-        for score in tied
+        score == last and all(len(set(text)) == 1 for text in texts_of[score]) for score in tied
     )
 
 

@@ -1,7 +1,7 @@
-"""Which files of a model folder make its tokenizer, in the order in which they are tried.
+"""Which files of a model make its tokenizer, in the order in which they are tried.
 
 1. tokenizer.json  2. tokenizer.model: tiktoken ranks or a SentencePiece model, as its content says
-3. one *.tiktoken  4. vocab.json with merges.txt.
+3. one *.tiktoken  4. vocab.json with merges.txt. A GGUF file has its tokenizer in itself.
 
 The first that is there counts, and is an error if it is broken: nothing falls through to another,
 which might give other ids. What the older formats leave to a model's tokenizer class (the names of
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.base.errors import TokenizerError
+from quire.base.gguf_model import find_gguf
 from quire.text.added_tokens import named_tokens, read_config
 from quire.text.tokenizer_json import (
     HOW_TO_CONVERT,
@@ -52,6 +53,8 @@ class Source:
 
 def read_source(folder: Path) -> Source:
     """Read what is there. Raises TokenizerError naming the file."""
+    if (gguf := find_gguf(folder)) is not None:
+        return _from_gguf(gguf)
     if not folder.is_dir():
         raise TokenizerError(
             f"{folder}: no such folder; give the folder of a model with its tokenizer files"
@@ -76,6 +79,14 @@ def _first_of(folder: Path) -> tuple[Path, Callable[[Path, dict[str, Any]], Sour
     if (file := folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return file, _from_vocabulary
     raise TokenizerError(_what_is_there(folder))
+
+
+def _from_gguf(file: Path) -> Source:
+    from quire.text.gguf_tokenizer import read_gguf_tokenizer
+
+    with library_errors_become(lambda why: TokenizerError(f"{file}: cannot be read ({why})")):
+        backend, config = read_gguf_tokenizer(file)
+    return Source(file=file, backend=backend, config=config)
 
 
 def _from_json(file: Path, config: dict[str, Any]) -> Source:

@@ -11,13 +11,29 @@ import json
 from pathlib import Path
 
 from quire.base.errors import TokenizerError
+from quire.base.gguf_model import find_gguf
 from quire.text.added_tokens import read_json
 
 DEFAULT = "default"
 
 
 def sources_in(folder: Path) -> dict[str, str]:
-    """Templates by name; empty where there are none. One alone is the default, however named."""
+    """Templates by name; empty where there are none. One alone is the default, however named.
+
+    folder: a model's folder, or a GGUF file, which has its templates in itself.
+    """
+    if (gguf := find_gguf(folder)) is not None:
+        from quire.text.gguf_templates import read_gguf_templates
+
+        sources = read_gguf_templates(gguf)
+    else:
+        sources = _in_files(folder)
+    if len(sources) == 1:
+        sources[DEFAULT] = next(iter(sources.values()))
+    return sources
+
+
+def _in_files(folder: Path) -> dict[str, str]:
     sources: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         value = read_json(folder / name).get("chat_template")
@@ -27,8 +43,6 @@ def sources_in(folder: Path) -> dict[str, str]:
         sources[DEFAULT] = read_source(folder / "chat_template.jinja")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[file.stem] = read_source(file)
-    if len(sources) == 1:
-        sources[DEFAULT] = next(iter(sources.values()))
     return sources
 
 

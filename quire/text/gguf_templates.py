@@ -1,0 +1,28 @@
+"""The chat templates in a GGUF file's metadata, by name.
+
+One under tokenizer.chat_template is the default; others stand under tokenizer.chat_template.NAME.
+Knows nothing of what a template says. Source of the keys: gguf-py (ggml-org/llama.cpp).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.base.errors import TokenizerError
+from quire.base.gguf_file import GgufFile
+from quire.base.show import show
+
+DEFAULT = "default"
+_KEY = "tokenizer.chat_template"
+
+
+def read_gguf_templates(file: Path) -> dict[str, str]:
+    """Templates by name; empty where the file has none. Raises TokenizerError, WeightsError."""
+    sources: dict[str, str] = {}
+    for key, value in GgufFile(file).metadata.items():
+        if key != _KEY and not key.startswith(f"{_KEY}."):
+            continue
+        if not isinstance(value, str):
+            raise TokenizerError(f"{file}: {key} is {show(value)}; a text must stand there")
+        sources[key.removeprefix(_KEY).removeprefix(".") or DEFAULT] = value
+    return sources
