@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
@@ -134,7 +134,8 @@ class EngineClient:
         text_side = asyncio.create_task(asyncio.to_thread(load_text_side, self.config.model))
         try:
             # A wrong template is told at once: weights may take minutes.
-            await asyncio.wait({self._started, text_side}, return_when=asyncio.FIRST_EXCEPTION)
+            both: set[asyncio.Future[Any]] = {self._started, text_side}
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
             if text_side.done():
                 text_side.result()
             self.card = await asyncio.shield(self._started)
