@@ -1,12 +1,15 @@
 """Checkpoints of random weights in the shapes of real models, for speed measurements.
 
 Random weights say nothing about quality; the shapes and bytes are the real ones. Written once to
-a cache folder outside of the repository and found again by content of their config. The values
-are drawn from one pool of normals (0, 0.02), so writing 1.2 GB takes seconds.
+a cache folder outside of the repository and found again by name; the same name is the same bytes.
+The values are drawn from one pool of normals (0, 0.02), so writing 1.2 GB takes seconds. Shapes
+of real models have a tokenizer with as many tokens as the model (made here: all of them ASCII, so
+that each token is text at once), the older llama-0.6b one of bytes only.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -32,6 +35,25 @@ SHAPES: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "max_window_layers": 28,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+    },
     "llama-3.2-1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -44,13 +66,31 @@ SHAPES: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
     },
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+    },
 }
+BYTES_ONLY = ("llama-0.6b",)
+
+
+def cache_folder() -> Path:
+    """Where checkpoints lie: QUIRE_BENCH_CACHE, else a folder among the temporary ones."""
+    return Path(os.environ.get("QUIRE_BENCH_CACHE") or Path(tempfile.gettempdir()) / "quire-bench")
 
 
 def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
-    """Folder of a bf16 Llama checkpoint of `shape`, written if it is not there yet."""
-    root = Path(os.environ.get("QUIRE_BENCH_CACHE") or Path(tempfile.gettempdir()) / "quire-bench")
-    folder = root / f"{shape}-bf16-seed{seed}"
+    """Folder of a bf16 checkpoint of `shape` (a key of SHAPES), written if it is not there yet."""
+    folder = cache_folder() / f"{shape}-bf16-seed{seed}"
     if (folder / "complete").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,9 +105,17 @@ def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
         **SHAPES[shape],
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "tokenizer.json").write_text(json.dumps(_byte_tokenizer()))
+    num_tokens = None if shape in BYTES_ONLY else int(str(config["vocab_size"]))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(num_tokens)))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "clean_up_tokenization_spaces": False,
+            }
+        )
     )
     _write_safetensors(folder / "model.safetensors", dict(_tensor_shapes(config)), seed)
     (folder / "complete").touch()
@@ -82,6 +130,8 @@ def _tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, 
     q_rows = number("num_attention_heads") * head_dim
     kv_rows = number("num_key_value_heads") * head_dim
     yield "model.embed_tokens.weight", (number("vocab_size"), hidden)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (number("vocab_size"), hidden)
     yield "model.norm.weight", (hidden,)
     for layer in range(number("num_hidden_layers")):
         at = f"model.layers.{layer}."
@@ -91,6 +141,9 @@ def _tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, 
         yield at + "self_attn.k_proj.weight", (kv_rows, hidden)
         yield at + "self_attn.v_proj.weight", (kv_rows, hidden)
         yield at + "self_attn.o_proj.weight", (hidden, q_rows)
+        if config["model_type"] == "qwen3":
+            yield at + "self_attn.q_norm.weight", (head_dim,)
+            yield at + "self_attn.k_norm.weight", (head_dim,)
         yield at + "mlp.gate_proj.weight", (inter, hidden)
         yield at + "mlp.up_proj.weight", (inter, hidden)
         yield at + "mlp.down_proj.weight", (hidden, inter)
@@ -127,12 +180,14 @@ def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _byte_tokenizer() -> dict[str, object]:
-    """A byte-level BPE without merges: enough to put text in and get text out."""
+def _tokenizer(num_tokens: int | None) -> dict[str, object]:
+    """A byte-level BPE. num_tokens None: without merges; else of exactly so many tokens, by merges
+    of two printable ASCII letters, then of such a pair and a third one."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(rest))]
-    vocab = {"<s>": 0, "</s>": 1, **{letter: 2 + i for i, letter in enumerate(letters)}}
+    merges = [] if num_tokens is None else list(_merges(num_tokens - 2 - len(letters)))
+    tokens = ["<s>", "</s>", *letters, *(left + right for left, right in merges)]
     special = [
         {
             "id": i,
@@ -143,7 +198,7 @@ def _byte_tokenizer() -> dict[str, object]:
             "rstrip": False,
             "normalized": False,
         }
-        for i, text in enumerate(("<s>", "</s>"))
+        for i, text in enumerate(tokens[:2])
     ]
     byte_level = {
         "type": "ByteLevel",
@@ -156,5 +211,16 @@ def _byte_tokenizer() -> dict[str, object]:
         "added_tokens": special,
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: id_ for id_, token in enumerate(tokens)},
+            "merges": [f"{left} {right}" for left, right in merges],
+        },
     }
+
+
+def _merges(count: int) -> Iterator[tuple[str, str]]:
+    ascii_letters = [chr(byte) for byte in range(33, 127)]
+    pairs = [(left, right) for left in ascii_letters for right in ascii_letters]
+    triples = ((left + middle, right) for left, middle in pairs for right in ascii_letters)
+    return itertools.islice(itertools.chain(pairs, triples), count)

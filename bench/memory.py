@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.machine import machine_card
 from quire import _native
 from quire.base.records import Request, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
+from quire.bench.machine import machine_card
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome

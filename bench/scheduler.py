@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.machine import machine_card
 from quire.base.records import Request, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
+from quire.bench.machine import machine_card
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from bench.checkpoints import random_checkpoint
-from bench.machine import machine_card
+from quire.bench.machine import machine_card
 
 GOALS_S = {"box": 1.0, "llama-0.6b": 2.0}
 SERVER_IMPORTS = (

@@ -1,0 +1,70 @@
+"""Quire behind the peers' protocol: AsyncLLM in this process, as `quire bench` drives it.
+
+A process of its own like every peer, so that memory and processor time are counted alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from bench.peers.protocol import Asked, Unsupported, serve
+from quire.bench.local import Answered, LocalEngine
+from quire.bench.workloads import Ask
+
+
+class Quire:
+    """See protocol.Driver."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._engine: LocalEngine | None = None
+
+    def load(self, model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
+        self.close()
+        self._runner = asyncio.Runner()
+        self._engine = LocalEngine(model, {"num_threads": threads, **settings})
+        self._runner.run(self._engine.__aenter__())
+        described = self._engine.description
+        return {
+            "version": str(described["fingerprint"]),
+            "scheme": str(settings.get("scheme", described["dtype"])),
+            "kv_dtype": str(settings.get("kv_dtype", described["dtype"])),
+            "recipe": str(described["recipe"]),
+            "vocab_size": self._engine.vocab_size,
+            "pid": os.getpid(),
+        }
+
+    def run(self, requests: list[Asked], static_batch: int) -> list[dict[str, Any]]:
+        if self._engine is None:
+            raise Unsupported("nothing is loaded")
+        asks = [
+            Ask(prompt_ids=tuple(one["prompt_ids"]), output_tokens=one["output_tokens"])
+            for one in requests
+        ]
+        answered = self._runner.run(self._engine.run(asks, static_batch=static_batch))
+        return [_told(one) for one in answered]
+
+    def own_tool(self, workload: dict[str, Any]) -> dict[str, Any]:
+        raise Unsupported("Quire is measured by this benchmark")
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._runner.run(self._engine.__aexit__())
+            self._engine = None
+        self._runner.close()
+
+
+def _told(answered: Answered) -> dict[str, Any]:
+    times = answered.times
+    return {
+        "sent_s": times.sent_s,
+        "first_s": times.first_s,
+        "last_s": times.last_s,
+        "token_ids": list(answered.token_ids),
+    }
+
+
+if __name__ == "__main__":
+    serve(Quire())

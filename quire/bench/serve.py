@@ -1,0 +1,188 @@
+"""`quire bench serve`: a server under load that rises, over HTTP, as its callers see it.
+
+At each rate requests arrive by themselves (Poisson), whether or not earlier ones have ended. Told
+are the percentiles of the time to the first token and of the time per token after it, and the
+goodput: requests a second that met both goals. The knee is the highest rate at which nearly all
+did. A recorded trace can be replayed instead, at several speeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.base.errors import WorkerError
+from quire.bench.arrivals import Arrival, poisson, replay
+from quire.bench.http_load import Target, first_model, open_loop
+from quire.bench.report import Progress, result, table
+from quire.bench.timing import Goals, knee, rate_summary
+from quire.bench.workloads import Ask, Lengths
+
+WARM_UP_REQUESTS = 2
+# Beyond the knee more load teaches nothing and takes ever longer.
+GIVE_UP_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What arrives. rates: requests a second, or with `trace` how many times as fast it runs.
+
+    lengths are taken in turn where there is no trace; max_tokens: longer requests of a trace are
+    left out. vocab_size: ids are drawn below it.
+    """
+
+    rates: tuple[float, ...]
+    seconds: float
+    lengths: tuple[Lengths, ...]
+    vocab_size: int
+    trace: tuple[Arrival, ...] = ()
+    max_tokens: int = 4096
+    seed: int = 0
+
+
+def measure_serving(
+    target: Target, load: Load, goals: Goals, *, progress: Progress | None = None
+) -> dict[str, object]:
+    """The result object. Raises SettingError, and WorkerError where the server answers nothing.
+
+    Rates are tried in rising order until so few requests are served well that more teach nothing.
+    """
+    progress = progress or Progress()
+    rng = np.random.default_rng(load.seed)
+
+    async def run() -> tuple[str, list[dict[str, object]]]:
+        named = target if target.model else replace(target, model=await first_model(target))
+        await _warm_up(named, load, rng)
+        summaries: list[dict[str, object]] = []
+        for rate in sorted(load.rates):
+            asks, left_out = _asks(load, rate, rng)
+            counted = _counter(progress, f"rate {rate:g}", len(asks))
+            times = await open_loop(named, asks, on_end=counted)
+            seconds = max(asks[-1].arrival_s, load.seconds if not load.trace else 0.0)
+            offered = len(asks) / max(seconds, 1e-9)
+            summary = rate_summary(times, offered_per_s=offered, seconds=seconds, goals=goals)
+            errors = sorted({one.error for one in times if one.error})[:5]
+            summaries.append({"rate": rate, **summary, "errors": errors, "left_out": left_out})
+            if summary["num_errors"] == len(times):
+                raise WorkerError(f"every request failed at rate {rate:g}: {'; '.join(errors)}")
+            if float(summary["good_share"]) < GIVE_UP_SHARE:  # type: ignore[arg-type]
+                break
+        progress.clear()
+        return named.model, summaries
+
+    model, summaries = asyncio.run(run())
+    settings = {
+        "model": model,
+        "seconds": load.seconds,
+        "requests_of": "trace" if load.trace else "Poisson arrivals",
+        "goals": asdict(goals),
+        "prompts": "text" if target.as_text else "token ids",
+    }
+    found = knee(summaries)
+    return result(
+        "serve",
+        settings,
+        rates=summaries,
+        knee=None if found is None else summaries[found],
+    )
+
+
+def serving_text(outcome: Mapping[str, Any]) -> str:
+    """A line a rate, and the knee."""
+    goals = outcome["settings"]["goals"]
+    rows = [
+        (
+            f"{one['rate']:g}",
+            f"{one['offered_per_s']:.2f}/s",
+            str(one["num_requests"]),
+            _seconds(one["ttft_s"], "p50"),
+            _seconds(one["ttft_s"], "p99"),
+            _milliseconds(one["tpot_s"], "p50"),
+            _milliseconds(one["tpot_s"], "p99"),
+            f"{100 * one['good_share']:.0f} %",
+            f"{one['goodput_per_s']:.2f}/s",
+            str(one["num_errors"]),
+        )
+        for one in outcome["rates"]
+    ]
+    headings = (
+        *("rate", "offered", "requests", "TTFT p50", "p99", "TPOT p50", "p99"),
+        *("good", "goodput", "errors"),
+    )
+    found = outcome["knee"]
+    told = (
+        "no rate served 90 % of its requests well"
+        if found is None
+        else f"knee: {found['offered_per_s']:.2f} requests/s offered, "
+        f"{found['goodput_per_s']:.2f}/s served well"
+    )
+    problems = sorted({error for one in outcome["rates"] for error in one["errors"]})
+    return "\n".join(
+        [
+            f"{outcome['settings']['model']}; good: first token within {goals['ttft_s']:g} s, "
+            f"{1e3 * goals['tpot_s']:g} ms for each after it",
+            table(headings, rows),
+            told,
+            *(f"error: {problem}" for problem in problems),
+        ]
+    )
+
+
+def read_lengths(prompts: tuple[int, int], outputs: tuple[int, int]) -> tuple[Lengths, ...]:
+    """64 lengths even within both ranges, always the same ones."""
+    from quire.bench.workloads import mixed_lengths
+
+    return mixed_lengths(64, prompts, outputs, seed=5)
+
+
+async def _warm_up(target: Target, load: Load, rng: np.random.Generator) -> None:
+    asks, _ = _asks(load, max(load.rates), rng)
+    first = [replace(ask, arrival_s=0.0) for ask in asks[:WARM_UP_REQUESTS]]
+    times = await open_loop(target, first)
+    if all(one.error for one in times):
+        raise WorkerError(f"{target.url} does not serve: {times[0].error}")
+
+
+def _asks(load: Load, rate: float, rng: np.random.Generator) -> tuple[Sequence[Ask], int]:
+    if load.trace:
+        return replay(
+            load.trace,
+            speed=rate,
+            max_tokens=load.max_tokens,
+            vocab_size=load.vocab_size,
+            rng=rng,
+        )
+    asks = poisson(
+        load.lengths, per_s=rate, seconds=load.seconds, vocab_size=load.vocab_size, rng=rng
+    )
+    return asks, 0
+
+
+def _counter(progress: Progress, what: str, total: int) -> Callable[[], None]:
+    ended: list[None] = []
+
+    def count() -> None:
+        ended.append(None)
+        progress.say(f"{what}: {len(ended)} of {total} requests ended")
+
+    return count
+
+
+def _seconds(found: Mapping[str, float], share: str) -> str:
+    return f"{found[share]:.2f} s" if share in found else "-"
+
+
+def _milliseconds(found: Mapping[str, float], share: str) -> str:
+    return f"{1e3 * found[share]:.0f} ms" if share in found else "-"
+
+
+def trace_of(path: str, *, max_requests: int | None) -> tuple[Arrival, ...]:
+    """The trace in a file, or none where no file is named."""
+    from quire.bench.arrivals import read_trace
+
+    return tuple(read_trace(Path(path), max_requests=max_requests)) if path else ()

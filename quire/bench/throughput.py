@@ -1,0 +1,115 @@
+"""`quire bench throughput`: many requests handed in at once, and how many tokens a second come.
+
+With static batching the same requests are computed in fixed groups, each until its longest answer
+is done, as engines without continuous batching do: the difference is what continuous batching
+brings. Both are run in turn on the same requests, so that a drift of the machine meets both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quire.base.errors import WorkerError
+from quire.bench.local import Answered, LocalEngine
+from quire.bench.report import Progress, result, table
+from quire.bench.timing import percentiles, run_rates
+from quire.bench.workloads import Workload
+
+MODES = ("continuous", "static")
+
+
+def measure_throughput(
+    model: str,
+    settings: Mapping[str, Any],
+    *,
+    workload: Workload,
+    modes: tuple[str, ...] = ("continuous",),
+    repeats: int = 5,
+    progress: Progress | None = None,
+) -> dict[str, object]:
+    """The result object. Raises SettingError, ModelError or CapacityError, and WorkerError where
+    the two modes answer the same request differently."""
+    progress = progress or Progress()
+    chosen = {**settings, "max_num_seqs": workload.max_running}
+    samples: dict[str, list[dict[str, object]]] = {mode: [] for mode in modes}
+
+    async def run() -> dict[str, object]:
+        async with LocalEngine(model, chosen) as engine:
+            rng = np.random.default_rng()
+            progress.say("warming up")
+            await engine.run(workload.draw(engine.vocab_size, rng)[:2])
+            for number in range(repeats):
+                # Each mode gets tokens of its own: what one left in the prefix cache helps nobody.
+                for mode in modes if number % 2 == 0 else modes[::-1]:
+                    progress.say(f"{mode} batching, repetition {number + 1} of {repeats}")
+                    asks = workload.draw(engine.vocab_size, rng)
+                    static = workload.max_running if mode == "static" else 0
+                    answered = await engine.run(asks, static_batch=static)
+                    samples[mode].append(_sample(answered))
+                    if number == 0:
+                        [alone] = await engine.run(asks[:1])
+                        _check_same(alone, answered[0])
+            progress.clear()
+            return engine.description
+
+    description = asyncio.run(run())
+    medians = {
+        mode: {
+            name: statistics.median(float(sample[name]) for sample in found)  # type: ignore[arg-type]
+            for name, value in found[0].items()
+            if isinstance(value, float)
+        }
+        for mode, found in samples.items()
+    }
+    shown = {
+        "num_requests": len(workload.lengths),
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+        "max_running": workload.max_running,
+    }
+    return result(
+        "throughput", shown | dict(settings), engine=description, median=medians, samples=samples
+    )
+
+
+def throughput_text(outcome: Mapping[str, Any]) -> str:
+    """The medians as a table, a line a mode."""
+    settings = outcome["settings"]
+    title = (
+        f"{outcome['engine']['model']}, {settings['num_requests']} requests, "
+        f"{settings['prompt_tokens']} tokens in and {settings['output_tokens']} out, at most "
+        f"{settings['max_running']} running"
+    )
+    rows = [
+        (
+            f"{mode} batching",
+            f"{median['wall_s']:.2f} s",
+            f"{median['total_tokens_per_s']:.1f}",
+            f"{median['output_tokens_per_s']:.1f}",
+            f"{median['ttft_s']:.2f} s",
+        )
+        for mode, median in outcome["median"].items()
+    ]
+    return f"{title}\n" + table(("", "wall", "tokens/s", "output tokens/s", "median TTFT"), rows)
+
+
+def _sample(answered: list[Answered]) -> dict[str, object]:
+    times = [one.times for one in answered]
+    return {
+        **run_rates(times),
+        "ttft_s_percentiles": percentiles(one.ttft_s for one in times),
+        "tpot_s_percentiles": percentiles(one.tpot_s for one in times if one.output_tokens > 1),
+    }
+
+
+def _check_same(alone: Answered, together: Answered) -> None:
+    if alone.token_ids != together.token_ids:
+        raise WorkerError(
+            "a request was answered differently alone and among others; nothing is reported of "
+            f"wrong answers ({alone.token_ids[:8]}... and {together.token_ids[:8]}...)"
+        )
