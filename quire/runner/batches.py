@@ -1,7 +1,8 @@
 """From a StepPlan and the slot tables to the arrays executors read: ForwardBatch, SampleBatch.
 
-Vector operations only: a step of many rows costs no Python loop, unless a row carries penalties,
-bias, banned ids or rare parameters. Letters: N rows of the plan, T token rows, R rows that sample.
+Vector operations only: a step of many rows costs no Python loop but over those that carry
+penalties, bias, banned ids or rare parameters. Letters: N rows of the plan, T token rows, R rows
+that sample.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
+from quire.base.records import NO_FLOATS, StepPlan
 from quire.program.batch import ForwardBatch
 from quire.runner.rare_tables import ragged
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import SampleBatch
 
 Int32s = NDArray[np.int32]
+Index = NDArray[np.intp]
 
 
 def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
@@ -43,16 +45,14 @@ def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
     )
 
 
-def sample_batch(slots: Int32s, positions: Int32s, tables: SlotTables) -> SampleBatch:
-    """Parameters of the rows in `slots` [R] whose next token gets `positions` [R]."""
-    banned = positions < tables.stops_from[slots]
+def sample_batch(of_slots: Int32s, positions: Int32s, tables: SlotTables) -> SampleBatch:
+    """Parameters of the rows in `of_slots` [R] whose next token gets `positions` [R]."""
+    slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
+    banned = (positions < tables.stops_from[slots]).nonzero()[0]
     history_starts, history = _history(slots, positions, tables)
     bias_starts, bias_ids, bias_values = _bias(slots, tables)
-    banned_starts, banned_ids = _ragged(
-        [tables.stop_ids[slot] if ban else NO_INTS for slot, ban in zip(slots, banned, strict=True)]
-        if banned.any()
-        else None,
-        len(slots),
+    banned_starts, banned_ids = ragged(
+        [tables.stop_ids[slot] for slot in slots[banned]], banned, len(slots)
     )
     return SampleBatch(
         temperature=tables.temperature[slots],
@@ -78,27 +78,18 @@ def sample_batch(slots: Int32s, positions: Int32s, tables: SlotTables) -> Sample
     )
 
 
-def _history(slots: Int32s, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
-    penalized = tables.has_penalty[slots] | tables.rare.has_history[slots]
-    if not penalized.any():
-        return _ragged(None, len(slots))
+def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
+    rows = (tables.has_penalty[slots] | tables.rare.has_history[slots]).nonzero()[0]
     tokens = tables.tokens.tokens
-    return _ragged(
-        [
-            tokens[slot, :length] if wanted else NO_INTS
-            for slot, length, wanted in zip(slots, positions, penalized, strict=True)
-        ],
-        len(slots),
-    )
+    read = [
+        tokens[slot, :length] for slot, length in zip(slots[rows], positions[rows], strict=True)
+    ]
+    return ragged(read, rows, len(slots))
 
 
-def _bias(slots: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:
-    if not tables.has_bias[slots].any():
-        return *_ragged(None, len(slots)), NO_FLOATS
-    starts, ids = _ragged([tables.bias_ids[slot] for slot in slots], len(slots))
-    return starts, ids, np.concatenate([tables.bias_values[slot] for slot in slots])
-
-
-def _ragged(parts: list[Int32s] | None, num_rows: int) -> tuple[Int32s, Int32s]:
-    """`ragged` of one array a row; None is one of no values each."""
-    return (np.zeros(num_rows + 1, np.int32), NO_INTS) if parts is None else ragged(parts)
+def _bias(slots: Index, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:
+    rows = tables.has_bias[slots].nonzero()[0]
+    biased = slots[rows]
+    starts, ids = ragged([tables.bias_ids[slot] for slot in biased], rows, len(slots))
+    values = [tables.bias_values[slot] for slot in biased]
+    return starts, ids, np.concatenate(values) if values else NO_FLOATS

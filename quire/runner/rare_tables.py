@@ -93,15 +93,20 @@ class RareTables:
             or bool((lengths > 1).any())
         )
 
-    def parameters(self, slots: Int32s) -> RareParameters | None:
+    def parameters(self, slots: Int32s | NDArray[np.intp]) -> RareParameters | None:
         """Those of the rows in `slots`; None where none of them uses any."""
-        if not self.uses[slots].any():
+        rows = self.uses[slots].nonzero()[0]
+        if not len(rows):
             return None
-        floats, counts = self._floats, self._counts
-        breaker_starts, breaker_ids = ragged([self._breakers[slot] for slot in slots])
-        allowed_starts, allowed_ids = ragged([self._allowed[slot] for slot in slots])
-        sequence_rows, lengths = ragged([self._sequence_lengths[slot] for slot in slots])
-        _, sequence_ids = ragged([self._sequence_ids[slot] for slot in slots])
+        floats, counts, num_rows = self._floats, self._counts, len(slots)
+
+        def ids(of_slots: list[Int32s]) -> tuple[Int32s, Int32s]:
+            return ragged([of_slots[slot] for slot in slots[rows]], rows, num_rows)
+
+        breaker_starts, breaker_ids = ids(self._breakers)
+        allowed_starts, allowed_ids = ids(self._allowed)
+        sequence_rows, lengths = ids(self._sequence_lengths)
+        _, sequence_ids = ids(self._sequence_ids)
         return RareParameters(
             typical_p=floats["typical_p"][slots],
             top_n_sigma=floats["top_n_sigma"][slots],
@@ -133,10 +138,13 @@ class RareTables:
                 array[slot] = getattr(sampling, name)
 
 
-def ragged(parts: list[Int32s]) -> tuple[Int32s, Int32s]:
-    """(starts [parts + 1], the values one after the other)."""
-    starts = np.zeros(len(parts) + 1, np.int32)
+def ragged(parts: list[Int32s], rows: NDArray[np.intp], num_rows: int) -> tuple[Int32s, Int32s]:
+    """(starts [num_rows + 1], values one after the other): parts[i] is of row rows[i], which rise;
+    the rows between have none. So what it takes depends on how many have some."""
+    starts = np.zeros(num_rows + 1, np.int32)
     if not parts:
         return starts, NO_INTS
-    np.cumsum([len(part) for part in parts], out=starts[1:])
+    lengths = np.zeros(num_rows, np.int32)
+    lengths[rows] = [len(part) for part in parts]
+    np.cumsum(lengths, out=starts[1:])
     return starts, np.ascontiguousarray(np.concatenate(parts), np.int32)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quire.base.records import NO_INTS, PromptScores, StepPlan
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
+from quire.runner.rare_tables import ragged
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
 
@@ -47,6 +48,8 @@ def score_prompts(
     max_samples: int,
 ) -> ScoredRows | None:
     """Score what rows of `plan`, whose trunk has run, compute of prompts; None: nobody asked."""
+    if not tables.num_scoring:
+        return None
     slots = plan.slots
     firsts = np.maximum(plan.starts, tables.scores_from[slots])
     ends = np.minimum(plan.starts + plan.counts, tables.tokens.prompt_lengths[slots] - 1)
@@ -76,22 +79,23 @@ def listed_logprobs(
     logits: Float32s, slots: Int32s, tables: SlotTables, executor: Executor
 ) -> Float32s:
     """Of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
-    if not tables.has_listed[slots].any():
+    rows = tables.has_listed[slots].nonzero()[0]
+    if not len(rows):
         return np.empty((len(slots), 0), np.float32)
-    ids = [tables.listed_ids[slot] for slot in slots]
-    lengths = np.array([len(part) for part in ids], np.int32)
-    starts = np.zeros(len(slots) + 1, np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    wishes = ScoreBatch(
-        targets=np.full(len(slots), -1, np.int32),
-        num_top=np.zeros(len(slots), np.int32),
-        listed_starts=starts,
-        listed_ids=np.concatenate(ids),
+    starts, ids = ragged(
+        [tables.listed_ids[slot] for slot in slots[rows]], np.arange(len(rows)), len(rows)
     )
+    wishes = ScoreBatch(
+        targets=np.full(len(rows), -1, np.int32),
+        num_top=np.zeros(len(rows), np.int32),
+        listed_starts=starts,
+        listed_ids=ids,
+    )
+    found = executor.score(logits if len(rows) == len(slots) else logits[rows], wishes)
+    lengths = np.zeros(len(slots), np.int32)
+    lengths[rows] = np.diff(starts)
     table = np.full((len(slots), lengths.max()), np.nan, np.float32)
-    table[np.arange(table.shape[1]) < lengths[:, None]] = executor.score(
-        logits, wishes
-    ).listed_logprobs
+    table[np.arange(table.shape[1]) < lengths[:, None]] = found.listed_logprobs
     return table
 
 

@@ -40,6 +40,7 @@ class SlotTables:
         # Prompt positions whose rows are scored: from scores_from on, but not the prompt's last.
         self.scores_from = np.full(num_slots, NEVER, np.int32)
         self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
+        self.num_scoring = 0  # slots with a scores_from: steps without any do not look
         # Rows beyond the plain case: they carry history, bias or banned ids.
         self.has_penalty = np.zeros(num_slots, np.bool_)
         self.has_bias = np.zeros(num_slots, np.bool_)
@@ -75,9 +76,13 @@ class SlotTables:
         self.stops_from[slot] = 0
         self.bias_ids[slot], self.bias_values[slot] = NO_INTS, NO_FLOATS
         self.stop_ids[slot] = NO_INTS
-        self.scores_from[slot] = NEVER
+        self._score_from(slot, NEVER)
         self.has_listed[slot] = False
         self.listed_ids[slot] = NO_INTS
+
+    def _score_from(self, slot: int, position: int) -> None:
+        self.num_scoring += int(position != NEVER) - int(self.scores_from[slot] != NEVER)
+        self.scores_from[slot] = position
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -95,7 +100,7 @@ class SlotTables:
         self.seeds[slot] = sampling.seed
         self.streams[slot] = admission.stream
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        self.scores_from[slot] = NEVER if admission.scores_from is None else admission.scores_from
+        self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self.has_listed[slot] = bool(sampling.logprob_token_ids)
         self.listed_ids[slot] = np.array(sampling.logprob_token_ids, np.int32)

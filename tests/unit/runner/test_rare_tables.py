@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quire.base.records import NO_RULES, Admission, StepPlan, StepResult, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.runner.model_runner import ModelRunner
-from quire.runner.rare_tables import RareTables
+from quire.runner.rare_tables import RareTables, ragged
 from quire.sampling.batch import SampleBatch, TokenChoice
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 
@@ -159,3 +159,25 @@ def test_a_failed_row_moves_no_mu() -> None:
     assert result.mirostat_mus.tolist() == [11.0, 11.0]
     assert [error.row for error in result.errors] == [0]
     assert runner.tables.rare.mirostat_mu.tolist() == [10.0, 11.0, 11.0]
+
+
+def test_rows_without_rare_parameters_lie_between_those_with_some() -> None:
+    tables = RareTables(4)
+    tables.admit(_admission(0))
+    tables.admit(_admission(1, rules=RULES))
+    tables.admit(_admission(2))
+    tables.admit(_admission(3, allowed_token_ids=(9, 3), typical_p=0.5))
+    rare = tables.parameters(_ints(0, 3, 2, 1, 0))
+    assert rare is not None
+    assert rare.allowed_starts.tolist() == [0, 0, 2, 2, 2, 2]
+    assert rare.sequence_rows.tolist() == [0, 0, 0, 0, 2, 2]
+    assert rare.breaker_starts.tolist() == [0, 0, 0, 0, 2, 2]
+    assert rare.typical_p.tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_what_few_rows_have_is_put_at_their_places() -> None:
+    starts, ids = ragged([_ints(5, 6), _ints(), _ints(7)], np.array([1, 2, 4]), 6)
+    assert starts.tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert ids.tolist() == [5, 6, 7]
+    starts, ids = ragged([], np.empty(0, np.intp), 2)
+    assert (starts.tolist(), ids.tolist()) == ([0, 0, 0], [])

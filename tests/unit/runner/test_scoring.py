@@ -143,6 +143,20 @@ def test_listed_ids_are_told_with_each_token_of_those_who_list_them(max_samples:
         result.listed_logprobs, [[-9, -5, -9], [nan, nan, nan], [-7, nan, nan]]
     )
     assert result.scores is None
+    assert sum(len(batch.targets) for batch in executor.scored) == 2  # not for those who do not
+
+
+def test_steps_look_for_prompts_to_score_only_while_some_slot_wants_it() -> None:
+    runner = _runner(ScriptedExecutor())
+    _run(runner, [(0, 0, 2, True)], _admission(0, [1, 2], scores_from=None))
+    assert runner.tables.num_scoring == 0
+    _run(runner, [(1, 0, 2, True), (2, 0, 2, True)], _admission(1, [1, 2]), _admission(2, [1, 2]))
+    assert runner.tables.num_scoring == 2
+    _run(runner, [(1, 0, 2, True)], _admission(1, [1, 2]))  # a slot taken anew counts once
+    assert runner.tables.num_scoring == 2
+    ends = StepPlan(step=2, retired=np.array([0, 1, 2], np.int32))
+    runner.collect(runner.submit(ends))
+    assert runner.tables.num_scoring == 0
 
 
 def test_a_slot_given_back_forgets_what_was_asked_for() -> None:
