@@ -172,12 +172,11 @@ def _of_pieces(
     # Of equals the leftmost goes first: it grows to the end before another begins, so the longest.
     ordered = sorted(by_text, key=lambda text: (-by_text[text], -len(text)))
     merges = merges_of(ordered, {text: place for place, text in enumerate(ordered)})
-    (unknown,) = vocabulary.of_kind(PieceKind.UNKNOWN)
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocabulary.ids(),
             merges,
-            unk_token=unknown,
+            unk_token=_unknown(metadata, vocabulary),
             fuse_unk=True,
             byte_fallback=PieceKind.BYTE in vocabulary.kinds,
         )
@@ -193,6 +192,15 @@ def _of_pieces(
     return backend
 
 
+def _unknown(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> str | None:
+    """The token for what has none: the one of that kind, else the one named so."""
+    of_kind = vocabulary.of_kind(PieceKind.UNKNOWN)
+    id_ = metadata.get(f"{_KEY}unknown_token_id")
+    if not of_kind and isinstance(id_, int) and 0 <= id_ < len(vocabulary.texts):
+        return vocabulary.texts[id_]
+    return of_kind[0] if len(of_kind) == 1 else None
+
+
 def _why_not_exact(
     file: Path,
     metadata: Mapping[str, Any],
@@ -205,7 +213,7 @@ def _why_not_exact(
         file, metadata, "remove_extra_whitespaces", default=False
     ):
         return "normalizes its text, which is not supported"
-    if vocabulary.kinds.count(PieceKind.UNKNOWN) != 1:
+    if _unknown(metadata, vocabulary) is None:
         return f"has {vocabulary.kinds.count(PieceKind.UNKNOWN)} unknown tokens; one is needed"
     if not ties_are_harmless(by_text):
         return "gives several tokens one score, so that the order of merges is lost"
