@@ -20,6 +20,8 @@ constexpr float kSpreadReach = 2048.0f;
 constexpr float kSpreadSteps = 2048.0f;  // a unit
 constexpr double kMaxPenalty = 1e6;
 constexpr uint32_t kCoinId = 0xffffffffu;
+constexpr int kBins = 2048;  // of 1/64 nat each; the last holds all that is further away
+constexpr float kBinsPerUnit = 64.0f;
 constexpr float kLn2 = 0.6931472f;
 constexpr float kLog2E = 1.442695f;
 
@@ -88,10 +90,14 @@ struct Distant {
     double mass;
 };
 
-// The least distance within which the masses reach `needed`.
-float distance_reaching(std::vector<Distant>& entries, double needed) {
+int bin_of(float distance) {
+    const float bin = distance * kBinsPerUnit;
+    return bin < static_cast<float>(kBins - 1) ? static_cast<int>(bin) : kBins - 1;
+}
+
+// The least distance within which `sum` and the masses reach `needed`.
+float distance_reaching(std::vector<Distant>& entries, double sum, double needed) {
     auto low = entries.begin(), high = entries.end();
-    double sum = 0.0;
     while (high - low > 1) {
         const auto middle = low + (high - low) / 2;
         std::nth_element(low, middle, high, [](const Distant& a, const Distant& b) {
@@ -191,11 +197,22 @@ double kept_mass(const Filtered& row) {
 void keep_typical(Filtered& row, float share) {
     double total = 0.0;
     const float mean = expected_below(row, &total);
+    const auto distance = [&](int32_t id) { return std::fabs((row.top - row.values[id]) - mean); };
+    // Only the bin in which the sum reaches what is needed is looked at closely.
+    std::vector<double> sums(kBins, 0.0);
+    each_mass(row, [&](int32_t id, double mass) {
+        if (mass > 0.0) sums[bin_of(distance(id))] += mass;
+    });
+    const double needed = static_cast<double>(share) * total;
+    double sum = 0.0;
+    int bin = 0;
+    while (bin + 1 < kBins && (sums[bin] == 0.0 || sum + sums[bin] < needed)) sum += sums[bin++];
     std::vector<Distant> entries;
     each_mass(row, [&](int32_t id, double mass) {
-        if (mass > 0.0) entries.push_back({std::fabs((row.top - row.values[id]) - mean), mass});
+        const float away = distance(id);
+        if (mass > 0.0 && bin_of(away) == bin) entries.push_back({away, mass});
     });
-    const float reach = distance_reaching(entries, static_cast<double>(share) * total);
+    const float reach = distance_reaching(entries, sum, needed);
     float top = -kInfinity;
     for (int32_t id = 0; id < row.vocabulary; id++) {
         float& value = row.values[id];
