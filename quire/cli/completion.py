@@ -63,7 +63,7 @@ def verb_words() -> list[VerbWords]:
 
 
 def _words_of(name: str, parser: argparse.ArgumentParser) -> VerbWords:
-    flags = [_flag(action) for action in parser._actions if action.option_strings]
+    flags = _flags_of(parser)
     positionals = [action for action in parser._actions if not action.option_strings]
     words = [str(choice) for action in positionals for choice in action.choices or ()]
     return VerbWords(
@@ -73,6 +73,18 @@ def _words_of(name: str, parser: argparse.ArgumentParser) -> VerbWords:
         words=tuple(words),
         takes_folder=any(not action.choices for action in positionals),
     )
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[Flag]:
+    """Its own, and those of the verbs below it, each name once."""
+    flags: dict[tuple[str, ...], Flag] = {}
+    for action in parser._actions:
+        if action.option_strings:
+            flags.setdefault(tuple(action.option_strings), _flag(action))
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                flags = {flag.names: flag for flag in _flags_of(below)} | flags
+    return list(flags.values())
 
 
 def _flag(action: argparse.Action) -> Flag:

@@ -21,6 +21,7 @@ VERBS = {
     "serve": "start an OpenAI-compatible HTTP server",
     "chat": "talk to a model in the terminal",
     "complete": "continue one prompt",
+    "bench": "measure speed on this machine",
     "program": "print what the engine runs for a model, with bytes and operations",
     "completion": "print a shell completion script",
 }

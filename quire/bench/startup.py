@@ -1,0 +1,139 @@
+"""`quire bench startup`: from the start of the server's process to ready, and to the first token.
+
+Each start is a process of its own, asked over HTTP as callers ask. The first one warms the page
+cache and is not counted. All starts are asked the same greedy question: where they answer it
+differently, nothing is reported. Knows the command line and HTTP only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import WorkerError
+from quire.bench.report import Progress, result
+
+GIVE_UP_S = 300.0
+_ASKED = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "stream": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Seconds from the start of the process, and the greedy answer."""
+
+    ready_s: float
+    first_token_s: float
+    text: str
+
+
+def measure_startup(
+    words: Sequence[str], *, starts: int, progress: Progress | None = None
+) -> dict[str, object]:
+    """The result object. words: what follows `quire serve` but the port. Raises WorkerError."""
+    progress = progress or Progress()
+    found: list[Start] = []
+    for number in range(starts + 1):
+        progress.say(f"start {number} of {starts}" if number else "a first start, not counted")
+        found.append(one_start(words))
+    progress.clear()
+    counted = check_same(found)[1:]
+    return result(
+        "startup",
+        {"starts": starts, "serve": list(words)},
+        ready_s=spread([one.ready_s for one in counted]),
+        first_token_s=spread([one.first_token_s for one in counted]),
+    )
+
+
+def startup_text(outcome: Mapping[str, Any]) -> str:
+    """Two lines."""
+    return "\n".join(
+        f"{name:<23}{outcome[key]['median']:.3f} s  "
+        f"({outcome[key]['least']:.3f} to {outcome[key]['most']:.3f}, "
+        f"{outcome['settings']['starts']} starts)"
+        for name, key in (("ready to take requests", "ready_s"), ("first token", "first_token_s"))
+    )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def check_same(starts: Sequence[Start]) -> Sequence[Start]:
+    """The starts. Raises WorkerError where they answered differently."""
+    answers = sorted({one.text for one in starts})
+    if len(answers) != 1:
+        raise WorkerError(f"starts answered the same request differently: {answers}")
+    return starts
+
+
+def one_start(words: Sequence[str]) -> Start:
+    """Start a server, ask it once, stop it. Raises WorkerError where it does not serve."""
+    port = _free_port()
+    command = [sys.executable, "-m", "quire", "serve", *words, "--port", str(port)]
+    began_s = time.perf_counter()
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        ready_s = _until_ready(port, server, began_s)
+        first_s, text = _first_token(port, began_s)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, told = server.communicate(timeout=60)
+    if server.returncode != 0:
+        raise WorkerError(f"the server ended with exit code {server.returncode}: {_end(told)}")
+    return Start(ready_s=ready_s, first_token_s=first_s, text=text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _until_ready(port: int, server: subprocess.Popen[bytes], began_s: float) -> float:
+    while time.perf_counter() - began_s < GIVE_UP_S:
+        if server.poll() is not None:
+            told = server.stderr.read() if server.stderr else b""
+            raise WorkerError(f"the server ended before it was ready: {_end(told)}")
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return time.perf_counter() - began_s
+        except OSError:
+            pass
+        time.sleep(0.002)
+    raise WorkerError(f"the server is not ready after {GIVE_UP_S:.0f} s")
+
+
+def _first_token(port: int, began_s: float) -> tuple[float, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+    connection.request("GET", "/v1/models")
+    name = json.load(connection.getresponse())["data"][0]["id"]
+    body = json.dumps({"model": name, **_ASKED})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    first_s, text = 0.0, ""
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        first_s = first_s or time.perf_counter() - began_s
+        choices = json.loads(line[6:]).get("choices") or ()
+        text += choices[0]["text"] if choices else ""
+    if not first_s:
+        raise WorkerError(f"no token came: HTTP {response.status}")
+    return first_s, text
+
+
+def _end(told: bytes) -> str:
+    return told.decode(errors="replace").strip()[-500:] or "it said nothing"
