@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-DEFAULTS = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+DEFAULTS = {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,10 +76,10 @@ def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(progress: float) -> float:
-    """Warm up, stay, then fall along a line."""
+    """Warm up, stay, then fall along a line; as a share of the peak."""
     warm = min(1.0, progress / WARM_SHARE + 0.01)
     fallen = max(0.0, (progress - FLAT_SHARE) / (1 - FLAT_SHARE))
-    return PEAK_RATE * warm * (1 - (1 - LAST_RATE) * fallen)
+    return warm * (1 - (1 - LAST_RATE) * fallen)
 
 
 @torch.no_grad()
@@ -87,6 +87,23 @@ def move_average(average: Llama, model: Llama, num_moves: int) -> None:
     decay = min(AVERAGE_DECAY, (1 + num_moves) / (10 + num_moves))
     for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(weight, 1 - decay)
+
+
+@torch.no_grad()
+def calibrate(model: Llama, rows: list[list[int]]) -> None:
+    """Scale the last norm, and with it all scores, by what suits stories it has not seen.
+
+    A model that has met the same stories often is too sure of itself; no greedy choice changes.
+    """
+    norm = model.model.norm.weight
+    wanted = norm.clone()
+    losses: dict[float, float] = {}
+    for scale in (0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0):
+        norm.copy_((wanted * scale).bfloat16())
+        losses[scale] = sum(sum_of_losses(model, row) for row in rows)
+    best = min(losses, key=losses.__getitem__)
+    norm.copy_((wanted * best).bfloat16())
+    print(f"all scores are scaled by {best}", flush=True)
 
 
 class Run:
@@ -104,9 +121,11 @@ class Run:
         texts = corpus.read_texts(args.data / "text", args.sampled)
         nouns = find_nouns(texts.stories)
         questions = Questions(HERE, sorted(nouns))
+        start: Path | None = args.start
         if teacher:
             self.teacher = load_model(teacher).to(self.device)
-            self.tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
+        if known := teacher or start:
+            self.tokenizer = Tokenizer.from_file(str(known / "tokenizer.json"))
         else:
             phrases = questions.phrases()
             self.tokenizer = corpus.train_tokenizer(texts, phrases, self.shape.vocab_size)
@@ -115,7 +134,8 @@ class Run:
             self.tokenizer, texts, questions, nouns=nouns, row_tokens=row_tokens
         )
         self.held_out = [self.dealer.story_ids(story)[:row_tokens] for story in texts.held_out]
-        self.model = Llama(self.shape).to(self.device)
+        self.model = (load_model(start).train() if start else Llama(self.shape)).to(self.device)
+        self.peak_rate = PEAK_RATE / 2 if start else PEAK_RATE
         self.average = copy.deepcopy(self.model)
         loss = teacher_loss if teacher else text_loss
         self.loss = torch.compile(loss, dynamic=False) if args.compile else loss
@@ -136,7 +156,7 @@ class Run:
         step, num_evaluated, recent, progress = 0, 0, 0.0, 0.0
         while progress < 1:
             for group in (g for one in optimizers for g in one.param_groups):
-                group["lr"] = learning_rate(progress)
+                group["lr"] = self.peak_rate * learning_rate(progress)
             loss = self.step(optimizers, progress)
             if step % AVERAGE_EVERY == 0:
                 move_average(self.average, self.model, step // AVERAGE_EVERY)
@@ -153,10 +173,13 @@ class Run:
                 num_evaluated += 1
                 self.evaluate()
             progress = (time.monotonic() - started) / (self.ends_at - started)
+        if not self.args.teacher:
+            calibrate(self.average, self.held_out[::2])
         self.evaluate()
 
     def step(self, optimizers: list[torch.optim.Optimizer], progress: float) -> float:
-        rows = [self.dealer.deal(self.rng, progress) for _ in range(self.args.rows)]
+        moment = 1.0 if self.args.start else progress
+        rows = [self.dealer.deal(self.rng, moment) for _ in range(self.args.rows)]
         ids = torch.tensor([row.ids for row in rows])
         learned = torch.tensor([row.learned for row in rows])
         targets = torch.where(learned, ids, NOT_LEARNED)[:, 1:].contiguous().to(self.device)
@@ -188,6 +211,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=55.0, help="the whole run, all told")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--sampled", type=Path, nargs="*", default=[], help=".jsonl of stories")
+    parser.add_argument("--start", type=Path, help="go on from this model, at half the rate")
     parser.add_argument("--teacher", type=Path, help="train the sibling of this model")
     parser.add_argument("--data", type=Path, default=DATA_FOLDER, help="the data folder")
     parser.add_argument("--rows", type=int, default=16, help="rows in a step")
