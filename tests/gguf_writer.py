@@ -119,6 +119,7 @@ def write_gguf(
         body += raw + bytes(-len(raw) % alignment)
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     header += entries + described
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(header + bytes(-len(header) % alignment) + body)
     return path
 

@@ -26,13 +26,13 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerbWords:
-    """What may follow a verb: flags, the words of a positional argument, or a folder."""
+    """What may follow a verb: flags, the words of a positional argument, or a path."""
 
     name: str
     text: str
     flags: tuple[Flag, ...]
     words: tuple[str, ...]
-    takes_folder: bool
+    takes_path: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def _words_of(name: str, parser: argparse.ArgumentParser) -> VerbWords:
         text=VERBS[name],
         flags=tuple(flags),
         words=tuple(words),
-        takes_folder=any(not action.choices for action in positionals),
+        takes_path=any(not action.choices for action in positionals),
     )
 
 
@@ -125,7 +125,7 @@ def _bash_case(verb: VerbWords) -> str:
         f"        {verb.name})",
         f'            flags="{" ".join(name for flag in verb.flags for name in flag.names)}"',
         f'            words="{" ".join(verb.words)}"',
-        f"            paths={'-d' if verb.takes_folder else ''}",
+        f"            paths={'-f' if verb.takes_path else ''}",
         '            case "$previous" in',
     ]
     for flag in verb.flags:
@@ -177,8 +177,8 @@ def _zsh_arguments(verb: VerbWords) -> list[str]:
         ]
     if verb.words:
         arguments.append(shlex.quote(f"1:word:({' '.join(verb.words)})"))
-    if verb.takes_folder:
-        arguments.append(shlex.quote("1:folder:_files -/"))
+    if verb.takes_path:
+        arguments.append(shlex.quote("1:model:_files"))
     return arguments
 
 
@@ -192,8 +192,8 @@ def _fish(verbs: Sequence[VerbWords]) -> str:
         seen = f"complete -c quire -n '__fish_seen_subcommand_from {verb.name}'"
         if verb.words:
             lines.append(f"{seen} -a '{' '.join(verb.words)}'")
-        if verb.takes_folder:
-            lines.append(f"{seen} -a '(__fish_complete_directories)'")
+        if verb.takes_path:
+            lines.append(f"{seen} -a '(__fish_complete_path)'")
         for flag in verb.flags:
             names = [
                 f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"

@@ -47,7 +47,7 @@ def add_engine_arguments(
         nargs="?",
         default="",
         metavar="MODEL",
-        help="folder; default: the model in the box",
+        help="folder, or a GGUF file; default: the model in the box",
     )
     add_flags(parser, *_ENGINE_GROUPS, skip=skip | {"model"})
 

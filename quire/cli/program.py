@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help="folder with config.json (default: the model in the box)",
+        help="folder with config.json, or a GGUF file (default: the model in the box)",
     )
     parser.add_argument(
         "--tokens", type=int, default=1, help="token rows of each sequence in the step (default 1)"

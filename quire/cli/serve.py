@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="MODEL",
-        help="folder of the model; left out: the model in the box",
+        help="folder of the model, or a GGUF file; left out: the model in the box",
     )
     add_flags(
         parser,

@@ -27,7 +27,7 @@ DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 class ModelConfig:
     """Which model, and how it is computed."""
 
-    model: str = setting("", "folder of the model; empty: the model in the box")
+    model: str = setting("", "folder of the model, or a GGUF file; empty: the model in the box")
     dtype: Literal["auto", "f32", "bf16", "float32", "bfloat16"] = setting(
         "auto", "dtype of weights, products and KV cache; auto: as the checkpoint (f16 becomes f32)"
     )
@@ -35,7 +35,7 @@ class ModelConfig:
         None, "most tokens of prompt and output together; default: what model and memory allow"
     )
     served_model_name: str | None = setting(
-        None, "name of the model in the API; default: the folder's name"
+        None, "name of the model in the API; default: the folder's or file's name"
     )
     chat_template: str | None = setting(
         None,

@@ -44,10 +44,11 @@ def test_bash_completes_flags_of_the_verb() -> None:
     assert _bash_completes("quire", "completion", "--max") == []
 
 
-def test_bash_completes_values_and_folders() -> None:
+def test_bash_completes_values_folders_and_files() -> None:
     assert _bash_completes("quire", "chat", "--executor", "") == ["native", "reference"]
     assert _bash_completes("quire", "completion", "") == ["bash", "fish", "zsh"]
     assert "tmp" in _bash_completes("quire", "chat", "tm")
+    assert "etc/passwd" in _bash_completes("quire", "chat", "etc/passw")  # a model may be a file
     assert "--dtype" not in _bash_completes("quire", "chat", "--seed", "")
 
 
