@@ -17,7 +17,7 @@ from quire.api.answers import Choice, Prompt, Usage
 from quire.api.conversations import rendered
 from quire.api.fields import CHAT, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
-from quire.api.logprobs import chat_logprobs, prompt_logprobs
+from quire.api.logprobs import chat_logprobs, check_told, prompt_logprobs
 from quire.api.prompts import encode
 from quire.api.sampling import limited, sampling_of
 from quire.api.serving import Serving
@@ -51,7 +51,15 @@ async def read_job(asked: Asked) -> Job:
     sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
     text = await rendered(asked.request)
     adds_special = flag(given, "add_special_tokens")
-    token_ids = await encode(engine, text, add_special_tokens=adds_special)
+    token_ids = await encode(
+        engine,
+        text,
+        add_special_tokens=adds_special,
+        least_output=int(sampling.max_tokens != 0),
+    )
+    if sampling.prompt_logprobs is not None:
+        num_told = len(token_ids) * (1 + sampling.prompt_logprobs)
+        check_told(num_told, param="prompt_logprobs")
     room_tokens = engine.card.max_model_len - len(token_ids)
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     chosen = limited(

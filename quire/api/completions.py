@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,13 @@ from starlette.responses import Response
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.fields import COMPLETIONS, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
-from quire.api.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from quire.api.logprobs import (
+    check_told,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from quire.api.prompts import checked_ids, encode
 from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
@@ -67,8 +73,9 @@ async def read_job(asked: Asked) -> Job:
             param="prompt",
         )
     prompts = []
+    num_told, told_a_token = 0, _told_a_token(given, echo=echo)
     for text in texts:
-        token_ids = await _ids(engine, text, add_special_tokens=adds_special)
+        token_ids = await _ids(engine, text, sampling, add_special_tokens=adds_special)
         chosen = limited(
             sampling,
             default_tokens=COMPLETION_TOKENS,
@@ -78,6 +85,11 @@ async def read_job(asked: Asked) -> Job:
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
+        num_told += len(token_ids) * sampling.n * told_a_token
+        check_told(
+            num_told,
+            param="logprobs" if given.get("prompt_logprobs") is None else "prompt_logprobs",
+        )
         await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
     if len(prompts) > 1:
         await asyncio.to_thread(_refuse_early, engine, prompts)
@@ -86,6 +98,7 @@ async def read_job(asked: Asked) -> Job:
         prompts,
         num_top=num_top,
         num_prompt_top=given.get("prompt_logprobs"),
+        special_ids=engine.tokenizer.special_ids,
         include_usage=asked.include_usage,
     )
     return Job(prompts=prompts, writer=writer)
@@ -101,8 +114,10 @@ class CompletionWriter:
         *,
         num_top: int | None,
         num_prompt_top: int | None,
+        special_ids: Collection[int],
         include_usage: bool,
     ) -> None:
+        self._special_ids = special_ids
         self._prompts = prompts
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
@@ -178,7 +193,11 @@ class CompletionWriter:
             return
         if prompt.first is not None and self._num_top is not None:
             self._echoed[at] = echoed_logprobs(
-                prompt.first, tokens, num_chars=len(prompt.echo), num_top=self._num_top
+                prompt.first,
+                tokens,
+                echo=prompt.echo,
+                num_top=self._num_top,
+                special_ids=self._special_ids,
             )
         if self._num_prompt_top is not None:
             self._scored[at] = {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
@@ -206,6 +225,12 @@ def _sampling(asked: Asked, *, echo: bool) -> SamplingParams:
     if not echo or sampling.logprobs is None or sampling.prompt_logprobs is None:
         return sampling
     return replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs))
+
+
+def _told_a_token(given: Mapping[str, Any], *, echo: bool) -> int:
+    """How many log-probabilities a choice tells of each token of its prompt."""
+    asked = (given.get("prompt_logprobs"), given.get("logprobs") if echo else None)
+    return sum(1 + num_top for num_top in asked if num_top is not None)
 
 
 def _first(engine: Engine, token_ids: Sequence[int]) -> TokenText:
@@ -245,10 +270,15 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
     return [prompt]
 
 
-async def _ids(engine: Engine, prompt: Any, *, add_special_tokens: bool) -> list[int]:
+async def _ids(
+    engine: Engine, prompt: Any, sampling: SamplingParams, *, add_special_tokens: bool
+) -> list[int]:
+    least_output = int(sampling.max_tokens != 0)
     if not isinstance(prompt, str):
-        return checked_ids(engine, prompt)
-    token_ids = await encode(engine, prompt, add_special_tokens=add_special_tokens)
+        return checked_ids(engine, prompt, least_output=least_output)
+    token_ids = await encode(
+        engine, prompt, add_special_tokens=add_special_tokens, least_output=least_output
+    )
     if not token_ids:
         why = (
             "this model has no begin-of-text token to stand for it"

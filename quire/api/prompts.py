@@ -18,14 +18,18 @@ from quire.base.show import show
 _SHORT_CHARS = 4096
 
 
-async def encode(engine: Engine, text: str, *, add_special_tokens: bool) -> list[int]:
+async def encode(
+    engine: Engine, text: str, *, add_special_tokens: bool, least_output: int = 1
+) -> list[int]:
     """The ids of `text`. A text too long for the context in any tokens is not even looked at.
 
-    Raises ContextTooLong and InvalidParameter.
+    least_output: tokens there must be room for behind it; 0 where it is only scored. Raises
+    ContextTooLong and InvalidParameter.
     """
     least_tokens = engine.tokenizer.least_tokens(text)
-    if least_tokens >= engine.card.max_model_len:
-        raise _too_long(engine, f"{len(text)} characters, so at least {least_tokens}")
+    if least_tokens + least_output > engine.card.max_model_len:
+        found = f"{len(text)} characters, so at least {least_tokens}"
+        raise _too_long(engine, found, least_output)
     if len(text) <= _SHORT_CHARS:
         return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(
@@ -33,11 +37,11 @@ async def encode(engine: Engine, text: str, *, add_special_tokens: bool) -> list
     )
 
 
-def checked_ids(engine: Engine, token_ids: Sequence[Any]) -> list[int]:
+def checked_ids(engine: Engine, token_ids: Sequence[Any], *, least_output: int = 1) -> list[int]:
     """Token ids a caller gave. Raises InvalidParameter, and ContextTooLong with both numbers."""
     card = engine.card
-    if len(token_ids) >= card.max_model_len:
-        raise _too_long(engine, str(len(token_ids)))
+    if len(token_ids) + least_output > card.max_model_len:
+        raise _too_long(engine, str(len(token_ids)), least_output)
     if not token_ids:
         raise InvalidParameter(
             "the prompt is an empty list; give at least one token id", param="prompt"
@@ -52,10 +56,10 @@ def checked_ids(engine: Engine, token_ids: Sequence[Any]) -> list[int]:
     return list(token_ids)
 
 
-def _too_long(engine: Engine, num_tokens: str) -> ContextTooLong:
+def _too_long(engine: Engine, num_tokens: str, least_output: int) -> ContextTooLong:
+    needed = ", and at least one token of output is needed" * least_output
     return ContextTooLong(
         f"the prompt has {num_tokens} tokens; prompt and output together may have "
-        f"{engine.card.max_model_len}, and at least one token of output is needed; shorten the "
-        "prompt",
+        f"{engine.card.max_model_len}{needed}; shorten the prompt",
         param="prompt",
     )

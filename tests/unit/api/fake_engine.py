@@ -51,6 +51,7 @@ class ByteTokenizer:
     def __init__(self, bos: int | None = None) -> None:
         self._bos = bos
         self.special_tokens: dict[str, str] = {}
+        self.special_ids = frozenset(() if bos is None else (bos,))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         before = [self._bos] if add_special_tokens and self._bos is not None else []

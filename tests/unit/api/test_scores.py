@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.base.sampling_params import SamplingParams
-from tests.unit.api.fake_engine import ByteTokenizer, FakeEngine, Reply, Site
+from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "h"}]
@@ -54,12 +54,59 @@ def test_an_echo_with_log_probabilities_has_the_prompts_first() -> None:
     assert "prompt_logprobs" not in choice
 
 
+def test_a_special_token_takes_up_characters_only_where_the_echo_spells_it() -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(bos=ord("|"))
+    for prompt, names, offsets in (
+        ("ab", "|ab", [0, 0, 1, 2, 5]),  # put before the text
+        ("a|b", "|a|b", [0, 0, 1, 2, 3, 6]),  # and spelled in it
+        ([97, 124, 98], "a|b", [0, 1, 1, 2, 5]),  # given as an id: no text of the echo
+    ):
+        [choice] = _choices({"prompt": prompt, "echo": True, "logprobs": 0}, engine)
+        assert choice["logprobs"]["tokens"][:-2] == list(names)
+        assert choice["logprobs"]["text_offset"] == offsets
+
+
 def test_offsets_of_an_echo_never_leave_it() -> None:
     engine = FakeEngine()
-    engine.tokenizer = ByteTokenizer(bos=1)  # its character is none of the prompt's text
-    [choice] = _choices({"prompt": "ab", "echo": True, "logprobs": 0}, engine)
-    assert choice["logprobs"]["tokens"][:3] == ["\x01", "a", "b"]
-    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 5]
+    engine.tokenizer.decode = lambda ids, skip_special_tokens: "a"  # a text that loses characters
+    [choice] = _choices({"prompt": [97, 98, 99], "echo": True, "logprobs": 0}, engine)
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt_logprobs": 20, "n": 128}, "prompt_logprobs"),
+        (COMPLETIONS, {"echo": True, "logprobs": 20, "n": 128}, "logprobs"),
+        (COMPLETIONS, {"echo": True, "logprobs": 9, "prompt_logprobs": 9}, "prompt_logprobs"),
+        (CHAT, {"prompt_logprobs": 20}, "prompt_logprobs"),
+    ],
+)
+def test_an_answer_that_would_tell_too_much_of_prompts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr("quire.api.logprobs.MAX_TOLD", 60)
+    given = {"prompt": ["abc", "d"]} if path == COMPLETIONS else {"messages": MESSAGES}
+    engine = FakeEngine()
+    reply = _post(path, {**given, **fields}, engine)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert "at most 60 a request" in reply.error["message"]
+    assert engine.asked == []
+    assert _post(COMPLETIONS, {"prompt": ["abc", "d"], "prompt_logprobs": 14}).status == 200
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_whole_context() -> None:
+    ids = [97] * CARD.max_model_len
+    scored = {"prompt_logprobs": 0, "max_tokens": 0}
+    for prompt in (ids, "a" * CARD.max_model_len):
+        assert _post(COMPLETIONS, {"prompt": prompt, **scored}).status == 200
+        longer = _post(COMPLETIONS, {"prompt": prompt + prompt[:1], **scored})
+        assert longer.error["code"] == "context_length_exceeded"
+        assert "output is needed" not in longer.error["message"]
+        full = _post(COMPLETIONS, {"prompt": prompt, "prompt_logprobs": 0, "max_tokens": 1})
+        assert full.error["code"] == "context_length_exceeded"
 
 
 def test_prompt_logprobs_are_told_as_vllm_tells_them() -> None:
