@@ -1,0 +1,151 @@
+"""Weights as integers, in NumPy: the plain twin of native/src/pack_ints.cc, element for element.
+
+int8: a row's scale is absmax / 127, its integers rint(w * (127 / absmax)).
+int4: for each group a few clip ratios are tried; each gives integers, the scale with the least
+squared error for them (rounded to bf16), and its error; the best scale stands, and the integers
+are rounded anew by it. With zero points the range is [-z, 15 - z], else [-8, 7].
+Tiny and non-finite rows or groups as in int_rows.py; a group with an element of HUGE counts as not
+finite, since errors are squared. Sums run over a group's elements in order.
+Needs no calibration text; knows no layout and no checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.quant.int_rows import TINY, grouped, scale_and_inverse
+from quire.quant.scheme import Scheme
+
+Float32s = NDArray[np.float32]
+
+HUGE = np.float32(2.0**60)
+# The largest magnitude of a group becomes minus so many steps: -8 is the last one there is.
+CLIP_STEPS = tuple(np.float32(7 + 0.3125 * i) for i in range(12))
+# With zero points: what is left of the range from the smallest to the largest element.
+RANGE_SHARES = tuple(np.float32(1 - i / 32) for i in range(8))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntMatrix:
+    """A weight [N, K] as integers: element (n, k) is values[n, k] * scales[n, k // group].
+
+    values: whole numbers in f32, -127 to 127 or -15 to 15 (the zero point is taken off).
+    scales: [N, groups], one group where the scheme has one scale a row. zeros: the zero points
+    [N, groups] that were taken off, 8 where the scheme has none, 128 of int8.
+    """
+
+    scheme: Scheme
+    values: Float32s
+    scales: Float32s
+    zeros: Float32s
+
+    def dequantized(self) -> Float32s:
+        """The elements as the products use them, f32 [N, K]."""
+        group = self.scheme.group or self.values.shape[1]
+        scales = np.repeat(self.scales, group, axis=1)[:, : self.values.shape[1]]
+        return np.multiply(self.values, scales, dtype=np.float32)
+
+
+def quantize_matrix(w: Float32s, scheme: Scheme) -> IntMatrix:
+    """The weight w [N, K] by a scheme."""
+    return _int8(w, scheme) if scheme.bits == 8 else _int4(w, scheme)
+
+
+def _int8(w: Float32s, scheme: Scheme) -> IntMatrix:
+    scales, inverse = scale_and_inverse(np.abs(w).max(axis=1), 127.0)
+    finite = np.where(np.isfinite(w), w, np.float32(0))
+    return IntMatrix(
+        scheme=scheme,
+        values=np.rint(finite * inverse[:, None]),
+        scales=scales[:, None],
+        zeros=np.full((len(w), 1), 128, np.float32),
+    )
+
+
+def _int4(w: Float32s, scheme: Scheme) -> IntMatrix:
+    groups = grouped(w, scheme.group)  # [N, G, group]
+    finite = np.abs(groups).max(axis=2) < HUGE  # not so of NaN
+    x = np.where(finite[:, :, None], groups, np.float32(0))
+    scales, zeros = _zero_points(x) if scheme.has_zero_points else _symmetric(x)
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    values = _rounded(x, inverse, zeros)
+    return IntMatrix(
+        scheme=scheme,
+        values=np.ascontiguousarray(values.reshape(len(w), -1)[:, : w.shape[1]]),
+        scales=np.where(finite, scales, np.float32(np.nan)),
+        zeros=zeros,
+    )
+
+
+def _symmetric(x: Float32s) -> tuple[Float32s, Float32s]:
+    """Scales and zero points (8) of groups x [N, G, group]."""
+    at = np.abs(x).argmax(axis=2)[:, :, None]  # the first of equals
+    largest = np.take_along_axis(x, at, axis=2)[:, :, 0]
+    counts = np.abs(largest) >= TINY
+    divisor = np.where(counts, largest, np.float32(1))
+    zeros = np.full(largest.shape, 8, np.float32)
+    tries = [(np.divide(-steps, divisor, dtype=np.float32), zeros) for steps in CLIP_STEPS]
+    scales, _ = _best(x, tries)
+    return np.where(counts, scales, np.float32(0)), zeros
+
+
+def _zero_points(x: Float32s) -> tuple[Float32s, Float32s]:
+    low = np.minimum(x.min(axis=2), np.float32(0))
+    high = np.maximum(x.max(axis=2), np.float32(0))
+    spread = high - low
+    counts = spread >= TINY
+    tries: list[tuple[Float32s, Float32s]] = []
+    for share in RANGE_SHARES:
+        span = np.where(counts, spread * share, np.float32(1))
+        inverse = np.divide(np.float32(15), span, dtype=np.float32)
+        zeros = np.rint(np.clip((-low * share) * inverse, np.float32(0), np.float32(15)))
+        tries.append((inverse, zeros))
+    scales, zeros = _best(x, tries)
+    return np.where(counts, scales, np.float32(0)), np.where(counts, zeros, np.float32(0))
+
+
+def _best(x: Float32s, tries: list[tuple[Float32s, Float32s]]) -> tuple[Float32s, Float32s]:
+    """Of inverse scales and zero points, what leaves the least squared error; the first of equals.
+
+    Returns the scales that fit the integers best, rounded to bf16, and their zero points.
+    """
+    with np.errstate(all="ignore"):
+        scales, zeros, best = _tried(x, *tries[0])
+        for inverse, new_zeros in tries[1:]:
+            new_scales, new_zeros, error = _tried(x, inverse, new_zeros)
+            better = error < best
+            scales = np.where(better, new_scales, scales)
+            zeros = np.where(better, new_zeros, zeros)
+            best = np.where(better, error, best)
+    return scales, zeros
+
+
+def _tried(x: Float32s, inverse: Float32s, zeros: Float32s) -> tuple[Float32s, Float32s, Float32s]:
+    """Scales, zero points, and errors less the sum of squares of x, which no choice changes."""
+    q = _rounded(x, inverse, zeros)
+    product = np.zeros(x.shape[:2], np.float32)
+    square = np.zeros(x.shape[:2], np.float32)
+    for k in range(x.shape[2]):
+        product += x[:, :, k] * q[:, :, k]
+        square += q[:, :, k] * q[:, :, k]
+    scales = _round_bf16(product / square)
+    return scales, zeros, scales * (scales * square - (product + product))
+
+
+def _rounded(x: Float32s, inverse: Float32s, zeros: Float32s) -> Float32s:
+    low, high = -zeros, np.float32(15) - zeros
+    with np.errstate(invalid="ignore", over="ignore"):
+        q = np.clip(x * inverse[:, :, None], low[:, :, None], high[:, :, None])
+    whole: Float32s = np.rint(q).astype(np.float32)
+    return whole
+
+
+def _round_bf16(values: Float32s) -> Float32s:
+    bits = values.view(np.uint32)
+    kept = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    rounded: Float32s = kept.view(np.float32)
+    np.copyto(rounded, values, where=np.isnan(values))
+    return rounded
