@@ -23,7 +23,9 @@ class Pool:
     def isa(self) -> str: ...
 
 class Weight:
-    def __init__(self, form: str, dtype: str, rows: int, columns: int) -> None: ...
+    def __init__(
+        self, form: str, dtype: str, rows: int, columns: int, scheme: str = ""
+    ) -> None: ...
     def fill(
         self,
         pool: Pool,

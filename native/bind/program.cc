@@ -47,6 +47,18 @@ quire::Form form_named(const std::string& name) {
     throw std::invalid_argument("weight form \"" + name + "\"");
 }
 
+// "int8", or "int4-gGROUP" with or without "-zp"; "" is no scheme.
+quire::IntScheme scheme_named(const std::string& name) {
+    if (name.empty()) return {};
+    if (name == "int8") return {8, 0, false};
+    for (int group : {32, 64, 128}) {
+        const std::string plain = "int4-g" + std::to_string(group);
+        if (name == plain) return {4, group, false};
+        if (name == plain + "-zp") return {4, group, true};
+    }
+    throw std::invalid_argument("weight scheme \"" + name + "\"");
+}
+
 void bind_pool(nb::module_& module) {
     nb::class_<quire::Pool>(module, "Pool",
                             "Threads that compute, and the instruction set they use.\n\n"
@@ -74,10 +86,11 @@ void bind_weight(nb::module_& module) {
     nb::class_<quire::Weight>(module, "Weight", "A weight in the kernels' layout.")
         .def("__init__",
              [](quire::Weight* self, const std::string& form, const std::string& dtype,
-                int64_t rows, int64_t columns) {
-                 new (self) quire::Weight(form_named(form), type_named(dtype), rows, columns);
+                int64_t rows, int64_t columns, const std::string& scheme) {
+                 new (self) quire::Weight(form_named(form), type_named(dtype), rows, columns,
+                                          scheme_named(scheme));
              },
-             "form"_a, "dtype"_a, "rows"_a, "columns"_a)
+             "form"_a, "dtype"_a, "rows"_a, "columns"_a, "scheme"_a = "")
         .def("fill",
              [](quire::Weight& self, quire::Pool& pool, int64_t first, int64_t count,
                 const Bytes& source, const std::string& source_dtype, float offset,

@@ -1,6 +1,6 @@
 // embed and gather_rows: rows picked by index. An embedding that is also the head lies in
 // panels, where row n is lane n % 32 of panel n / 32. Nothing is computed but the rounding to y's
-// type; indices were checked by the interpreter.
+// type (and, from integers, their product with the scale); indices were checked by the interpreter.
 
 #include "quire/rows.h"
 
@@ -45,6 +45,29 @@ void embed(const EmbedArgs& args) {
                 with_type(args.y.type, [&](auto* y) {
                     embed_row(args, args.ids[row], weight,
                               static_cast<decltype(y)>(args.y.at(row)));
+                });
+            });
+        }
+    });
+}
+
+void embed_ints(const EmbedIntsArgs& args) {
+    const int64_t k = args.weight.k;
+    const int64_t bytes = int_panel_bytes(k, args.weight.scheme);
+    args.pool->deal(args.rows, rows_per_chunk(k), [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            const int64_t index = args.ids[row];
+            const char* panel =
+                static_cast<const char*>(args.weight.data) + index / kIntLanes * bytes;
+            with_type(args.y.type, [&](auto* y) {
+                auto* out = static_cast<decltype(y)>(args.y.at(row));
+                for_columns(k, [&](int64_t c, int n) {
+                    float values[kLanes] = {};
+                    for (int i = 0; i < n; ++i) {
+                        values[i] = int_element(panel, k, args.weight.scheme, index % kIntLanes,
+                                                c + i);
+                    }
+                    store_some(out + c, load(values), n);
                 });
             });
         }

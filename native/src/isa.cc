@@ -59,7 +59,7 @@ int machine_level() {
     const bool avx512 = bit(b, 16) && bit(b, 17) && bit(b, 28) && bit(b, 30) && bit(b, 31);
     if (!zmm_saved || !avx512) return 1;
     const bool vnni = bit(c, 11);
-    const bool amx = bit(d, 22) && bit(d, 24) && (saved & 0x60000u) == 0x60000u;
+    const bool amx = bit(d, 22) && bit(d, 24) && bit(d, 25) && (saved & 0x60000u) == 0x60000u;
     if (leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return 2;
     if (!vnni || !bit(a, 5)) return 2;
     return amx && tiles_granted() ? 4 : 3;

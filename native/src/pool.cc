@@ -110,7 +110,7 @@ struct alignas(64) Run {
 // comes late finds it closed and is not waited for: a thread that the system has put aside delays
 // a job only while it holds a chunk of it.
 struct Pool::State {
-    explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)), scratch(static_cast<size_t>(num_threads)) {}
+    explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)), scratch(static_cast<size_t>(num_threads) + 1) {}
 
     // The number of the job in the upper half; kOpen; and how many workers are in it.
     alignas(64) std::atomic<uint64_t> gate{0};
@@ -131,7 +131,7 @@ struct Pool::State {
 
     std::vector<Run> runs;
     std::vector<std::thread> workers;
-    std::vector<Memory> scratch;  // one a thread
+    std::vector<Memory> scratch;  // one a thread, and one they share
 
     static uint64_t job_of(uint64_t gate) { return gate >> 32; }
     static uint64_t inside(uint64_t gate) { return gate & (kOpen - 1); }

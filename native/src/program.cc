@@ -103,7 +103,7 @@ void Program::check_op(const OpSpec& op) const {
         if (weight.columns() != op.views[0].width || weight.rows() != op.views[1].width) {
             refuse("views and weight differ in width");
         }
-        if (buffer_at(op.views[0].buffer).type != weight.type()) {
+        if (!weight.has_ints() && buffer_at(op.views[0].buffer).type != weight.type()) {
             refuse("the input's dtype is not the weight's");
         }
     }
@@ -346,6 +346,9 @@ void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
     switch (op.kind) {
         case OpKind::embed: {
             const Weight& weight = *op.weights[0];
+            if (weight.has_ints()) {
+                return kernels.embed_ints({ids_of(op, inputs), count, weight.ints(), first, pool});
+            }
             return kernels.embed({ids_of(op, inputs), count, weight.form() == Form::matrix,
                                   weight.matrix(), first, pool});
         }
@@ -353,6 +356,10 @@ void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
             return kernels.norm({first, third, second, count, op.ints[0] != 0, real(0), vector(0),
                                  vector(1), op.ints[1], pool});
         case OpKind::linear:
+            if (op.weights[0]->has_ints()) {
+                return kernels.linear_ints(
+                    {first, second, count, op.weights[0]->ints(), vector(1), pool});
+            }
             return kernels.linear({first, second, count, op.weights[0]->matrix(), vector(1), pool});
         case OpKind::rope: {
             const Rope& rope = ropes_[static_cast<size_t>(op.ints[0])];

@@ -1,6 +1,7 @@
 // Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels'
 // layout, in one pass over the source, which is digested on the way; a transposed source is read
-// where it lies. Rounding to bf16 happens here once, to nearest even.
+// where it lies. Rounding to bf16 happens here once, to nearest even; so does quantizing, which
+// starts from the checkpoint's elements in f32.
 // Always holds: packed bytes depend on the elements only, never on threads or on how a weight
 // was cut into parts; padding is not written and stays zero.
 
@@ -135,6 +136,29 @@ void turn_words(const char* source, int64_t stride_bytes, int64_t rows, int64_t 
     }
 }
 
+// Rows first .. first + count as f32, turned: element (row, k) goes to out[k * 32 + row - first].
+template <class Read>
+void turn_rows(const Read& read, int64_t first, int64_t count, int64_t columns, float* out) {
+    if (read.column_stride != 1) {  // rows lie side by side already
+        for (int64_t k = 0; k < columns; ++k) {
+            for (int64_t row = 0; row < count; ++row) {
+                out[k * kIntLanes + row] = read(first + row, k);
+            }
+        }
+        return;
+    }
+    alignas(64) float widened[kIntLanes][kColumnBlock];
+    for (int64_t k0 = 0; k0 < columns; k0 += kColumnBlock) {
+        const int64_t width = columns - k0 < kColumnBlock ? columns - k0 : kColumnBlock;
+        for (int64_t row = 0; row < count; ++row) {
+            const int64_t source = read.start + (first + row) * read.row_stride + k0;
+            for (int64_t k = 0; k < width; ++k) widened[row][k] = read.element(source + k);
+        }
+        turn_words(reinterpret_cast<const char*>(widened), kColumnBlock * 4, count, width,
+                   reinterpret_cast<uint32_t*>(out + k0 * kIntLanes));
+    }
+}
+
 // Fills units 0 .. units in parts, each after its share of the source was digested: what is read
 // for the one lies in the caches for the other. content null: nothing is digested.
 template <class Part>
@@ -192,6 +216,38 @@ void fill_panels(Pool& pool, Content* content, char* data, Type type, int64_t fi
     });
 }
 
+// As fill_panels, for a matrix of integers: a panel's rows are widened to f32 and turned in the
+// thread's scratch, then quantized.
+template <class Read>
+void fill_ints(Pool& pool, Content* content, char* data, const IntScheme& scheme, int64_t first,
+               int64_t count, int64_t columns, Read read) {
+    const int64_t bytes = int_panel_bytes(columns, scheme);
+    const int64_t first_panel = first / kIntLanes;
+    const int64_t panels = (first + count - 1) / kIntLanes - first_panel + 1;
+    const int64_t pieces = content == nullptr ? (panels < kShares ? panels : kShares)
+                                              : content->pieces();
+    pool.deal(pieces, 1, [&](int64_t begin, int64_t end, int thread) {
+        auto* turned = reinterpret_cast<float*>(
+            pool.scratch(thread, columns * kIntLanes * int64_t{sizeof(float)}));
+        for (int64_t i = begin; i < end; ++i) {
+            if (content != nullptr) content->take(i);
+            for (int64_t p = first_panel + panels * i / pieces;
+                 p < first_panel + panels * (i + 1) / pieces; ++p) {
+                const int64_t start = p * kIntLanes;
+                const int64_t low = start > first ? start : first;
+                const int64_t high = start + kIntLanes < first + count ? start + kIntLanes
+                                                                       : first + count;
+                if (high - low < kIntLanes) {
+                    std::memset(turned, 0, static_cast<size_t>(columns * kIntLanes) * 4);
+                }
+                turn_rows(read, low - first, high - low, columns, turned + low - start);
+                pool.kernels().pack_ints(
+                    {turned, columns, scheme, data + p * bytes, low - start, high - start});
+            }
+        }
+    });
+}
+
 template <class T, class Read>
 void fill_rows(Pool& pool, Content* content, char* data, int64_t first, int64_t count,
                int64_t columns, Read read) {
@@ -207,15 +263,19 @@ void fill_rows(Pool& pool, Content* content, char* data, int64_t first, int64_t 
 
 }  // namespace
 
-Weight::Weight(Form form, Type type, int64_t rows, int64_t columns)
+Weight::Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints)
     : form_(form), type_(form == Form::vector ? Type::f32 : type), rows_(rows),
-      columns_(form == Form::vector ? 1 : columns) {
+      columns_(form == Form::vector ? 1 : columns), ints_(ints) {
     if (rows_ < 1 || columns_ < 1) {
         throw std::invalid_argument("a weight of " + std::to_string(rows_) + " x " +
                                     std::to_string(columns_) + " elements");
     }
-    const int64_t bytes = form == Form::matrix ? packed_bytes(rows_, columns_, type_)
-                                               : rows_ * columns_ * type_bytes(type_);
+    if (has_ints() && form != Form::matrix) {
+        throw std::invalid_argument("only a matrix can be of integers");
+    }
+    const int64_t bytes = has_ints()            ? int_packed_bytes(rows_, columns_, ints_)
+                          : form == Form::matrix ? packed_bytes(rows_, columns_, type_)
+                                                 : rows_ * columns_ * type_bytes(type_);
     memory_ = Memory(static_cast<std::size_t>(bytes));
 }
 
@@ -239,7 +299,12 @@ void Weight::fill(Pool& pool, int64_t first, int64_t count, const SourceRows& so
     }
     const auto fill_with = [&](auto read, auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
-        if (form_ == Form::matrix) {
+        if (has_ints()) {
+            if constexpr (sizeof(T) == 4) {
+                fill_ints(pool, source.content, memory_.data(), ints_, first, count, columns_,
+                          read);
+            }
+        } else if (form_ == Form::matrix) {
             fill_panels<T>(pool, source.content, memory_.data(), type_, first, count, columns_, read);
         } else {
             fill_rows<T>(pool, source.content, memory_.data(), first, count, columns_, read);
@@ -263,7 +328,7 @@ void Weight::fill(Pool& pool, int64_t first, int64_t count, const SourceRows& so
             case Source::bf16: return fill_from(Convert<Source::bf16, T>{}, element);
         }
     };
-    if (type_ == Type::f32) {
+    if (type_ == Type::f32 || has_ints()) {
         fill_as(static_cast<float*>(nullptr));
     } else {
         fill_as(static_cast<bf16*>(nullptr));
@@ -276,6 +341,12 @@ std::vector<float> Weight::row(int64_t row) const {
     for (int64_t k = 0; k < columns_; ++k) {
         const char* data = memory_.data();
         int64_t index = row * columns_ + k;
+        if (has_ints()) {
+            data += row / kIntLanes * int_panel_bytes(columns_, ints_);
+            values[static_cast<std::size_t>(k)] =
+                int_element(data, columns_, ints_, row % kIntLanes, k);
+            continue;
+        }
         if (form_ == Form::matrix) {
             data += row / kPanel * panel_bytes(columns_, type_);
             index = type_ == Type::f32 ? panel_index<float>(row % kPanel, k)

@@ -12,6 +12,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.quant.int_rows import fma, grouped, quantize_rows
+from quire.quant.int_weights import IntMatrix
+from quire.quant.scheme import ACTIVATION_GROUP
+
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 
@@ -53,6 +57,37 @@ def linear(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
     y = np.empty((len(x), len(weight)), np.float32)
     for row in range(len(x)):
         y[row] = weight @ np.ascontiguousarray(x[row])
+    return y if bias is None else y + bias
+
+
+def int_linear(x: Float32s, weight: IntMatrix, bias: Float32s | None) -> Float32s:
+    """x [R, K], made integers, by an integer weight [N, K] (+ bias [N]): [R, N].
+
+    Sums of a group's products are whole numbers below 2^24 and so exact in float32, in any order.
+    They are folded with fused multiply-adds in the order of K: by weight group where a scheme has
+    groups, then by activation group; one scale a channel comes last.
+    """
+    rows = quantize_rows(x)
+    size = weight.scheme.group or ACTIVATION_GROUP
+    activations = grouped(rows.values, ACTIVATION_GROUP)  # [R, groups, 128]
+    weights = grouped(weight.values, ACTIVATION_GROUP)
+    y = np.zeros((len(x), len(weight.values)), np.float32)
+    for g in range(activations.shape[1]):
+        scales = rows.scales[:, g, None]
+        if not weight.scheme.group:
+            y = fma(activations[:, g] @ weights[:, g].T, scales, y)
+            continue
+        total = np.zeros_like(y)
+        for first in range(0, ACTIVATION_GROUP, size):
+            index = (g * ACTIVATION_GROUP + first) // size
+            if index >= weight.scales.shape[1]:
+                break
+            part = slice(first, first + size)
+            sums = activations[:, g, part] @ weights[:, g, part].T
+            total = fma(sums, weight.scales[:, index], total)
+        y = fma(total, scales, y)
+    if not weight.scheme.group:
+        y = y * weight.scales[:, 0]
     return y if bias is None else y + bias
 
 

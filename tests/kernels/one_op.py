@@ -44,7 +44,7 @@ class OneOp:
     num_threads: int = 2
     ints: Sequence[int] = ()
     floats: Sequence[float] = ()
-    weights: Sequence[tuple[str, str, Float32s]] = ()  # (form, dtype, values)
+    weights: Sequence[tuple[str, str, Float32s]] = ()  # (form, dtype or scheme, values)
     max_rows: int = 70
     ropes: Sequence[tuple[Float32s, Float32s]] = ()
     state: dict[str, Any] = field(default_factory=dict)
@@ -111,9 +111,11 @@ class OneOp:
 
 
 def packed(pool: _native.Pool, form: str, dtype: str, values: Float32s) -> _native.Weight:
-    """A native weight of `values` ([rows, columns], or [rows] for a vector)."""
+    """A native weight of `values` ([rows, columns], or [rows] for a vector); dtype may be a scheme
+    of integers."""
     columns = values.shape[1] if values.ndim == 2 else 1
-    weight = _native.Weight(form, dtype, len(values), columns)
+    scheme = dtype if dtype.startswith("int") else ""
+    weight = _native.Weight(form, "f32" if scheme else dtype, len(values), columns, scheme)
     weight.fill(pool, 0, len(values), np.ascontiguousarray(values).view(np.uint8).ravel(), "f32")
     return weight
 

@@ -70,6 +70,18 @@ def _linear(dtype: str, out: str, k: int, n: int) -> Case:
     )
 
 
+def _int_linear(scheme: str, dtype: str, out: str, k: int, n: int) -> Case:
+    rng = np.random.default_rng(k)
+    w, bias = draw(rng, n, k), draw(rng, n)
+    return Case(
+        kind="linear",
+        operands=[Operand(k, dtype), Operand(n, out)],
+        inputs={0: draw(rng, NUM_ROWS, k, dtype=dtype)},
+        output=1,
+        settings={"weights": [("matrix", scheme, w), ("vector", "f32", bias)]},
+    )
+
+
 def _norm(form: str, group: int, *, num_vectors: int = 1) -> Case:
     rng = np.random.default_rng(3)
     width = 4 * group or 77
@@ -149,6 +161,12 @@ CASES = {
     "linear bf16": _linear("bf16", "f32", 66, 65),
     "linear bf16 of odd K": _linear("bf16", "f32", 67, 300),
     "linear bf16 of long K": _linear("bf16", "bf16", 1101, 40),
+    "linear int8": _int_linear("int8", "f32", "f32", 200, 70),
+    "linear int8 of long K": _int_linear("int8", "bf16", "bf16", 1101, 33),
+    "linear int4 in groups of 32": _int_linear("int4-g32", "bf16", "f32", 200, 70),
+    "linear int4 in groups of 64": _int_linear("int4-g64", "f32", "bf16", 600, 33),
+    "linear int4 in groups of 128": _int_linear("int4-g128", "bf16", "f32", 1101, 40),
+    "linear int4 with zero points": _int_linear("int4-g32-zp", "f32", "f32", 333, 33),
     "rms norm with delta": _norm("rms", 0),
     "layer norm with delta": _norm("layer", 0),
     "layer norm with bias": _norm("layer", 0, num_vectors=2),

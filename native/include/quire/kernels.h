@@ -7,6 +7,7 @@
 // number of rows or threads.
 #pragma once
 
+#include "quire/int_layout.h"
 #include "quire/pool.h"
 #include "quire/types.h"
 
@@ -52,6 +53,15 @@ struct EmbedArgs {
     Pool* pool;
 };
 
+// The same from a matrix of integers: each times its scale, in f32.
+struct EmbedIntsArgs {
+    const int32_t* ids;  // [rows]
+    int64_t rows;
+    PackedInts weight;
+    Rows y;
+    Pool* pool;
+};
+
 // y = x @ W.T (+ bias). x has the weight's type.
 struct LinearArgs {
     Rows x, y;
@@ -59,6 +69,24 @@ struct LinearArgs {
     PackedMatrix weight;
     const float* bias;  // [n] or null
     Pool* pool;
+};
+
+// y = x @ W.T (+ bias) with W as integers; x, f32 or bf16, becomes int8 on the way.
+struct LinearIntsArgs {
+    Rows x, y;
+    int64_t rows;
+    PackedInts weight;
+    const float* bias;  // [n] or null
+    Pool* pool;
+};
+
+// Writes lanes low .. high of a panel from 32 rows of a weight, lanes beside each other.
+struct PackIntsArgs {
+    const float* values;  // [k][32]
+    int64_t k;
+    IntScheme scheme;
+    char* panel;
+    int64_t low, high;
 };
 
 // With delta: x += delta first (in place, rounded to x's type). y may be x itself.
@@ -187,7 +215,10 @@ struct ScoreArgs;   // scores of known tokens: quire/sampling_score.h
 
 #define QUIRE_KERNELS(KERNEL)               \
     KERNEL(embed, EmbedArgs)                \
+    KERNEL(embed_ints, EmbedIntsArgs)       \
     KERNEL(linear, LinearArgs)              \
+    KERNEL(linear_ints, LinearIntsArgs)     \
+    KERNEL(pack_ints, PackIntsArgs)         \
     KERNEL(norm, NormArgs)                  \
     KERNEL(rope, RopeArgs)                  \
     KERNEL(activation, ActivationArgs)      \

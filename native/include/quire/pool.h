@@ -39,6 +39,9 @@ class Pool {
     // that asks for more. Throws std::bad_alloc.
     char* scratch(int thread, int64_t bytes);
 
+    // The same for all threads together: asked for by the caller outside of a deal.
+    char* shared(int64_t bytes) { return scratch(num_threads_, bytes); }
+
     // A number no earlier call got: what was left in scratch can be told from what was not.
     __attribute__((always_inline)) int64_t ticket() { return ++tickets_; }
 

@@ -1,6 +1,6 @@
 // A weight of a program, in the layout its kernels read, filled part by part from a checkpoint.
 // Knows no names and no files: it is given raw elements and their type. Always holds: the padding
-// of panels is zero, and a vector is f32 whatever type was asked for.
+// of panels is zero (or counts as zero), and a vector is f32 whatever type was asked for.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,8 @@ struct SourceRows {
 class Weight {
   public:
     // matrix: panels (see PackedMatrix); table: [rows, columns]; vector: f32 [rows].
-    Weight(Form form, Type type, int64_t rows, int64_t columns);
+    // A matrix may be of integers: it is quantized while it is filled, each row by itself.
+    Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints = {});
 
     // Converts `count` rows of `source` into rows first .. first + count, adding `offset` to each
     // element in f32. Throws std::out_of_range past the last row, of the weight or the source.
@@ -42,6 +43,8 @@ class Weight {
     int64_t columns() const { return columns_; }
     int64_t bytes() const { return static_cast<int64_t>(memory_.bytes()); }
     PackedMatrix matrix() const { return {memory_.data(), rows_, columns_, type_}; }
+    bool has_ints() const { return ints_.bits != 0; }
+    PackedInts ints() const { return {memory_.data(), rows_, columns_, ints_}; }
     const float* vector() const { return reinterpret_cast<const float*>(memory_.data()); }
 
     // Row `row` as f32, for checks.
@@ -51,6 +54,7 @@ class Weight {
     Form form_;
     Type type_;
     int64_t rows_, columns_;
+    IntScheme ints_;
     Memory memory_;
 };
 

@@ -1,0 +1,164 @@
+// Vectors of 32-bit integers beside those of f32 in vec.h, and products of four bytes a lane.
+//
+// dot_quads adds, in each lane, four unsigned bytes of a weight times four signed ones of a row:
+// exact on every instruction set, so its results are the same on all. Rows lie in memory as it
+// wants them (RowElement, place_in_quad). Only for files compiled once per instruction set; no
+// library code, for the reasons vec.h gives.
+#pragma once
+
+#include "quire/int_layout.h"
+#include "quire/vec.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), may_alias));
+typedef float FloatLanes __attribute__((vector_size(kLanes * 4), may_alias));
+struct Ints { IntLanes v; };
+
+QUIRE_VEC Ints set1_int(int32_t x) { return {IntLanes{} + x}; }
+QUIRE_VEC Ints bits_of(Vec a) { return {(IntLanes)a.v}; }
+QUIRE_VEC Vec of_bits(Ints a) { return {(decltype(Vec::v))a.v}; }
+QUIRE_VEC Vec to_float(Ints a) {
+    return {(decltype(Vec::v))__builtin_convertvector(a.v, FloatLanes)};
+}
+QUIRE_VEC Ints max(Ints a, Ints b) { return {a.v > b.v ? a.v : b.v}; }
+QUIRE_VEC Ints add(Ints a, Ints b) { return {a.v + b.v}; }
+QUIRE_VEC Ints mul(Ints a, Ints b) { return {a.v * b.v}; }
+QUIRE_VEC void store_ints(void* p, Ints a) { __builtin_memcpy(p, &a.v, kLanes * 4); }
+
+// The nearest whole number, ties to even, of |a| < 2^22; as a float and as an integer.
+QUIRE_VEC Vec round_near(Vec a) {
+    const Vec magic = set1(12582912.0f);
+    return sub(add(a, magic), magic);
+}
+QUIRE_VEC Ints round_ints(Vec a) {
+    return {bits_of(add(a, set1(12582912.0f))).v - 0x4b400000};
+}
+
+QUIRE_VEC int32_t max_lanes(Ints a) {
+#if defined(QUIRE_ZMM)
+    return _mm512_reduce_max_epi32((__m512i)a.v);
+#else
+    int32_t most = a.v[0];
+    for (int i = 1; i < kLanes; ++i) most = a.v[i] > most ? a.v[i] : most;
+    return most;
+#endif
+}
+QUIRE_VEC int32_t sum_lanes(Ints a) {
+#if defined(QUIRE_ZMM)
+    return _mm512_reduce_add_epi32((__m512i)a.v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += a.v[i];
+    return sum;
+#endif
+}
+
+// Zero points of kLanes lanes, a byte each.
+QUIRE_VEC Ints load_bytes(const uint8_t* p) {
+    Ints a;
+    for (int i = 0; i < kLanes; ++i) a.v[i] = p[i];
+    return a;
+}
+
+// ---- products of quads: four of K of a row by four of K of kLanes lanes of a weight
+
+#if defined(QUIRE_HAS_BF16_DOT)  // and so VNNI
+
+using RowElement = int8_t;
+constexpr int place_in_quad(int i) { return i; }
+struct RowQuad { __m512i v; };
+struct WeightQuad { __m512i v; };
+
+QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, 4);
+    return {_mm512_set1_epi32(bits)};
+}
+QUIRE_VEC WeightQuad load_quad(const char* p) { return {_mm512_loadu_si512(p)}; }
+QUIRE_VEC WeightQuad low_quad(WeightQuad w) {
+    return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))};
+}
+QUIRE_VEC WeightQuad high_quad(WeightQuad w) {
+    return {_mm512_and_si512(_mm512_srli_epi16(w.v, 4), _mm512_set1_epi8(15))};
+}
+// In assembly: GCC 12 keeps such sums in registers only where it cannot see through the product.
+QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v));
+    return sum;
+}
+
+#elif defined(QUIRE_ZMM) || defined(QUIRE_YMM)
+
+// Rows as words, the even two of a quad before the odd two, as the weight's are masked out.
+using RowElement = int16_t;
+constexpr int place_in_quad(int i) { return i % 2 * 2 + i / 2; }
+
+#if defined(QUIRE_ZMM)
+typedef __m512i Bytes;
+QUIRE_VEC Bytes load_words(const void* p) { return _mm512_loadu_si512(p); }
+QUIRE_VEC Bytes set1_words(int32_t bits) { return _mm512_set1_epi32(bits); }
+QUIRE_VEC Bytes and_words(Bytes a, int32_t bits) {
+    return _mm512_and_si512(a, _mm512_set1_epi32(bits));
+}
+QUIRE_VEC Bytes shift_words(Bytes a, unsigned n) { return _mm512_srli_epi16(a, n); }
+QUIRE_VEC Bytes dot_words(Bytes a, Bytes b) { return _mm512_madd_epi16(a, b); }
+#else
+typedef __m256i Bytes;
+QUIRE_VEC Bytes load_words(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+QUIRE_VEC Bytes set1_words(int32_t bits) { return _mm256_set1_epi32(bits); }
+QUIRE_VEC Bytes and_words(Bytes a, int32_t bits) {
+    return _mm256_and_si256(a, _mm256_set1_epi32(bits));
+}
+QUIRE_VEC Bytes shift_words(Bytes a, unsigned n) {
+    return _mm256_srli_epi16(a, static_cast<int>(n));
+}
+QUIRE_VEC Bytes dot_words(Bytes a, Bytes b) { return _mm256_madd_epi16(a, b); }
+#endif
+
+struct RowQuad { Bytes even, odd; };
+struct WeightQuad { Bytes v; };
+
+QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
+    int32_t bits[2];
+    __builtin_memcpy(bits, p, 8);
+    return {set1_words(bits[0]), set1_words(bits[1])};
+}
+QUIRE_VEC WeightQuad load_quad(const char* p) { return {load_words(p)}; }
+QUIRE_VEC WeightQuad low_quad(WeightQuad w) { return {and_words(w.v, 0x0f0f0f0f)}; }
+QUIRE_VEC WeightQuad high_quad(WeightQuad w) {
+    return {and_words(shift_words(w.v, 4), 0x0f0f0f0f)};
+}
+// A product of a byte and a row's is below 2^15, two of them never overflow.
+QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
+    const Bytes even = and_words(w.v, 0x00ff00ff), odd = shift_words(w.v, 8);
+    sum.v += (IntLanes)dot_words(even, x.even);
+    sum.v += (IntLanes)dot_words(odd, x.odd);
+    return sum;
+}
+
+#else
+
+using RowElement = int16_t;
+constexpr int place_in_quad(int i) { return i; }
+struct RowQuad { int32_t v[4]; };
+struct WeightQuad { Words4 v; };
+
+QUIRE_VEC RowQuad set1_quad(const RowElement* p) { return {{p[0], p[1], p[2], p[3]}}; }
+QUIRE_VEC WeightQuad load_quad(const char* p) {
+    WeightQuad w;
+    __builtin_memcpy(&w.v, p, 16);
+    return w;
+}
+QUIRE_VEC WeightQuad low_quad(WeightQuad w) { return {w.v & 0x0f0f0f0fu}; }
+QUIRE_VEC WeightQuad high_quad(WeightQuad w) { return {(w.v >> 4) & 0x0f0f0f0fu}; }
+QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
+    for (int i = 0; i < 4; ++i) sum.v += (IntLanes)((w.v >> (8 * i)) & 0xffu) * x.v[i];
+    return sum;
+}
+
+#endif
+
+}  // namespace quire::QUIRE_ISA_NS

@@ -1,0 +1,152 @@
+// linear_ints: y = x @ W.T (+ bias) with W in 8 or 4 bits (int_layout.h).
+//
+// Rows of x become integers first (int_rows.h), once for all panels. Then each output is a sum of
+// exact integer sums, folded in f32 in the order of K (int_tiles.h); int8's channel scale follows,
+// then the bias, then one rounding to y's type. The same bits on every instruction set that has
+// fused multiply-add, whatever the number of rows and threads.
+//
+// Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
+
+#include "quire/int_tiles.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
+
+// How rows are cut: packs of near-equal counts within blocks.
+struct Packing {
+    int64_t rows, block_rows, most;  // most: rows of a pack
+
+    __attribute__((always_inline)) int64_t rows_of(int64_t block) const {
+        const int64_t left = rows - block * block_rows;
+        return left < block_rows ? left : block_rows;
+    }
+    __attribute__((always_inline)) int64_t packs_of(int64_t block) const {
+        return (rows_of(block) + most - 1) / most;
+    }
+    // First row of pack `i` of a block, from the block's first.
+    __attribute__((always_inline)) int64_t first_of(int64_t block, int64_t i) const {
+        const int64_t count = rows_of(block), packs = packs_of(block);
+        const int64_t longer = count % packs;
+        return count / packs * i + (i < longer ? i : longer);
+    }
+};
+
+template <class T>
+QUIRE_VEC void quantize_block(const Rows& x, const RowShape& shape, const Packing& packing,
+                              int64_t block, int64_t i, char* rows) {
+    const int64_t first = block * packing.block_rows + packing.first_of(block, i);
+    const int64_t end = block * packing.block_rows + packing.first_of(block, i + 1);
+    const RowPack pack{rows + first * shape.row_bytes(), end - first};
+    for (int64_t row = first; row < end; ++row) {
+        quantize_row(static_cast<const T*>(x.at(row)), shape, pack, row - first);
+    }
+}
+
+// All rows as integers, into memory that all threads see.
+char* quantize(const LinearIntsArgs& args, const RowShape& shape, const Packing& packing) {
+    char* rows = args.pool->shared(args.rows * shape.row_bytes());
+    const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
+    const int64_t packs = packing.packs_of(0);  // of every block but the last, which has no more
+    const int64_t pack_work = packing.most * shape.k;
+    const int64_t grain = pack_work < 16384 ? 16384 / (pack_work + 1) + 1 : 1;
+    args.pool->deal(blocks * packs, grain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t block = task / packs, i = task % packs;
+            if (i >= packing.packs_of(block)) continue;
+            if (args.x.type == Type::f32) {
+                quantize_block<float>(args.x, shape, packing, block, i, rows);
+            } else {
+                quantize_block<bf16>(args.x, shape, packing, block, i, rows);
+            }
+        }
+    });
+    return rows;
+}
+
+// Scales channels (where scales are given), adds the bias and rounds a panel's sums into y.
+template <class Y>
+QUIRE_VEC void finish(const float* sums, int64_t rows, const float* scales,
+                      const LinearIntsArgs& args, int64_t first_row, int64_t first) {
+    const int64_t left = args.weight.n - first;
+    const int64_t count = left < kIntLanes ? left : kIntLanes;
+    for (int64_t i = 0; i < rows; ++i) {
+        Y* out = static_cast<Y*>(args.y.at(first_row + i)) + first;
+        for (int64_t c = 0; c < count; c += kLanes) {
+            Vec sum = load(sums + i * kIntLanes + c);
+            const int n = static_cast<int>(count - c < kLanes ? count - c : kLanes);
+            if (scales != nullptr) sum = mul(sum, load(scales + c));
+            if (args.bias != nullptr) sum = add(sum, load_some(args.bias + first + c, n));
+            store_some(out + c, sum, n);
+        }
+    }
+}
+
+QUIRE_VEC void finish(const float* sums, int64_t rows, const char* panel,
+                      const LinearIntsArgs& args, int64_t first_row, int64_t first) {
+    const float* scales = nullptr;
+    if (args.weight.scheme.bits == 8) {
+        scales = reinterpret_cast<const float*>(
+            panel + int_steps(args.weight.k) * (kIntStep / 4) * kQuadBytes);
+    }
+    if (args.y.type == Type::f32) {
+        finish<float>(sums, rows, scales, args, first_row, first);
+    } else {
+        finish<bf16>(sums, rows, scales, args, first_row, first);
+    }
+}
+
+template <int kBits>
+QUIRE_VEC IntTile tile_of(int64_t rows, int64_t packs) {
+    if (packs == 1) return int_tile<kBits, IntFetch::same_stream>(rows);
+    if (packs <= 16) return int_tile<kBits, IntFetch::next_panel>(rows);
+    return int_tile<kBits, IntFetch::none>(rows);
+}
+
+// All rows of one block by one panel.
+void panel_block(const LinearIntsArgs& args, const RowShape& shape, const Packing& packing,
+                 char* rows, int64_t block, int64_t panel_index) {
+    alignas(64) float sums[kIntRows * kIntLanes];
+    const IntScheme& scheme = args.weight.scheme;
+    const int64_t bytes = int_panel_bytes(args.weight.k, scheme);
+    const char* panel = static_cast<const char*>(args.weight.data) + panel_index * bytes;
+    const int64_t packs = packing.packs_of(block);
+    for (int64_t i = 0; i < packs; ++i) {
+        const int64_t first = block * packing.block_rows + packing.first_of(block, i);
+        const int64_t count = packing.first_of(block, i + 1) - packing.first_of(block, i);
+        const RowPack pack{rows + first * shape.row_bytes(), count};
+        const char* ahead = packs == 1 ? panel + kIntAheadBytes
+                                       : panel + bytes + bytes / 64 * i / packs * 64;
+        const IntTile tile = scheme.bits == 8 ? tile_of<8>(count, packs) : tile_of<4>(count, packs);
+        tile(pack, shape, scheme, panel, sums, ahead);
+        finish(sums, count, panel, args, first, panel_index * kIntLanes);
+    }
+}
+
+Packing packing_for(const LinearIntsArgs& args) {
+    // With T in registers several passes of few rows are faster than few passes of many.
+    const bool several = args.weight.scheme.bits == 4 && args.rows > kIntRows && kFoldedRows > 0;
+    return {args.rows, kBlockRows, several ? kFoldedRows : kIntRows};
+}
+
+}  // namespace
+
+void linear_ints(const LinearIntsArgs& args) {
+    if (args.rows == 0) return;
+    const RowShape shape = RowShape::of(args.weight.k, args.weight.scheme);
+    const Packing packing = packing_for(args);
+    char* rows = quantize(args, shape, packing);
+    const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
+    const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
+    const int64_t work = args.weight.k * kIntLanes * packing.rows_of(0);
+    const int64_t grain = work < 32768 ? 32768 / work : 1;
+    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t task = begin; task < end; ++task) {
+            panel_block(args, shape, packing, rows, task / panels, task % panels);
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_ISA_NS

@@ -1,0 +1,259 @@
+// pack_ints: 32 rows of a weight, turned so that lanes are rows, become integers in a panel.
+//
+// Multiplications and additions only, never fused: the same bytes on every instruction set. Each
+// lane is by itself, so a row's bytes do not depend on its neighbours. The twin, which says what is
+// meant, is quire/quant/int_weights.py. Always holds: only lanes low .. high of the panel are
+// written, elements past K count as zero, and non-finite rows or groups get the scale NaN.
+
+#include "quire/int_vec.h"
+#include "quire/kernels.h"
+
+namespace quire::QUIRE_ISA_NS {
+
+namespace {
+
+constexpr int kVecs = static_cast<int>(kIntLanes) / kLanes;
+constexpr float kTiny = 0x1p-100f;
+constexpr int32_t kInfinity = 0x7f800000;
+constexpr int32_t kHuge = 0x5d800000;  // 2^60: errors are squared
+constexpr int kClips = 12;  // ratios tried: the largest magnitude becomes -7 - 0.3125 i steps
+constexpr int kShares = 8;  // of the range tried: 1 - i / 32
+
+struct Lanes {
+    alignas(64) float v[kIntLanes];
+};
+
+QUIRE_VEC Ints magnitude_bits(Vec a) { return {bits_of(a).v & 0x7fffffff}; }
+
+// Words of lanes low .. high.
+QUIRE_VEC void store_lanes(char* to, const uint32_t* words, const PackIntsArgs& args) {
+    if (args.high - args.low == kIntLanes) {
+        __builtin_memcpy(to, words, kQuadBytes);
+        return;
+    }
+    for (int64_t lane = args.low; lane < args.high; ++lane) {
+        __builtin_memcpy(to + lane * 4, words + lane, 4);
+    }
+}
+
+// ---- int8
+
+void pack8(const PackIntsArgs& args) {
+    Lanes scales, inverses;
+    alignas(64) int32_t finite[kIntLanes];  // all bits, or none
+    for (int j = 0; j < kVecs; ++j) {
+        Ints most = set1_int(0);
+        for (int64_t k = 0; k < args.k; ++k) {
+            most = max(most, magnitude_bits(load(args.values + k * kIntLanes + j * kLanes)));
+        }
+        store_ints(finite + j * kLanes, most);
+    }
+    for (int lane = 0; lane < kIntLanes; ++lane) {
+        float largest;
+        __builtin_memcpy(&largest, &finite[lane], 4);
+        const bool counts = finite[lane] < kInfinity && largest >= kTiny;
+        scales.v[lane] = counts                      ? largest / 127.0f
+                         : finite[lane] < kInfinity ? 0.0f
+                                                    : __builtin_nanf("");
+        inverses.v[lane] = counts ? 127.0f / largest : 0.0f;
+        finite[lane] = finite[lane] < kInfinity ? -1 : 0;
+    }
+    const int64_t quads = int_steps(args.k) * (kIntStep / 4);
+    alignas(64) uint32_t words[kIntLanes];
+    for (int64_t quad = 0; quad < quads; ++quad) {
+        for (int j = 0; j < kVecs; ++j) {
+            Ints mask, word = set1_int(0);
+            __builtin_memcpy(&mask.v, finite + j * kLanes, sizeof mask.v);
+            const Vec inverse = load(inverses.v + j * kLanes);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const int64_t k = quad * 4 + i;
+                Ints q = set1_int(128);
+                if (k < args.k) {
+                    const Vec x = load(args.values + k * kIntLanes + j * kLanes);
+                    q = add(q, round_ints(mul(of_bits({bits_of(x).v & mask.v}), inverse)));
+                }
+                word.v |= q.v << (8 * i);
+            }
+            store_ints(words + j * kLanes, word);
+        }
+        store_lanes(args.panel + quad * kQuadBytes, words, args);
+    }
+    char* at = args.panel + quads * kQuadBytes;
+    for (int64_t lane = args.low; lane < args.high; ++lane) {
+        __builtin_memcpy(at + lane * 4, &scales.v[lane], 4);
+    }
+}
+
+// ---- int4
+
+// A group of kLanes lanes: x [count][kLanes], finite.
+struct Group {
+    const float* x;
+    int64_t count;
+
+    __attribute__((always_inline)) Vec at(int64_t k) const { return load(x + k * kLanes); }
+};
+
+struct Choice {
+    Vec scale, zero, error;
+};
+
+QUIRE_VEC Vec round_scale(Vec a) {
+    const IntLanes bits = bits_of(a).v;
+    return of_bits({(bits + 0x7fff + ((bits >> 16) & 1)) & -65536});
+}
+
+QUIRE_VEC Vec quantized(Vec x, Vec inverse, Vec low, Vec high) {
+    return round_near(min(high, max(low, mul(x, inverse))));
+}
+
+// The scale with the least squared error for the integers that `inverse` gives, and that error
+// less the sum of squares of x, which no choice changes.
+QUIRE_VEC Choice attempt(const Group& group, Vec inverse, Vec zero_point) {
+    const Vec low = sub(zero(), zero_point), high = sub(set1(15.0f), zero_point);
+    Vec product = zero(), square = zero();
+    for (int64_t k = 0; k < group.count; ++k) {
+        const Vec x = group.at(k), q = quantized(x, inverse, low, high);
+        product = add(product, mul(x, q));
+        square = add(square, mul(q, q));
+    }
+    const Vec scale = round_scale(div(product, square));
+    const Vec error = mul(scale, sub(mul(scale, square), add(product, product)));
+    return {scale, zero_point, error};
+}
+
+QUIRE_VEC Choice better(const Choice& best, const Choice& other) {
+    return {select_less(other.error, best.error, other.scale, best.scale),
+            select_less(other.error, best.error, other.zero, best.zero),
+            select_less(other.error, best.error, other.error, best.error)};
+}
+
+QUIRE_VEC Choice choose_symmetric(const Group& group) {
+    Vec largest = zero(), size = zero();
+    for (int64_t k = 0; k < group.count; ++k) {
+        const Vec x = group.at(k);
+        largest = select_less(size, abs(x), x, largest);
+        size = max(size, abs(x));
+    }
+    const Vec tiny = set1(kTiny);
+    const Vec divisor = select_less(size, tiny, set1(1.0f), largest);
+    Choice best = attempt(group, div(set1(-7.0f), divisor), set1(8.0f));
+    for (int i = 1; i < kClips; ++i) {
+        const float steps = -(7.0f + 0.3125f * static_cast<float>(i));
+        best = better(best, attempt(group, div(set1(steps), divisor), set1(8.0f)));
+    }
+    best.scale = select_less(size, tiny, zero(), best.scale);
+    return best;
+}
+
+QUIRE_VEC Choice choose_zero_points(const Group& group) {
+    Vec low = zero(), high = zero();
+    for (int64_t k = 0; k < group.count; ++k) {
+        low = min(low, group.at(k));
+        high = max(high, group.at(k));
+    }
+    const Vec spread = sub(high, low), tiny = set1(kTiny);
+    Choice best{};
+    for (int i = 0; i < kShares; ++i) {
+        const Vec share = set1(1.0f - static_cast<float>(i) / 32.0f);
+        const Vec range = select_less(spread, tiny, set1(1.0f), mul(spread, share));
+        const Vec inverse = div(set1(15.0f), range);
+        const Vec below = mul(mul(sub(zero(), low), share), inverse);
+        const Vec zero_point = round_near(min(set1(15.0f), max(zero(), below)));
+        const Choice other = attempt(group, inverse, zero_point);
+        best = i == 0 ? other : better(best, other);
+    }
+    best.scale = select_less(spread, tiny, zero(), best.scale);
+    best.zero = select_less(spread, tiny, zero(), best.zero);
+    return best;
+}
+
+// A group's part of its block.
+struct GroupPlace {
+    char* scales;   // [32] bf16
+    char* zeros;    // [32] bytes, or null
+    char* weights;  // its first oct of K
+    int64_t octs;
+};
+
+void pack_group(const PackIntsArgs& args, int64_t first_k, int64_t count, const GroupPlace& to) {
+    alignas(64) float x[kRowGroup * kLanes];
+    alignas(64) uint32_t words[kRowGroup / 8][kIntLanes];
+    Lanes scales, zeros;
+    for (int j = 0; j < kVecs; ++j) {
+        Ints most = set1_int(0);
+        for (int64_t k = 0; k < count; ++k) {
+            const Vec value = load(args.values + (first_k + k) * kIntLanes + j * kLanes);
+            most = max(most, magnitude_bits(value));
+        }
+        const IntLanes finite = most.v < kHuge;
+        for (int64_t k = 0; k < to.octs * 8; ++k) {
+            Vec value = zero();
+            if (k < count) value = load(args.values + (first_k + k) * kIntLanes + j * kLanes);
+            store(x + k * kLanes, of_bits({bits_of(value).v & finite}));
+        }
+        const Group group{x, to.octs * 8};
+        const Choice choice =
+            args.scheme.has_zero_points ? choose_zero_points(group) : choose_symmetric(group);
+        const Vec none = zero();
+        const Vec inverse = of_bits({bits_of(div(set1(1.0f), choice.scale)).v &
+                                     (IntLanes)(choice.scale.v != none.v)});
+        const Vec low = sub(zero(), choice.zero), high = sub(set1(15.0f), choice.zero);
+        for (int64_t oct = 0; oct < to.octs; ++oct) {
+            Ints word = set1_int(0);
+            for (int i = 0; i < 8; ++i) {
+                const Vec q = quantized(group.at(oct * 8 + i), inverse, low, high);
+                const Ints nibble = round_ints(add(q, choice.zero));
+                word.v |= nibble.v << (8 * (i % 4) + 4 * (i / 4));
+            }
+            store_ints(words[oct] + j * kLanes, word);
+        }
+        const Vec stored = of_bits({(bits_of(choice.scale).v & finite) |
+                                    (0x7fc00000 & ~finite)});
+        store(scales.v + j * kLanes, stored);
+        store(zeros.v + j * kLanes, choice.zero);
+    }
+    for (int64_t oct = 0; oct < to.octs; ++oct) {
+        store_lanes(to.weights + oct * kQuadBytes, words[oct], args);
+    }
+    for (int64_t lane = args.low; lane < args.high; ++lane) {
+        const bf16 scale = round_bf16(scales.v[lane]);
+        __builtin_memcpy(to.scales + lane * 2, &scale, 2);
+        if (to.zeros != nullptr) to.zeros[lane] = static_cast<char>(zeros.v[lane]);
+    }
+}
+
+void pack4(const PackIntsArgs& args) {
+    const int64_t steps = int_steps(args.k);
+    for (int64_t step = 0; step < steps; step += 2) {
+        const int64_t here = steps - step < 2 ? 1 : 2;
+        char* block = args.panel + block_start(args.scheme, step / 2);
+        const int64_t groups = block_groups(args.scheme, here);
+        char* weights = block + block_head_bytes(args.scheme, here);
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t first = g * args.scheme.group;  // from the block's first K
+            const int64_t room = here * kIntStep - first;
+            const int64_t size = args.scheme.group < room ? args.scheme.group : room;
+            const int64_t left = args.k - step * kIntStep - first;
+            char* zeros = args.scheme.has_zero_points
+                              ? block + groups * kScaleBytes + g * kIntLanes
+                              : nullptr;
+            pack_group(args, step * kIntStep + first, left < 0 ? 0 : left < size ? left : size,
+                       {block + g * kScaleBytes, zeros, weights + first / 8 * kQuadBytes,
+                        size / 8});
+        }
+    }
+}
+
+}  // namespace
+
+void pack_ints(const PackIntsArgs& args) {
+    if (args.scheme.bits == 8) {
+        pack8(args);
+    } else {
+        pack4(args);
+    }
+}
+
+}  // namespace quire::QUIRE_ISA_NS

@@ -1,0 +1,151 @@
+"""Products with weights of 8 and 4 bits against their twin, bit for bit on every instruction set
+that has fused multiply-add (portable rounds twice: within tolerance), odd shapes inside NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.execute import reference_ops as twin
+from quire.quant.int_rows import TINY
+from quire.quant.int_weights import quantize_matrix
+from quire.quant.scheme import SCHEMES
+from tests.kernels.one_op import ISAS, OneOp, Operand, assert_close, draw
+
+Float32s = NDArray[np.float32]
+
+FUSED = tuple(isa for isa in ISAS if isa != "portable")
+each_isa = pytest.mark.parametrize("isa", ISAS)
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+# K that no group, no 64 and no 128 divides; N within a panel, past one and one more than one.
+SHAPES = [(1, 1, 1), (3, 31, 5), (13, 67, 100), (33, 192, 65), (50, 321, 32), (66, 1101, 33)]
+
+
+def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -> Float32s:
+    """x by the quantized w, on native kernels."""
+    settings: Mapping[str, object] = {"dtype": "f32", "out": "f32", "bias": None, "threads": 2}
+    settings = {**settings, **given}
+    weights = [("matrix", scheme, w)]
+    if settings["bias"] is not None:
+        weights.append(("vector", "f32", settings["bias"]))  # type: ignore[arg-type]
+    op = OneOp(
+        "linear",
+        [Operand(w.shape[1], str(settings["dtype"])), Operand(len(w), str(settings["out"]))],
+        isa,
+        int(str(settings["threads"])),
+        weights=weights,
+        max_rows=max(70, len(x)),
+    )
+    return op({0: x}, num_rows=len(x))[1]
+
+
+@each_isa
+@each_scheme
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("rows", "k", "n"), SHAPES)
+def test_a_product_of_integers_is_the_recipe(
+    scheme: str, isa: str, dtype: str, rows: int, k: int, n: int
+) -> None:
+    rng = np.random.default_rng(k)
+    w, x, bias = draw(rng, n, k), draw(rng, rows, k, dtype=dtype), draw(rng, n)
+    w[:, k // 2] *= 20
+    x[0] = 0
+    found = _product(scheme, isa, w, x, dtype=dtype, bias=bias)
+    matrix = quantize_matrix(w, SCHEMES[scheme])
+    expected = twin.int_linear(x, matrix, bias)
+    if isa in FUSED:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        scale = np.abs(x) @ np.abs(matrix.dequantized()).T + np.abs(bias)
+        assert_close(found, expected, dtype="f32", scale=scale)
+    np.testing.assert_array_equal(found[0], bias)  # a row of zeros
+
+
+@each_scheme
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 31, 48, 300, 2_048])
+def test_every_instruction_set_gives_the_same_bits(scheme: str, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    w, x = draw(rng, 70, 448), draw(rng, rows, 448)
+    first, *others = (
+        _product(scheme, isa, w, x, out="bf16", threads=threads)
+        for isa in FUSED
+        for threads in (1, 3)
+    )
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+@each_scheme
+def test_the_result_is_near_the_product_of_real_numbers(scheme: str) -> None:
+    rng = np.random.default_rng(1)
+    w, x = draw(rng, 96, 1024), draw(rng, 20, 1024)
+    error = _product(scheme, ISAS[0], w, x) - x.astype(np.float64) @ w.T.astype(np.float64)
+    allowed = {8: 0.02, 4: 0.14}[SCHEMES[scheme].bits]
+    assert np.sqrt(np.mean(error**2)) < allowed * np.sqrt(1024)
+
+
+@each_isa
+@each_scheme
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_becomes_nan_and_harms_nobody(
+    scheme: str, isa: str, bad: float
+) -> None:
+    rng = np.random.default_rng(2)
+    w, x = draw(rng, 40, 300), draw(rng, 9, 300)
+    plain = _product(scheme, isa, w, x)
+    x[4, 299] = bad
+    found = _product(scheme, isa, w, x)
+    assert np.isnan(found[4]).all()
+    np.testing.assert_array_equal(np.delete(found, 4, axis=0), np.delete(plain, 4, axis=0))
+
+
+@each_isa
+@each_scheme
+def test_tiny_rows_count_as_zero_and_huge_ones_do_not_overflow(scheme: str, isa: str) -> None:
+    rng = np.random.default_rng(3)
+    w = draw(rng, 33, 130)
+    x = draw(rng, 3, 130)
+    x[0] *= TINY / 100
+    x[1] *= np.float32(1e30)
+    found = _product(scheme, isa, w, x)
+    assert (found[0] == 0).all()
+    assert np.isfinite(found).all()
+
+
+@each_scheme
+def test_outliers_harm_only_what_they_share_a_scale_with(scheme: str) -> None:
+    """A channel of activations a hundred times the others is bounded by its 128 of K: the others'
+    integers lose little, where a scale for all of K would leave nothing of them."""
+    rng = np.random.default_rng(4)
+    w, x = draw(rng, 64, 2048), draw(rng, 8, 2048)
+    x[:, 5] *= 100
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    matrix = quantize_matrix(w, SCHEMES[scheme])
+    found = _product(scheme, ISAS[0], w, x)
+    # Each element is off by at most half a step of its own group's scale, and by the weight's own
+    # error, which the dequantized weight shows.
+    step = np.abs(x.reshape(8, -1, 128)).max(axis=2) / 127
+    of_rows = np.repeat(step / 2, 128, axis=1) @ np.abs(matrix.dequantized()).T
+    of_weights = np.abs(x) @ np.abs(matrix.dequantized() - w).T
+    assert (np.abs(found - exact) <= 1.001 * (of_rows + of_weights)).all()
+    rest = np.delete(x, np.s_[:128], axis=1), np.delete(w, np.s_[:128], axis=1)
+    undisturbed = rest[0].astype(np.float64) @ rest[1].T.astype(np.float64)
+    error = found - exact
+    allowed = 0.05 if SCHEMES[scheme].bits == 8 else 0.2
+    assert np.sqrt(np.mean(error**2)) < allowed * np.sqrt(np.mean(exact**2))
+    assert np.sqrt(np.mean(undisturbed**2)) > 0.1 * np.sqrt(np.mean(exact**2))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
+def test_weights_with_outlier_channels_keep_the_others_whole(scheme: str) -> None:
+    rng = np.random.default_rng(5)
+    w, x = draw(rng, 96, 512), draw(rng, 8, 512)
+    w[::7] *= 100  # output channels: each has its own scales
+    found = _product(scheme, ISAS[0], w, x)
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    # Of a channel, against what its sum of products is about as large as.
+    relative = np.sqrt(((found - exact) ** 2).mean(axis=0)) / np.sqrt((w**2).sum(axis=1))
+    assert relative.max() < {"int8": 0.03, "int4-g32": 0.2}[scheme]

@@ -1,0 +1,131 @@
+"""Packing into 8 and 4 bits: the bytes mean what the NumPy twin says, however a weight is stored,
+cut into parts and dealt to threads, on every instruction set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire import _native
+from quire.quant.int_weights import IntMatrix, quantize_matrix
+from quire.quant.scheme import SCHEMES
+from quire.weights.dtypes import bf16_bits, round_to_bf16
+from tests.kernels.one_op import ISAS, OneOp, Operand, draw, packed
+
+Float32s = NDArray[np.float32]
+
+each_isa = pytest.mark.parametrize("isa", ISAS)
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3e38, -3e38)
+
+
+def _read(weight: _native.Weight) -> Float32s:
+    return np.array([weight.row(row) for row in range(weight.rows)], np.float32)
+
+
+@each_isa
+@each_scheme
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (33, 67), (64, 320), (70, 1101)])
+def test_bytes_mean_what_the_twin_says(scheme: str, isa: str, rows: int, columns: int) -> None:
+    w = draw(np.random.default_rng(columns), rows, columns)
+    w[rows // 2] = 0
+    found = packed(_native.Pool(2, isa=isa), "matrix", scheme, w)
+    np.testing.assert_array_equal(_read(found), quantize_matrix(w, SCHEMES[scheme]).dequantized())
+
+
+@each_isa
+@each_scheme
+def test_what_is_not_finite_poisons_its_own_group_only(scheme: str, isa: str) -> None:
+    w = draw(np.random.default_rng(3), 40, 256)
+    for row, special in enumerate(SPECIALS):
+        w[row * 4, 70] = special
+    found = _read(packed(_native.Pool(1, isa=isa), "matrix", scheme, w))
+    np.testing.assert_array_equal(found, quantize_matrix(w, SCHEMES[scheme]).dequantized())
+    group = SCHEMES[scheme].group or 256
+    hurt = np.zeros_like(w, bool)
+    rows = [0, 4, 8] if SCHEMES[scheme].bits == 8 else [0, 4, 8, 24, 28]
+    hurt[rows, 70 // group * group : (70 // group + 1) * group] = True
+    np.testing.assert_array_equal(np.isnan(found), hurt)
+
+
+@each_scheme
+@pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_parts_of_any_tensor_meet_inside_a_panel(
+    scheme: str, stored: str, transposed: bool, num_threads: int
+) -> None:
+    rng = np.random.default_rng(3)
+    drawn = rng.standard_normal((150, 131)).astype(np.float16).astype(np.float32)
+    values: Any = round_to_bf16(drawn) if stored == "bf16" else drawn
+    lying = values.T.copy() if transposed else values
+    raw = {"f32": lying, "f16": lying.astype(np.float16), "bf16": bf16_bits(lying)}[stored]
+    source = raw.view(np.uint8).ravel()
+    pool = _native.Pool(num_threads)
+    weight = _native.Weight("matrix", "bf16", 101, 131, scheme)
+    taken = []
+    for first, last, first_row in ((0, 5, 2), (5, 77, 78), (77, 101, 40)):
+        digest = weight.fill(
+            pool, first, last - first, source, stored, 0.5,
+            first_row=first_row, of_rows=150, transposed=transposed, digested=first == 0,
+        )  # fmt: skip
+        assert digest == (_native.content_digest(source) if first == 0 else None)
+        taken.append(values[first_row : first_row + last - first] + np.float32(0.5))
+    expected = quantize_matrix(np.concatenate(taken), SCHEMES[scheme]).dequantized()
+    np.testing.assert_array_equal(_read(weight), expected)
+
+
+@each_isa
+@each_scheme
+@pytest.mark.parametrize("out", ["f32", "bf16"])
+def test_rows_gathered_from_integers_are_what_the_product_uses(
+    scheme: str, isa: str, out: str
+) -> None:
+    w = draw(np.random.default_rng(6), 50, 77)
+    op = OneOp("embed", [Operand(77, out)], isa, ints=[0], weights=[("matrix", scheme, w)])
+    ids = np.array([49, 0, 31, 32, 31], np.int32)
+    (found,) = op({}, num_rows=5, batch={"token_ids": ids})
+    expected = quantize_matrix(w, SCHEMES[scheme]).dequantized()[ids]
+    np.testing.assert_array_equal(found, round_to_bf16(expected) if out == "bf16" else expected)
+
+
+@each_scheme
+@pytest.mark.parametrize("columns", [1, 32, 96, 128, 1024])
+def test_bytes_are_those_the_scheme_counts_and_padding(scheme: str, columns: int) -> None:
+    weight = _native.Weight("matrix", "f32", 64, columns, scheme)
+    counted = 64 * SCHEMES[scheme].row_bytes(columns)
+    assert counted <= weight.num_bytes
+    if columns % 128 == 0 and scheme != "int4-g128-zp":
+        assert weight.num_bytes == counted
+
+
+def test_only_a_matrix_can_be_of_integers_and_a_scheme_must_be_known() -> None:
+    with pytest.raises(ValueError, match="only a matrix"):
+        _native.Weight("table", "f32", 4, 4, "int8")
+    with pytest.raises(ValueError, match='weight scheme "int5"'):
+        _native.Weight("matrix", "f32", 4, 4, "int5")
+
+
+@each_scheme
+def test_the_scale_is_searched_for(scheme: str) -> None:
+    """No worse than plain rounding to the absolute maximum, and better where outliers are few."""
+    w = draw(np.random.default_rng(8), 64, 1024)
+    matrix = quantize_matrix(w, SCHEMES[scheme])
+    assert _error(matrix, w) <= _plain_error(w, matrix) * (1.0001 if matrix.scheme.bits == 8 else 1)
+    assert np.abs(matrix.dequantized() - w).max() < np.abs(w).max() * 0.2
+
+
+def _error(matrix: IntMatrix, w: Float32s) -> float:
+    return float(np.square(matrix.dequantized() - w, dtype=np.float64).sum())
+
+
+def _plain_error(w: Float32s, matrix: IntMatrix) -> float:
+    """Of symmetric rounding with the scale absmax / (2^(bits - 1) - 1)."""
+    group = matrix.scheme.group or w.shape[1]
+    groups = w.reshape(len(w), -1, group)
+    steps = 127 if matrix.scheme.bits == 8 else 7
+    scale = np.abs(groups).max(axis=2, keepdims=True) / steps
+    return float(np.square(np.rint(groups / scale) * scale - groups, dtype=np.float64).sum())
