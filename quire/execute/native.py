@@ -281,7 +281,7 @@ def _pack(
                 digest.add(stored, content)
             binding.release(part)
             first += part.rows
-            done += part.rows * max(weight.columns, 1) * weight.dtype.itemsize
+            done += part.rows * weight.row_bytes
             if progress is not None:
                 progress(done, total)
     return packed
@@ -304,7 +304,9 @@ def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:
 
 
 def _empty_weight(weight: Weight) -> _native.Weight:
-    return _native.Weight(str(weight.form), str(weight.dtype), weight.rows, max(weight.columns, 1))
+    return _native.Weight(
+        str(weight.form), str(weight.dtype), weight.rows, max(weight.columns, 1), weight.scheme
+    )
 
 
 def _triple(view: View) -> tuple[int, int, int]:

@@ -23,6 +23,7 @@ from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
 from quire.program.program import Program
+from quire.quant.int_weights import IntMatrix, quantize_matrix
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.reference import choose
 from quire.sampling.scoring import ScoreBatch, Scores, score
@@ -65,7 +66,7 @@ class ReferenceExecutor:
             Rows.SEQUENCES: max_sequences,
         }
         digest = WeightsDigest()
-        self._weights = _load(program, binding, digest, progress)
+        self._weights, self._ints = _load(program, binding, digest, progress)
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._buffers = [
@@ -134,7 +135,7 @@ class ReferenceExecutor:
     def close(self) -> None:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
-        self._weights, self._buffers = {}, []
+        self._weights, self._ints, self._buffers = {}, {}, []
         self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
 
     @staticmethod
@@ -179,7 +180,8 @@ class ReferenceExecutor:
         return None if name is None else self._weights[name]
 
     def _embed(self, op: Op, batch: ForwardBatch) -> None:
-        table = self._weights[op.attrs["weight"]]
+        name = op.attrs["weight"]
+        table = self._ints[name].dequantized() if name in self._ints else self._weights[name]
         if op.attrs["ids"] == "tokens":
             ids = batch.token_ids
         else:
@@ -202,8 +204,11 @@ class ReferenceExecutor:
         self._write(op.outputs[0], y)
 
     def _linear(self, op: Op, batch: ForwardBatch) -> None:
-        weight, bias = self._weights[op.attrs["weight"]], self._weight(op.attrs["bias"])
-        self._write(op.outputs[0], ops.linear(self._read(op.inputs[0]), weight, bias))
+        x, bias = self._read(op.inputs[0]), self._weight(op.attrs["bias"])
+        weight = self._ints.get(op.attrs["weight"])
+        if weight is not None:
+            return self._write(op.outputs[0], ops.int_linear(x, weight, bias))
+        self._write(op.outputs[0], ops.linear(x, self._weights[op.attrs["weight"]], bias))
 
     def _rope(self, op: Op, batch: ForwardBatch) -> None:
         table = self._ropes[op.attrs["rope"]]
@@ -285,16 +290,21 @@ RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] 
 
 def _load(
     program: Program, binding: Binding, digest: WeightsDigest, progress: Progress | None
-) -> dict[str, Float32s]:
-    """All weights in float32: [rows, columns], or [rows] for a vector."""
+) -> tuple[dict[str, Float32s], dict[str, IntMatrix]]:
+    """Weights in float32, [rows, columns] or [rows] of a vector; and those of integers."""
     loaded: dict[str, Float32s] = {}
+    ints: dict[str, IntMatrix] = {}
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        loaded[name] = _load_weight(weight, binding, digest)
-        done += weight.size * weight.dtype.itemsize
+        values = _load_weight(weight, binding, digest)
+        if weight.ints is None:
+            loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
+        else:
+            ints[name] = quantize_matrix(values, weight.ints)
+        done += weight.num_bytes
         if progress is not None:
             progress(done, total)
-    return loaded
+    return loaded, ints
 
 
 def _load_weight(weight: Weight, binding: Binding, digest: WeightsDigest) -> Float32s:
@@ -303,5 +313,4 @@ def _load_weight(weight: Weight, binding: Binding, digest: WeightsDigest) -> Flo
         if not digest.holds(stored := binding.tensor(part)):
             digest.add(stored)
         binding.release(part)
-    values = np.concatenate(parts) + np.float32(weight.offset)
-    return round_to_bf16(values) if weight.dtype is DType.BF16 else values
+    return np.concatenate(parts) + np.float32(weight.offset)

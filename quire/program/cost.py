@@ -20,6 +20,9 @@ from quire.program.program import Program
 
 Int64s = NDArray[np.int64]
 
+# For each element of a row that is made an integer: its magnitude, a product, rounding, a sum.
+QUANTIZING_OPS = 4
+
 
 class StepShape:
     """Rows and depths of a step: sequence i computes `counts[i]` tokens after `starts[i]` others.
@@ -135,14 +138,13 @@ def _elements(view: View, step: StepShape) -> int:
 def _weight_bytes(program: Program, name: str | None) -> int:
     if name is None:
         return 0
-    weight = program.weights[name]
-    return weight.size * weight.dtype.itemsize
+    return program.weights[name].num_bytes
 
 
 def _embed(program: Program, op: Op, step: StepShape) -> Cost:
     weight = program.weights[op.attrs["weight"]]
     rows = min(step.rows(Rows.TOKENS), weight.rows)
-    return Cost(weight_bytes=rows * weight.columns * weight.dtype.itemsize)
+    return Cost(weight_bytes=rows * weight.row_bytes)
 
 
 def _norm(program: Program, op: Op, step: StepShape) -> Cost:
@@ -160,7 +162,8 @@ def _linear(program: Program, op: Op, step: StepShape) -> Cost:
     rows = step.rows(op.inputs[0].buffer.rows)
     return Cost(
         product_ops=2 * rows * weight.size,
-        other_ops=rows * weight.rows if bias is not None else 0,
+        other_ops=(rows * weight.rows if bias is not None else 0)
+        + (QUANTIZING_OPS * rows * weight.columns if weight.scheme else 0),
         weight_bytes=(_weight_bytes(program, op.attrs["weight"]) if rows else 0)
         + _weight_bytes(program, bias),
     )

@@ -12,7 +12,8 @@ norm         x[, delta] -> y[, x]                  form rms|layer, eps[, weight[
              norm each run of `group` columns by itself with the same weight (q/k norm).
              weight None: ones, and no bias.
 linear       x[R,K] -> y[R,N]                      weight[, bias]; y = x @ W.T (+ bias), rounded
-             once to y's dtype. bias is added in f32 before rounding.
+             once to y's dtype. bias is added in f32 before rounding. A weight with a scheme
+             is of integers, and x becomes int8 (quire/quant/int_rows.py).
 rope         x -> x (in place)                     rope (index into program.ropes), heads, head_dim
              rotates the first ropes[i].rotary_dim columns of each head; x holds heads*head_dim
              columns; angles by batch rope_positions; halves are rotated (i with i + rotary/2).
@@ -38,6 +39,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from quire.quant.scheme import SCHEMES, Scheme
 
 
 class DType(StrEnum):
@@ -157,7 +160,8 @@ class Weight:
 
     Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'.
     `shard` says which axis tensor parallelism cuts: "rows", "columns" or "" for none.
-    `offset` is added to each element while loading (norms that store weight - 1).
+    `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
+    how a matrix is kept in few bits (quire.quant.scheme), "" in `dtype` as it is.
     """
 
     name: str
@@ -167,6 +171,7 @@ class Weight:
     dtype: DType
     shard: str = ""
     offset: float = 0.0
+    scheme: str = ""
 
     @property
     def rows(self) -> int:
@@ -177,6 +182,23 @@ class Weight:
     def size(self) -> int:
         """Elements."""
         return self.rows * max(self.columns, 1)
+
+    @property
+    def ints(self) -> Scheme | None:
+        """The scheme, where the weight is kept as integers."""
+        return SCHEMES.get(self.scheme)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, of its scales too; padding is the executor's and does not count."""
+        if self.ints is not None:
+            return self.ints.row_bytes(self.columns)
+        return max(self.columns, 1) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
 
     def source_shape(self, part: WeightPart) -> tuple[int, ...]:
         """Shape of the whole tensor that `part`, one of this weight's, is cut from."""

@@ -56,8 +56,8 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in their stored dtype."""
-        return sum(weight.size * weight.dtype.itemsize for weight in self.weights.values())
+        """Bytes of all weights as they are kept."""
+        return sum(weight.num_bytes for weight in self.weights.values())
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor the weights come from, by its name, in the order they are named."""
@@ -70,6 +70,10 @@ class Program:
     def _check_sources(self) -> None:
         shapes = self.source_shapes()
         for weight in self.weights.values():
+            if weight.scheme and (weight.form is not WeightForm.MATRIX or weight.ints is None):
+                raise ValueError(
+                    f"{self.name}: weight {weight.name}: a {weight.form} cannot be {weight.scheme}"
+                )
             for part in weight.parts:
                 where = f"{self.name}: weight {weight.name}: part {part.name}"
                 end, total = part.first_row + part.rows, part.of_rows or part.rows

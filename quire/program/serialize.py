@@ -28,7 +28,7 @@ from quire.program.ops import (
 )
 from quire.program.program import NUMERICS_VERSION, Program
 
-FORMAT = 2
+FORMAT = 3
 
 Plain = dict[str, Any]
 
@@ -137,6 +137,7 @@ def _weight_to_plain(weight: Weight) -> Plain:
         "dtype": weight.dtype.value,
         "shard": weight.shard,
         "offset": weight.offset,
+        "scheme": weight.scheme,
     }
 
 
@@ -149,4 +150,5 @@ def _weight_from_plain(plain: Mapping[str, Any]) -> Weight:
         DType(plain["dtype"]),
         plain["shard"],
         plain["offset"],
+        plain["scheme"],
     )

@@ -116,7 +116,7 @@ def _detail(program: Program, op: Op) -> str:
     if weight_name is not None:
         weight = program.weights[weight_name]
         size = f"{weight.rows}" if not weight.columns else f"{weight.rows} x {weight.columns}"
-        words.append(f"{weight_name} [{size}] {weight.dtype}")
+        words.append(f"{weight_name} [{size}] {weight.scheme or weight.dtype}")
     if op.attrs.get("bias") is not None:
         words.append("+ bias")
     if op.kind is OpKind.EMBED and op.attrs["ids"] != "tokens":
@@ -173,7 +173,7 @@ def _signature(program: Program, op: Op) -> tuple[object, ...]:
         op.kind,
         tuple((v.buffer.rows, v.offset, v.width, v.dtype) for v in (*op.inputs, *op.outputs)),
         tuple(sorted(attrs.items(), key=lambda item: item[0])),
-        tuple((w.form, w.rows, w.columns, w.dtype) for w in weights),
+        tuple((w.form, w.rows, w.columns, w.dtype, w.scheme) for w in weights),
     )
 
 
@@ -222,8 +222,4 @@ def _summary(program: Program, step: StepShape) -> str:
 
 
 def _weight_sizes(program: Program, form: WeightForm) -> list[int]:
-    return [
-        weight.size * weight.dtype.itemsize
-        for weight in program.weights.values()
-        if weight.form is form
-    ]
+    return [weight.num_bytes for weight in program.weights.values() if weight.form is form]

@@ -1,0 +1,123 @@
+"""quantize: the same program with its products' weights in few bits. A rewrite; loads nothing.
+
+    quantize(program, "int4-g64", head="int8", keep=["layers.0.*=none"])
+
+Every matrix gets the scheme; the head gets its own (by default int8 where the rest is int4, since
+its errors go straight into the logits); rules then say otherwise for weights by name. Tables that
+are only gathered from, vectors and the KV cache stay as they are. Executors quantize while they
+load. Always holds: a rule that matches nothing is an error, and of several the last one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.base.errors import SettingError
+from quire.program.ops import OpKind, Weight, WeightForm
+from quire.program.program import Program
+from quire.quant.scheme import PLAIN, SCHEMES, Rule, canonical, parse_rule
+
+AUTO = "auto"
+
+
+def quantize(
+    program: Program, scheme: str, *, head: str = AUTO, keep: Sequence[str] = ()
+) -> Program:
+    """The program with schemes on its matrices.
+
+    scheme: of all products, as scheme_names() lists them. head: of the product that gives the
+    logits; "auto" is int8 for int4, else as the rest. keep: rules "PATTERN=PRECISION" over weight
+    names. Where a program's own dtype is meant, "none" says so, or its name (bf16, f32).
+    Raises SettingError for what is no precision, or a rule that matches no product.
+    """
+    rest = _precision(program, scheme, "quantization")
+    heads = _heads(program)
+    of_head = _head_default(rest) if head == AUTO else _precision(program, head, "head_precision")
+    rules = [_rule(program, text) for text in keep]
+    weights = {
+        name: _with_scheme(weight, of_head if name in heads else rest, rules)
+        for name, weight in program.weights.items()
+    }
+    return replace(program, weights=weights)
+
+
+def precision_text(program: Program) -> str:
+    """How the products of a program are kept: "none", "int8", or "int4-g64 (embed: int8)"."""
+    products = _products(program)
+    schemes = [weight.scheme or PLAIN for weight in products]
+    most = max(dict.fromkeys(schemes), key=lambda name: _bytes_of(products, name))
+    others: dict[str, list[str]] = {}
+    for weight, name in zip(products, schemes, strict=True):
+        if name != most:
+            others.setdefault(name, []).append(weight.name)
+    if not others:
+        return most
+    listed = "; ".join(f"{_shortened(names)}: {name}" for name, names in others.items())
+    return f"{most} ({listed})"
+
+
+def _bytes_of(products: Sequence[Weight], scheme: str) -> int:
+    return sum(weight.size for weight in products if (weight.scheme or PLAIN) == scheme)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _products(program: Program) -> list[Weight]:
+    return [w for w in program.weights.values() if w.form is WeightForm.MATRIX]
+
+
+def _heads(program: Program) -> set[str]:
+    """Names of the weights whose products are the logits."""
+    logits = program.outputs.get("logits")
+    return {
+        op.attrs["weight"]
+        for ops in program.segments.values()
+        for op in ops
+        if op.kind is OpKind.LINEAR
+        and logits is not None
+        and op.outputs[0].buffer.index == logits.buffer.index
+    }
+
+
+def _head_default(rest: str) -> str:
+    return "int8" if rest and SCHEMES[rest].bits < 8 else rest
+
+
+def _precision(program: Program, text: str, setting: str) -> str:
+    """The scheme that `text` names, "" for the program's own dtype."""
+    own = {weight.dtype.value for weight in _products(program)}
+    if text in own:
+        return ""
+    try:
+        return canonical(text)
+    except ValueError as error:
+        also = f"; {', '.join(sorted(own))} is what this model computes in (--dtype)"
+        raise SettingError(f"{setting}: {error}{also}") from error
+
+
+def _rule(program: Program, text: str) -> Rule:
+    try:
+        rule = parse_rule(text)
+    except ValueError as error:
+        raise SettingError(f"keep: {error}") from error
+    names = [weight.name for weight in _products(program)]
+    if not any(rule.matches(name) for name in names):
+        shown = names if len(names) <= 8 else [*names[:6], "...", *names[-2:]]
+        raise SettingError(
+            f"keep: {rule.pattern!r} matches no product of this model; they are "
+            f"{', '.join(shown)} (quire program prints all)"
+        )
+    scheme = _precision(program, rule.precision, "keep")
+    return Rule(pattern=rule.pattern, precision=scheme)
+
+
+def _with_scheme(weight: Weight, scheme: str, rules: Sequence[Rule]) -> Weight:
+    if weight.form is not WeightForm.MATRIX:
+        return weight
+    for rule in rules:
+        if rule.matches(weight.name):
+            scheme = rule.precision
+    return replace(weight, scheme=scheme)
