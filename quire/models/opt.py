@@ -40,6 +40,7 @@ def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
     is_biased = config.flag("enable_bias", default=True)
     is_affine = config.flag("layer_norm_elementwise_affine", default=True)
     comes_before = config.flag("do_layer_norm_before", default=True)
+    drops_final_norm = config.flag("_remove_final_layer_norm", default=False)
     embedding_size = config.whole("word_embed_proj_dim", 1, 2**20, default=hidden_size)
     return read_decoder(
         config,
@@ -55,7 +56,7 @@ def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
         norm_weight=is_affine,
         norm_bias=is_affine,
         norms_sums=not comes_before,
-        final_norm=comes_before and not config.flag("_remove_final_layer_norm", default=False),
+        final_norm=comes_before and not drops_final_norm,
         embedding_size=0 if embedding_size == hidden_size else embedding_size,
         rope=None,
         qkv_bias=is_biased,

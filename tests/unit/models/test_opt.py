@@ -117,6 +117,11 @@ def test_opt_350m_norms_its_sums_and_has_narrow_embeddings(tmp_path: Path) -> No
     assert "model.decoder.final_layer_norm.weight" not in shapes
 
 
+def test_opt_350m_saved_anew_opens_too(tmp_path: Path) -> None:
+    saved = OPT_350M | {"_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
+    assert opened(tmp_path, saved) == opened(tmp_path, OPT_350M)
+
+
 def test_opt_13b_says_that_its_head_is_a_projection(tmp_path: Path) -> None:
     assert opened(tmp_path, OPT_13B).num_layers == 40
 
