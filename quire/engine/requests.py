@@ -100,6 +100,8 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
         top_p=given.get("top_p", 1.0),
         min_p=given.get("min_p", 0.0),
         repetition_penalty=given.get("repetition_penalty", 1.0),
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
         typical_p=given.get("typical_p", 1.0),
         epsilon_cutoff=given.get("epsilon_cutoff", 0.0),
         eta_cutoff=given.get("eta_cutoff", 0.0),
@@ -145,6 +147,8 @@ def _check_choosable(
 
 
 def _check_ids(card: ModelCard, param: str, token_ids: Sequence[int]) -> None:
+    if len(token_ids) == 0 or (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        return
     for token_id in token_ids:
         if not 0 <= token_id < card.vocab_size:
             raise InvalidParameter(

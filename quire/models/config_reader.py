@@ -17,6 +17,7 @@ from quire.base.show import show
 from quire.base.strict_json import parse_object
 
 MAX_CONFIG_BYTES = 4 << 20
+LFS_POINTER = b"version https://git-lfs"
 
 Number = TypeVar("Number", int, float)
 
@@ -27,6 +28,8 @@ def load_config(path: Path) -> dict[str, Any]:
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if raw.startswith(LFS_POINTER):
+        raise ConfigError(f"{path}: a pointer of Git LFS, not the file itself; run git lfs pull")
     try:
         return parse_object(raw, limit_bytes=MAX_CONFIG_BYTES)
     except ValueError as error:
@@ -107,8 +110,12 @@ class ConfigReader:
             return default
         return allowed[value]
 
-    def ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Token ids: one, a list of several, or none where the key is absent."""
+    def ids(self, key: str, vocab_size: int, *, past: bool = False) -> tuple[int, ...]:
+        """Token ids: one, a list of several, or none where the key is absent.
+
+        past: an id past the vocabulary, which the model can neither read nor write, is left out
+        (a library's default that was never set for a small vocabulary), not a problem.
+        """
         value = self.take(key)
         if value is None:
             return ()
@@ -117,10 +124,10 @@ class ConfigReader:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 self._wrong(key, value, "a token id or a list of them")
                 return ()
-            if not 0 <= token_id < vocab_size:
+            if token_id < 0 or (token_id >= vocab_size and not past):
                 self._wrong(key, token_id, f"an id from 0 to {vocab_size - 1} (vocab_size)")
                 return ()
-        return tuple(dict.fromkeys(listed))
+        return tuple(dict.fromkeys(id_ for id_ in listed if id_ < vocab_size))
 
     def section(self, key: str) -> ConfigReader | None:
         """A nested object with its own reader, None where absent; `absorb` it when done."""

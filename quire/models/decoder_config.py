@@ -1,7 +1,7 @@
 """What the config.json of decoders has in common, as a ModelSpec; families add what is their own.
 
 A family reads its own keys first, then calls `read_decoder` with what they mean. Every key is
-read, required to have the one value that is supported, or named in PASSED_OVER as unable to
+read, required to have the one value that is supported, or named in passed_over.py as unable to
 change an answer; any other key is a problem. Knows JSON only through ConfigReader.
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
-from quire.models.refusals import code_problem
+from quire.models.passed_over import FIXED, PASSED_OVER, SAMPLING_DEFAULTS, SAMPLING_ELSEWHERE
+from quire.models.refusals import code_problem, quantization_problem
 from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import ModelSpec
 
@@ -37,46 +38,6 @@ SHARED_NAMES: Mapping[str, str] = MappingProxyType(
         "max_position_embeddings": "max_position_embeddings",
     }
 )
-
-# Training, bookkeeping of the library that wrote the file, and what only its Python face reads.
-PASSED_OVER = (
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "_num_labels",
-    "attention_dropout",
-    "chunk_size_feed_forward",
-    "gradient_checkpointing",
-    "id2label",
-    "initializer_range",
-    "is_decoder",
-    "is_llama_config",
-    "label2id",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "prefix",
-    "problem_type",
-    "return_dict",
-    "task_specific_params",
-    "tokenizer_class",
-    "torchscript",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-)
-
-# Keys with one supported value (null and absence count as that value), and why.
-FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "rope_interleaved": ((False,), "interleaved rotation is not supported; only false is"),
-    "quantization_config": ((), "quantized checkpoints are not supported yet; take the original"),
-    "is_encoder_decoder": ((False,), "only false is supported"),
-    "add_cross_attention": ((False,), "only false is supported"),
-    "tie_encoder_decoder": ((False,), "only false is supported"),
-    "pruned_heads": (({},), "pruned heads are not supported; only {} is"),
-}
 
 
 def read_decoder(
@@ -102,6 +63,11 @@ def read_decoder(
     config.require("model_type", (model_type,), f"{architecture} needs {model_type!r}")
     for key, (allowed, reason) in FIXED.items():
         config.require(key, allowed, reason)
+    for key, allowed in SAMPLING_DEFAULTS.items():
+        config.require(key, allowed, SAMPLING_ELSEWHERE)
+    for key in ("quantization_config", "quantization", "compression_config"):
+        if problem := quantization_problem(key, config.take(key)):
+            config.note(problem)
     if problem := code_problem(config.take("auto_map"), architecture):
         config.note(problem)
 
@@ -118,8 +84,8 @@ def read_decoder(
         "max_positions": max_positions,
         "tied_head": config.flag("tie_word_embeddings", default=default_tied),
         "dtype": read_dtype(config),
-        "bos_ids": config.ids("bos_token_id", vocab_size),
-        "eos_ids": config.ids("eos_token_id", vocab_size),
+        "bos_ids": config.ids("bos_token_id", vocab_size, past=True),
+        "eos_ids": config.ids("eos_token_id", vocab_size, past=True),
     }
     readers: Mapping[str, Callable[[], Any]] = {
         "intermediate_size": lambda: config.whole("intermediate_size", 1, 2**22),

@@ -17,26 +17,45 @@ from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.spec import ModelSpec
 
-# Bookkeeping; length limits that the context length already sets; what only training reads.
+# Bookkeeping; length limits that the context length already sets; what only training reads; how
+# transformers caches, compiles and drafts, which changes no answer.
 PASSED_OVER = (
     "_from_model_config",
     "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "assistant_token_id",
+    "cache_config",
     "cache_implementation",
     "chat_format",
+    "compile_config",
+    "continuous_batching_config",
     "decoder_start_token_id",
+    "disable_compile",
     "early_stopping",
     "length_penalty",
+    "low_memory",
+    "max_cache_len",
     "max_length",
+    "max_matching_ngram_size",
     "max_window_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
     "output_attentions",
     "output_hidden_states",
     "output_logits",
     "output_scores",
     "pad_token_id",
+    "prefill_chunk_size",
     "return_dict_in_generate",
+    "speculation_type",
+    "target_lookbehind",
     "transformers_version",
     "trust_remote_code",
     "use_cache",
+    "use_model_defaults",
+    "use_mtp",
+    "user_token_id",
 )
 
 # Ways of choosing tokens that are not here, and the values that mean "not used".
@@ -56,6 +75,7 @@ SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1, 1.0),
     "is_assistant": (False,),
     "min_length": (0,),
+    "min_new_tokens": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "num_return_sequences": (1,),
@@ -88,6 +108,8 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
         ("top_p", 1e-9, 1.0),
         ("min_p", 0.0, 1.0),
         ("repetition_penalty", 0.01, 100.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
         ("typical_p", 1e-9, 1.0),
         ("epsilon_cutoff", 0.0, 1.0),
         ("eta_cutoff", 0.0, 1.0),
@@ -104,9 +126,10 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
         defaults["max_new_tokens"] = reader.whole("max_new_tokens", 1, 2**31 - 1)
     if not reader.flag("do_sample", default=True):
         defaults["temperature"] = 0.0
-    bos_ids = reader.ids("bos_token_id", spec.vocab_size)
-    eos_ids = reader.ids("eos_token_id", spec.vocab_size)
+    bos_ids = reader.ids("bos_token_id", spec.vocab_size, past=True)
+    eos_ids = reader.ids("eos_token_id", spec.vocab_size, past=True)
     reader.pass_over(["temperature", "top_p", "min_p", "repetition_penalty"])
+    reader.pass_over(["presence_penalty", "frequency_penalty"])
     reader.pass_over(["typical_p", "epsilon_cutoff", "eta_cutoff"])
     reader.pass_over(["top_k", "no_repeat_ngram_size", "max_new_tokens"])
     banned: list[tuple[int, ...]] = [

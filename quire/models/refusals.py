@@ -20,6 +20,8 @@ NEVER_RUN = (
     "code that comes with a model is never run, because it could do anything on this machine"
 )
 
+_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")  # what an architecture does, after whose it is
+
 _SEES_OR_HEARS = (
     "it also reads pictures or sound ({found}); only text models run, so take a text-only "
     "checkpoint of the family if there is one"
@@ -31,6 +33,7 @@ _SEES_ALL = (
 )
 _HAS_EXPERTS = "it is a mixture of experts ({found}), which is not supported yet"
 _RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
+_PAINTS = "it makes pictures ({found}); only models that continue text run"
 _HEADLESS = (
     "it is a decoder without its head (for embeddings); take the checkpoint that is a {sibling}"
 )
@@ -40,7 +43,8 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         _SEES_OR_HEARS,
         ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vit_config"),
-        r"VL|Vision|Llava|Image|Video|Audio|Whisper|Speech|Clip|Multimodal|Omni|Fuyu|Mllama"
+        r"VL|Vision|Llava|Image|Video|Audio|Whisper|Speech|C[Ll][Ii]P|B[Ll][Ii]P|Si[gG]lip|Multimodal"
+        r"|Omni|Fuyu|Mllama"
         r"|^(Gemma3n?|Gemma4|Mistral3|Idefics\d?|PaliGemma|Pixtral|SmolVLM|Aya)"
         r"ForConditionalGeneration",
     ),
@@ -78,7 +82,7 @@ def refusal(values: Mapping[str, Any], running: Iterable[str]) -> str:
     listed = textwrap.fill(
         ", ".join(running), LIST_COLUMNS, initial_indent="  ", subsequent_indent="  "
     )
-    return f"{said}{f': {reason}' if reason else ''}; these run:\n{listed}"
+    return f"{said}: {reason}; these run:\n{listed}"
 
 
 def other_kind(values: Mapping[str, Any]) -> str | None:
@@ -97,7 +101,7 @@ def code_problem(auto_map: Any, architecture: str) -> str | None:
     """
     if auto_map is None:
         return None
-    family = re.sub(r"(For[A-Z]\w*|LMHeadModel)$", "", architecture)
+    family = _HEAD.sub("", architecture)
     fine = isinstance(auto_map, dict) and all(
         isinstance(path, str) and path.rsplit(".", 1)[-1].startswith(family)
         for path in _class_paths(auto_map)
@@ -107,6 +111,24 @@ def code_problem(auto_map: Any, architecture: str) -> str | None:
     return (
         f"auto_map is {show(auto_map)}: it asks for code that is not {family}'s, and {NEVER_RUN}; "
         f"if the model is a plain {architecture}, remove auto_map"
+    )
+
+
+def quantization_problem(key: str, value: Any) -> str | None:
+    """What is wrong with a checkpoint whose config.json says how it is quantized, if it does."""
+    if not value:
+        return None
+    method = "a way of its own"
+    if isinstance(value, dict):
+        named = value.get("quant_method")
+        loaded = [name for name in ("load_in_4bit", "load_in_8bit") if value.get(name) is True]
+        method = show(named or next(iter(loaded), None) or method).strip('"')
+    if key == "quantization":
+        method = "MLX's way"
+    return (
+        f"{key} is {show(value)}: the weights are quantized ({method}), which is not supported in "
+        "safetensors yet; take the checkpoint they were made from, in float16 or bfloat16, or a "
+        "GGUF file of it"
     )
 
 
@@ -131,13 +153,17 @@ def _reason(values: Mapping[str, Any], running: Iterable[str]) -> str:
             return described.format(found=show(found).strip('"'))
     if values.get("is_encoder_decoder") is True:
         return _TAKES_TURNS.format(found="is_encoder_decoder")
-    sibling = f"{name.removesuffix('Model')}ForCausalLM"
-    if name.endswith("Model") and sibling in running:
-        return _HEADLESS.format(sibling=sibling)
+    if values.get("_class_name") or values.get("_diffusers_version"):
+        return _PAINTS.format(found=show(values.get("_class_name")).strip('"'))
+    if name.endswith("Model"):
+        family = name.removesuffix("Model").removesuffix("Text")
+        sibling = next((one for one in running if _HEAD.sub("", one) == family), None)
+        if sibling is not None:
+            return _HEADLESS.format(sibling=sibling)
     if values.get("auto_map"):
         return (
             f"its auto_map asks for code of its own, and {NEVER_RUN} (nor is there a "
             "trust_remote_code to allow it); take a checkpoint of a family that runs, or add the "
             f"family: {RECIPE}"
         )
-    return ""
+    return f"take a checkpoint of a family that runs, or add this one: {RECIPE}"

@@ -18,6 +18,7 @@ from typing import Any
 from quire.base.errors import ConfigError
 from quire.base.gguf_model import find_gguf
 from quire.models.config_reader import ConfigReader, load_config
+from quire.models.foreign_folders import what_else
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
 from quire.models.gemma3 import build_gemma3, read_gemma3
@@ -141,7 +142,7 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")
     if (folder / "config.json").is_file():
         return
-    raise ConfigError(f"{folder}: there is no config.json; give the folder of a model")
+    raise ConfigError(f"{folder}: there is no config.json; {what_else(folder)}")
 
 
 def _architecture(values: Mapping[str, Any], where: Path) -> str:

@@ -110,12 +110,13 @@ def _yarn_attention_scale(settings: RopeSettings) -> float:
     if settings.attention_factor is not None:
         return settings.attention_factor
     if settings.mscale and settings.mscale_all_dim:
-        above = _yarn_mscale(settings.factor, settings.mscale)
-        return above / _yarn_mscale(settings.factor, settings.mscale_all_dim)
-    return _yarn_mscale(settings.factor, 1.0)
+        above = yarn_attention_scale(settings.factor, settings.mscale)
+        return above / yarn_attention_scale(settings.factor, settings.mscale_all_dim)
+    return yarn_attention_scale(settings.factor)
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_attention_scale(factor: float, mscale: float = 1.0) -> float:
+    """The factor on cos and sin that YaRN gives angles stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

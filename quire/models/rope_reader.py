@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
+from quire.models.rope import yarn_attention_scale
 from quire.models.spec import RopeSettings
 
 # What a configuration calls a kind, and what it is here ("su" is what Phi-3 first called longrope).
@@ -252,14 +253,16 @@ def _read_yarn(
     section: ConfigReader, theta: float, length: int, max_positions: int
 ) -> RopeSettings:
     section.pass_over(["finetuned"])
+    section.require("extrapolation_factor", (1, 1.0), "only 1, which changes nothing, is supported")
+    factor = section.number("factor", 1, MAX_FACTOR, default=max(1.0, max_positions / length))
     settings = RopeSettings(
         kind="yarn",
         theta=theta,
-        factor=section.number("factor", 1, MAX_FACTOR, default=max(1.0, max_positions / length)),
+        factor=factor,
         original_max_positions=length,
         beta_fast=section.number("beta_fast", 1e-6, MAX_FACTOR, default=32.0),
         beta_slow=section.number("beta_slow", 1e-6, MAX_FACTOR, default=1.0),
-        attention_factor=_read_attention_factor(section),
+        attention_factor=_read_yarn_attention_factor(section, factor),
         mscale=section.number("mscale", 0, MAX_FACTOR, default=0.0),
         mscale_all_dim=section.number("mscale_all_dim", 0, MAX_FACTOR, default=0.0),
         truncate=section.flag("truncate", default=True),
@@ -270,6 +273,19 @@ def _read_yarn(
             "it must not be"
         )
     return settings
+
+
+def _read_yarn_attention_factor(section: ConfigReader, factor: float) -> float | None:
+    """attention_factor; or attn_factor, which multiplies what follows from `factor` alone.
+
+    The latter is YaRN's own word (https://github.com/jquesnel/yarn), which DeepSeek's distilled
+    Qwen 3 uses to switch the factor off; transformers passes over it and keeps the factor.
+    """
+    if not section.has("attn_factor"):
+        return _read_attention_factor(section)
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        section.require(key, (), "attn_factor says what it says; keep one of the two")
+    return section.number("attn_factor", 1e-6, MAX_FACTOR) * yarn_attention_scale(factor)
 
 
 def _read_attention_factor(section: ConfigReader) -> float | None:

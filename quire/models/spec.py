@@ -57,9 +57,10 @@ class ModelSpec:
     stream is normed before the head. embedding_size: width of token embeddings where it is not
     hidden_size. scores_by_layer: layer n, counted from 1, divides its attention scale by n.
     generation_defaults: names of SamplingParams' fields (temperature, top_k, top_p, min_p,
-    repetition_penalty, typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size) and
-    max_new_tokens, only those that generation_config.json gives. banned_sequences: its
-    suppress_tokens and bad_words_ids; the last id of one may not follow the others.
+    repetition_penalty, presence_penalty, frequency_penalty, typical_p, epsilon_cutoff, eta_cutoff,
+    no_repeat_ngram_size) and max_new_tokens, only those that generation_config.json gives.
+    banned_sequences: its suppress_tokens and bad_words_ids; the last id of one may not follow the
+    others.
     """
 
     architecture: str

@@ -23,6 +23,7 @@ from quire.base.gguf_model import find_gguf
 from quire.text.added_tokens import named_tokens, read_config
 from quire.text.tokenizer_json import (
     HOW_TO_CONVERT,
+    check_no_pointer,
     library_errors_become,
     read_tokenizer_json,
 )
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 # The readers of the older formats are imported where they are used: most models need none.
 _SHOWN_FILES = 12
-_LFS_POINTER = b"version https://git-lfs"
 _FIRST_FIELD = b"\n"  # of a SentencePiece model: a piece, with its length
 
 
@@ -107,10 +107,7 @@ def _from_model(file: Path, config: dict[str, Any]) -> Source:
     content = file.read_bytes()
     if looks_like_ranks(content):
         return _from_ranks(file, config)
-    if content.startswith(_LFS_POINTER):
-        raise TokenizerError(
-            f"{file}: a pointer of Git LFS, not the file itself; fetch it with git lfs pull"
-        )
+    check_no_pointer(file, content)
     if not content.startswith(_FIRST_FIELD):
         raise TokenizerError(
             f"{file}: begins with {content[:16]!r}; a SentencePiece model or tiktoken ranks are "

@@ -27,6 +27,7 @@ HOW_TO_CONVERT = (
 MAX_PIECE_CHARS = 10_000
 MAX_GROWTH = 64
 _MAX_PREFIX_CHARS = 1_000
+_LFS_POINTER = b"version https://git-lfs"
 # Without these no file has a character map or a Unigram model: an escape could spell either.
 _WORTH_PARSING = (b"Unigram", b"Precompiled", b"\\u")
 
@@ -45,6 +46,7 @@ def library_errors_become(error_of: Callable[[BaseException], QuireError]) -> It
 def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer in a file. Raises TokenizerError naming it."""
     raw = file.read_bytes()
+    check_no_pointer(file, raw)
     if any(mark in raw for mark in _WORTH_PARSING):
         _check_content(file, raw)
     with library_errors_become(lambda why: _unreadable(file, why)):
@@ -54,6 +56,14 @@ def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
             raise _unreadable(file, error) from error
         _check_growth(file, backend)
     return backend
+
+
+def check_no_pointer(file: Path, content: bytes) -> None:
+    """Raises TokenizerError where the file lies elsewhere and this only says so."""
+    if content.startswith(_LFS_POINTER):
+        raise TokenizerError(
+            f"{file}: a pointer of Git LFS, not the file itself; fetch it with git lfs pull"
+        )
 
 
 def _check_content(file: Path, raw: bytes) -> None:

@@ -28,6 +28,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
 MAX_SHOWN_PROBLEMS = 20
 LENGTH_BYTES = 8
+LFS_POINTER = b"version https://git-lfs"
 
 DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "U8": "u8", "BOOL": "bool"}
 
@@ -102,6 +103,8 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 def _read_entries(path: Path, content: NDArray[np.uint8]) -> dict[str, _Entry]:
+    if content[: len(LFS_POINTER)].tobytes() == LFS_POINTER:
+        raise WeightsError(f"{path}: a pointer of Git LFS, not the file itself; run git lfs pull")
     length = int.from_bytes(content[:LENGTH_BYTES].tobytes(), "little")
     room = len(content) - LENGTH_BYTES
     if length > min(room, MAX_HEADER_BYTES):

@@ -152,6 +152,20 @@ def test_rope_scaling_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
+def test_attn_factor_multiplies_what_yarn_makes_of_its_factor(tmp_path: Path) -> None:
+    """As DeepSeek's distilled Qwen 3 writes it, where the product is 1."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    attn = {"attn_factor": 0.8782488562869419}
+    spec = read(tmp_path, rope_scaling=scaling | attn | {"extrapolation_factor": 1.0})
+    assert spec.rope is not None
+    assert spec.rope.attention_factor == pytest.approx(1.0, rel=1e-9)
+    message = refused(
+        tmp_path, rope_scaling=scaling | attn | {"mscale": 1.0, "extrapolation_factor": 2}
+    )
+    assert "rope_scaling: mscale is 1.0: attn_factor says what it says" in message
+    assert "extrapolation_factor is 2: only 1" in message
+
+
 def test_yarn_without_a_factor_takes_it_from_the_lengths(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 128}
     assert read(tmp_path, rope_scaling=scaling).rope.factor == 4.0
@@ -271,7 +285,6 @@ def test_a_flag_is_true_or_false(key: str, value: Any, tmp_path: Path) -> None:
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         ({"rope_interleaved": True}, "rope_interleaved is true"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported yet"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "code that comes with a model is never run"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"model_type": "mistral"}, 'model_type is "mistral"'),
@@ -285,7 +298,7 @@ def test_a_flag_is_true_or_false(key: str, value: Any, tmp_path: Path) -> None:
         ({"num_key_value_heads": 10}, "not a multiple of num_key_value_heads 10"),
         ({"head_dim": 15}, "head_dim is 15; rotary angles need an even number"),
         ({"head_dim": None, "hidden_size": 62}, "not a multiple of num_attention_heads 5"),
-        ({"eos_token_id": 307}, "eos_token_id is 307; an id from 0 to 306"),
+        ({"eos_token_id": -1}, "eos_token_id is -1; an id from 0 to 306"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is -1"),
         ({"bos_token_id": "1"}, 'bos_token_id is "1"'),
         ({"eos_token_id": [True]}, "eos_token_id is [true]"),
@@ -295,6 +308,71 @@ def test_values_that_contradict_or_are_not_supported_are_refused(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, **changes)
+
+
+def test_ends_past_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """As in a GPT-2 of somebody's own, whose small vocabulary knows nothing of id 50256."""
+    spec = read(tmp_path, bos_token_id=50256, eos_token_id=[307, 5])
+    assert (spec.bos_ids, spec.eos_ids) == ((), (5,))
+    spec = generation(tmp_path, {"bos_token_id": 50256, "eos_token_id": 50256}, eos_token_id=5)
+    assert spec.eos_ids == (5,)
+
+
+def test_what_other_libraries_leave_in_the_file_is_passed_over(tmp_path: Path) -> None:
+    left_over = {
+        "_attn_implementation": "sdpa",
+        "_flash_attn_2_enabled": True,
+        "attn_implementation": "flash_attention_2",
+        "finetuning_task": "chat",
+        "keys_to_ignore_at_inference": ["past_key_values"],
+        "max_sequence_length": 2048,
+        "model_max_length": 2048,
+        "tokenizer_padding_side": "right",
+        "unk_token_id": 0,
+        "hidden_dropout": 0.1,
+        "activation": "swiglu",
+    }
+    sampling = {
+        "do_sample": False,
+        "early_stopping": False,
+        "length_penalty": 1.0,
+        "max_length": 20,
+        "min_length": 0,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "temperature": 1,
+        "top_k": 50,
+        "top_p": 1.0,
+        "bad_words_ids": None,
+    }
+    assert read(tmp_path, **left_over, **sampling) == read(tmp_path)
+
+
+def test_sampling_that_is_asked_for_in_the_wrong_file_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, temperature=0.7, top_k=40, activation="relu6")
+    assert "temperature is 0.7: settings for sampling belong into generation_config" in message
+    assert "top_k is 40" in message
+    assert 'activation is "relu6"' in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("quantization_config", {"quant_method": "awq", "bits": 4}, "quantized (awq)"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantized (gptq)"),
+        ("quantization_config", {"quant_method": "fp8"}, "quantized (fp8)"),
+        ("quantization_config", {"load_in_8bit": True}, "quantized (load_in_8bit)"),
+        ("quantization_config", {"bits": 4}, "quantized (a way of its own)"),
+        ("quantization_config", "yes", "quantized (a way of its own)"),
+        ("quantization", {"group_size": 64, "bits": 4}, "quantized (MLX's way)"),
+    ],
+)
+def test_quantized_checkpoints_are_refused_by_their_method_with_the_ways_out(
+    key: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    message = refused(tmp_path, **{key: value})
+    assert said in message
+    assert "take the checkpoint they were made from" in message
 
 
 def test_unknown_keys_are_refused_by_name_with_their_value(tmp_path: Path) -> None:
@@ -384,6 +462,8 @@ def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
         "top_k": 40,
         "min_p": 0.05,
         "repetition_penalty": 1.1,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.25,
         "max_new_tokens": 99,
         "bos_token_id": 2,
         "eos_token_id": [3, 4],
@@ -400,6 +480,8 @@ def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
         "top_k": 40,
         "min_p": 0.05,
         "repetition_penalty": 1.1,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.25,
         "max_new_tokens": 99,
     }
     assert (spec.bos_ids, spec.eos_ids) == ((2,), (3, 4))
@@ -455,7 +537,9 @@ def test_a_file_that_asks_for_no_sampling_makes_greedy_the_default(tmp_path: Pat
         ({"temperature": "hot"}, 'temperature is "hot"'),
         ({"top_p": 0}, "top_p is 0; a number from"),
         ({"top_k": 1.5}, "top_k is 1.5"),
-        ({"eos_token_id": 5000}, "eos_token_id is 5000"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"presence_penalty": 3}, "presence_penalty is 3"),
+        ({"min_new_tokens": 3}, "min_new_tokens is 3"),
         ({"do_sample": 1}, "do_sample is 1; true or false"),
         ({"odd": 1}, "unknown key 'odd'"),
         ("[]", "an object is expected"),

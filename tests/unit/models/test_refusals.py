@@ -40,6 +40,12 @@ from tests.unit.models.config_folder import opened, refused
         ("RecurrentGemmaForCausalLM", {}, "state-space or recurrent layers"),
         ("Qwen2Model", {}, "a decoder without its head"),
         ("LlamaModel", {}, "take the checkpoint that is a LlamaForCausalLM"),
+        ("GPT2Model", {}, "take the checkpoint that is a GPT2LMHeadModel"),
+        ("Gemma3TextModel", {}, "take the checkpoint that is a Gemma3ForCausalLM"),
+        ("CLIPModel", {}, "reads pictures or sound"),
+        ("SiglipModel", {}, "reads pictures or sound"),
+        ("Odd", {"_class_name": "UNet2DConditionModel"}, "makes pictures (UNet2DConditionModel)"),
+        ("GPTNeoXForCausalLM", {}, "or add this one: docs/recipes/add-a-family.md"),
     ],
 )
 def test_a_model_that_does_not_run_is_refused_by_what_it_is(
@@ -51,7 +57,10 @@ def test_a_model_that_does_not_run_is_refused_by_what_it_is(
 
 def test_an_unknown_architecture_is_named_with_a_list_of_short_lines(tmp_path: Path) -> None:
     message = refused(tmp_path, tiny_config(architectures=["FalconForCausalLM"]))
-    assert 'architectures is ["FalconForCausalLM"], which is not supported; these run:' in message
+    said = 'architectures is ["FalconForCausalLM"], which is not supported: take a checkpoint of a '
+    assert (
+        f"{said}family that runs, or add this one: docs/recipes/add-a-family.md; these" in message
+    )
     listed = message.splitlines()[1:]
     assert ", ".join(line.strip() for line in listed).replace(",,", ",").split(", ") == sorted(
         FAMILIES, key=str.lower

@@ -160,6 +160,12 @@ def test_a_broken_tokenizer_json_is_an_error_of_the_model(tmp_path: Path, conten
         Tokenizer.load(tmp_path)
 
 
+def test_a_pointer_in_place_of_a_tokenizer_is_told(tmp_path: Path) -> None:
+    write_folder(tmp_path, "version https://git-lfs.github.com/spec/v1\nsize 5\n", None)
+    with pytest.raises(TokenizerError, match=r"tokenizer.json: a pointer of Git LFS"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 20_000])
 def test_a_broken_tokenizer_config_is_an_error_of_the_model(tmp_path: Path, content: str) -> None:
     write_folder(tmp_path, byte_level_json(), None)

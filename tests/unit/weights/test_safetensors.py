@@ -82,6 +82,13 @@ def test_tensors_cannot_be_written_through(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).tensor("a").array[0, 0] = 1
 
 
+def test_a_pointer_in_place_of_the_file_is_told(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n"
+    (tmp_path / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(WeightsError, match="a pointer of Git LFS, not the file itself; run git"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("size", [0, 1, 7])
 def test_a_file_too_short_for_a_length_is_refused(size: int, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(size))
