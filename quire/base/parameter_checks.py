@@ -65,6 +65,9 @@ def number(name: str, value: Any, low: float, high: float, *, open_low: bool = F
 def token_ids(name: str, value: Any, *, most: int) -> tuple[int, ...]:
     """At most `most` token ids; whether the model has them is not known here."""
     entries = listed(name, value, most=most, what="ids")
+    # Long lists, checked anew wherever a record arrives, are nearly always fine.
+    if set(map(type, entries)) == {int} and min(entries) >= 0 and max(entries) <= MAX_TOKEN_ID:
+        return entries
     return tuple(whole(name, id_, 0, MAX_TOKEN_ID) for id_ in entries)
 
 

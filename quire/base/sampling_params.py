@@ -57,7 +57,8 @@ class SamplingParams:
     coin is part of the keyed noise. dry_*: as in text-generation-webui, repeats of up to
     50 tokens; dry_penalty_last_n as in llama.cpp (-1 looks at all tokens, 0 at none).
     mirostat: 0 or 2, as in llama.cpp; it replaces the filters (top_k and so on).
-    bad_words: texts that are not written, as in vLLM, but also where the prompt began one.
+    bad_words: texts that are not written, as in vLLM, but also where the prompt began one, and in
+    every way the tokenizer spells one: behind a space, a line break or nothing.
     allowed_token_ids: nothing else is chosen; None allows all.
     skip_special_tokens: special tokens have no text in the answer; False writes them out (but not
     the one that ended it), so that stop strings can match them.
@@ -181,6 +182,13 @@ class SamplingParams:
                 param="bad_words",
             )
         self._settle("bad_words", bad_words)
+        if isinstance(self.dry_sequence_breakers, str):
+            raise InvalidParameter(
+                f"dry_sequence_breakers is the text {show(self.dry_sequence_breakers)}; a list of "
+                "strings is allowed (a list written as a text, as some programs send it, is not "
+                "read)",
+                param="dry_sequence_breakers",
+            )
         breakers = texts(
             "dry_sequence_breakers",
             self.dry_sequence_breakers,
@@ -197,7 +205,9 @@ class SamplingParams:
                 "one id, or leave it out to allow all",
                 param="allowed_token_ids",
             )
-        self._settle("allowed_token_ids", tuple(dict.fromkeys(allowed)))
+        if len(set(allowed)) < len(allowed):
+            allowed = tuple(dict.fromkeys(allowed))
+        self._settle("allowed_token_ids", allowed)
 
     def _check_mirostat_and_xtc(self) -> None:
         """What mirostat and XTC cannot go with."""

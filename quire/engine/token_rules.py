@@ -2,8 +2,10 @@
 
 Made where the tokenizer is, when a request is made; the engine knows ids only. Holds no state.
 
-bad_words become sequences as vLLM makes them: each without and with a space before it; the latter
-only where it begins with another token and has as many (else it is the same word behind a space).
+bad_words become sequences as the tokenizer writes them: at the beginning of a text, behind a space
+and behind a line break; of sequences that end alike, the shortest. vLLM has the first two, and the
+second only where it is as long as the first. Other ways to cut the same letters into tokens are not
+banned.
 dry_sequence_breakers are tokens as in text-generation-webui: the last token of the letter "a"
 with the breaker after it. llama.cpp instead takes every token whose text holds the breaker.
 """
@@ -47,11 +49,18 @@ def token_rules(
 
 def _sequences(word: str, encoder: Encoder | None) -> list[tuple[int, ...]]:
     bare = word.lstrip()
-    plain = _encoded("bad_words", bare, encoder)
-    spaced = _encoded("bad_words", " " + bare, encoder)
-    if len(spaced) == len(plain) and spaced[0] != plain[0]:
-        return [plain, spaced]
-    return [plain]
+    spellings = [_encoded("bad_words", bare, encoder), _encoded("bad_words", " " + bare, encoder)]
+    if encoder is not None:  # some tokenizers set a space before a text's first word, but not here
+        line_break, both = (
+            encoder.encode(t, add_special_tokens=False) for t in ("\n", "\n" + bare)
+        )
+        if both[: len(line_break)] == line_break:
+            spellings.append(tuple(both[len(line_break) :]))
+    sequences: list[tuple[int, ...]] = []
+    for ids in sorted(spellings, key=len):
+        if ids and not any(ids[-len(known) :] == known for known in sequences):
+            sequences.append(ids)
+    return sequences
 
 
 def _breaker_id(text: str, encoder: Encoder | None) -> int:

@@ -211,3 +211,22 @@ def test_ids_that_are_allowed_twice_are_allowed_once_and_one_word_is_a_list() ->
     assert params.allowed_token_ids == (3, 1)
     assert params.bad_words == ("no",)
     assert params.top_n_sigma == 0.0
+
+
+def test_breakers_written_as_one_text_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="a list written as a text") as caught:
+        SamplingParams(dry_sequence_breakers='["\\n", ":"]')  # type: ignore[arg-type]
+    assert caught.value.param == "dry_sequence_breakers"
+
+
+@pytest.mark.parametrize("ids", [[3, 1, 3], (3, 1, 3), [np.int64(3), 1, 3]])
+def test_allowed_ids_of_any_kind_become_ints_once_each(ids: Any) -> None:
+    allowed = SamplingParams(allowed_token_ids=ids).allowed_token_ids
+    assert allowed == (3, 1)
+    assert all(type(id_) is int for id_ in allowed or ())
+
+
+@pytest.mark.parametrize("odd", [-1, 2**31, True, 1.0, "1", None])
+def test_an_odd_id_among_good_ones_is_found(odd: Any) -> None:
+    with pytest.raises(InvalidParameter, match="stop_token_ids is"):
+        SamplingParams(stop_token_ids=(1, odd, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +12,14 @@ from quire.base.records import NO_RULES, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.engine.requests import make_requests
 from quire.engine.token_rules import token_rules
+from quire.text.tokenizer import Tokenizer
 from tests.unit.engine.test_requests import CARD
 
 
 class Words:
     """A tokenizer of words: a space belongs to the word behind it; "" has no tokens."""
 
-    KNOWN = ("no", " no", "never", " never", "mind", " mind", "a", "\n", ":", "way", "-")
+    KNOWN = ("no", " no", "never", " never", "mind", " mind", "a", "\n", ":", "way", "-", " away")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
@@ -37,6 +39,33 @@ def test_a_word_is_banned_without_and_with_a_space_before_it() -> None:
 def test_a_space_that_is_a_token_of_its_own_makes_no_second_sequence() -> None:
     rules = token_rules(SamplingParams(bad_words=("way",)), Words())
     assert rules.banned_sequences == ((9,),)
+
+
+def test_a_word_is_banned_however_many_tokens_it_has_behind_a_space() -> None:
+    rules = token_rules(SamplingParams(bad_words=("away",)), Words())
+    assert rules.banned_sequences == ((11,), (6, 9))
+
+
+class Opening(Words):
+    """Sets a space before a text's first word, as SentencePiece does."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        before = "" if text.startswith("\n") else " "
+        return super().encode(before + text, add_special_tokens=add_special_tokens)
+
+
+def test_a_word_is_banned_without_a_space_though_texts_begin_with_one() -> None:
+    rules = token_rules(SamplingParams(bad_words=("no", "away")), Opening())
+    assert rules.banned_sequences == ((1,), (0,), (11,), (6, 9))
+
+
+def test_words_of_a_real_tokenizer_are_banned_in_running_text(model: Path) -> None:
+    tokenizer = Tokenizer.load(model)
+    for word in ("the", "their", "of", "東京", "naïve"):
+        sequences = token_rules(SamplingParams(bad_words=(word,)), tokenizer).banned_sequences
+        for text in (word, f"a {word}", f"a\n{word}", f"({word}"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            assert any(ids[-len(banned) :] == banned for banned in sequences), (word, text)
 
 
 def test_breakers_are_the_last_tokens_behind_a_letter_and_only_where_dry_is_used() -> None:
