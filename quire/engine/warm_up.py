@@ -41,16 +41,16 @@ def warm_up(runner: ModelRunner, limits: SchedulerLimits, *, num_blocks: int) ->
 def measure_cost(
     runner: ModelRunner, limits: SchedulerLimits, num_blocks: int, clock: Clock
 ) -> LinearCost:
-    """Milliseconds a step, a token and an attended position take here: the best of three runs.
+    """Milliseconds a step, a token, an attended position and a score take: the best of three runs.
 
-    From three sizes: one token; a chunk from depth 0; and the same chunk at depth.
+    From one token; a chunk from depth 0; the same chunk at depth; and scored.
     """
 
-    def best_ms(count: int, start: int) -> float:
+    def best_ms(count: int, start: int, *, scored: bool = False) -> float:
         times = []
         for _ in range(_TIMES):
             began_ms = clock.now_ms()
-            _run(runner, [count], start, _SAMPLINGS[0])
+            _run(runner, [count], start, _SAMPLINGS[0], scored=scored)
             times.append(clock.now_ms() - began_ms)
         return min(times)
 
@@ -62,10 +62,12 @@ def measure_cost(
     position_ms = max(deep_ms - chunk_ms, 0.0) / max(count * depth, 1)
     attended_ms = position_ms * count * (count + 1) / 2
     token_ms = max(chunk_ms - attended_ms - one_ms, 0.0) / max(count - 1, 1)
+    score_ms = max(best_ms(count, 0, scored=True) - chunk_ms, 0.0) / max(count - 1, 1)
     return LinearCost(
         fixed_ms=max(one_ms - token_ms - position_ms, 0.0),
         token_ms=token_ms,
         position_ms=position_ms,
+        score_ms=score_ms,
     )
 
 
@@ -75,7 +77,14 @@ def _room(runner: ModelRunner, limits: SchedulerLimits, num_blocks: int) -> int:
     return max(min(limits.max_num_batched_tokens, held_tokens - 1), 1)
 
 
-def _run(runner: ModelRunner, counts: Sequence[int], start: int, sampling: SamplingParams) -> None:
+def _run(
+    runner: ModelRunner,
+    counts: Sequence[int],
+    start: int,
+    sampling: SamplingParams,
+    *,
+    scored: bool = False,
+) -> None:
     """One step: row i computes counts[i] tokens from `start` on, in slot i."""
     num_rows, block_size = len(counts), runner.tables.block_size
     slots = np.arange(num_rows, dtype=np.int32)
@@ -94,6 +103,7 @@ def _run(runner: ModelRunner, counts: Sequence[int], start: int, sampling: Sampl
                 num_prompt_tokens=int(end),
                 stop_ids=(),
                 sampling=sampling,
+                scores_from=start if scored else None,
             )
             for slot, end in enumerate(ends.tolist())
         ),

@@ -64,7 +64,9 @@ class Admissions:
             if placement.num_new_blocks > room:
                 break
             known = len(ticket.token_ids)
-            count = budget.hand_out_one(placement.start, known - placement.start)
+            count = budget.hand_out_one(
+                placement.start, known - placement.start, scored=ticket.has_positions_to_score
+            )
             if count < 1:
                 try_again = True
                 break

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from quire.scheduler.cost import CostModel, Int32s
+from quire.scheduler.cost import Bools, CostModel, Int32s
 
 
 class StepBudget:
@@ -28,8 +28,8 @@ class StepBudget:
         """Whether nothing further can be handed out."""
         return self.tokens < 1 or (self.ms <= 0 and not self._untouched)
 
-    def hand_out(self, starts: Int32s, wanted: Int32s) -> Int32s:
-        """Tokens for each row, in order, until the budget is spent."""
+    def hand_out(self, starts: Int32s, wanted: Int32s, scored: Bools | None = None) -> Int32s:
+        """Tokens for each row, in order, until the budget is spent. scored: see CostModel."""
         total, counts = int(np.add.reduce(wanted)), wanted
         if not total:
             return counts
@@ -38,42 +38,46 @@ class StepBudget:
             counts = np.clip(self.tokens - before, 0, wanted).astype(np.int32)
             total = self.tokens
         if self._cost is not None:
-            counts, ms = self._cut_to_time(self._cost, starts, counts)
+            counts, ms = self._cut_to_time(self._cost, starts, counts, scored)
             total, self.ms = int(np.add.reduce(counts)), self.ms - ms
         self.tokens -= total
         self._untouched = self._untouched and not total
         return counts
 
-    def give_back(self, starts: Int32s, counts: Int32s) -> None:
+    def give_back(self, starts: Int32s, counts: Int32s, scored: Bools | None = None) -> None:
         """Rows that were handed tokens and cannot use them now."""
         self.tokens += int(np.add.reduce(counts))
         if self._cost is not None:
-            self.ms += float(np.add.reduce(self._cost.rows_ms(starts, counts)))
+            self.ms += float(np.add.reduce(self._cost.rows_ms(starts, counts, scored)))
 
-    def hand_out_one(self, start: int, wanted: int) -> int:
+    def hand_out_one(self, start: int, wanted: int, *, scored: bool = False) -> int:
         """Tokens for one further row that wants `wanted` >= 1 of them; 0 if none are left."""
         count = min(wanted, self.tokens)
         if self._cost is not None:
-            most = self._cost.most_tokens(start, self.ms)
+            most = self._cost.most_tokens(start, self.ms, scored=scored)
             count = min(count, max(most, int(self._untouched)))
-            row = np.array([start], np.int32), np.array([count], np.int32)
+            row = np.array([start], np.int32), np.array([count], np.int32), np.array([scored])
             self.ms -= float(self._cost.rows_ms(*row)[0])
         self.tokens -= count
         self._untouched = self._untouched and not count
         return count
 
-    def _cut_to_time(self, cost: CostModel, starts: Int32s, counts: Int32s) -> tuple[Int32s, float]:
+    def _cut_to_time(
+        self, cost: CostModel, starts: Int32s, counts: Int32s, scored: Bools | None
+    ) -> tuple[Int32s, float]:
         """What fits into the time left, and its cost."""
         first = counts.nonzero()[0][0]
-        row_ms = cost.rows_ms(starts, counts)
+        row_ms = cost.rows_ms(starts, counts, scored)
         until = np.cumsum(row_ms)
         cut = int(np.searchsorted(until, self.ms, side="right"))
         if cut == len(counts):
             return counts, float(until[-1])
         counts = counts.copy()
         left = self.ms - (float(until[cut - 1]) if cut else 0.0)
-        counts[cut] = min(int(counts[cut]), cost.most_tokens(int(starts[cut]), left))
+        is_scored = scored is not None and bool(scored[cut])
+        most = cost.most_tokens(int(starts[cut]), left, scored=is_scored)
+        counts[cut] = min(int(counts[cut]), most)
         counts[cut + 1 :] = 0
         if self._untouched and not np.count_nonzero(counts):
             counts[first] = 1
-        return counts, float(np.add.reduce(cost.rows_ms(starts, counts)))
+        return counts, float(np.add.reduce(cost.rows_ms(starts, counts, scored)))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 class CostModel(Protocol):
@@ -24,34 +25,38 @@ class CostModel(Protocol):
     def fixed_ms(self) -> float:
         """What a step costs however little it computes."""
 
-    def rows_ms(self, starts: Int32s, counts: Int32s) -> Float64s:
-        """Cost of each row that computes counts[i] tokens from position starts[i] on."""
+    def rows_ms(self, starts: Int32s, counts: Int32s, scored: Bools | None = None) -> Float64s:
+        """Cost of each row that computes counts[i] tokens from position starts[i] on.
 
-    def most_tokens(self, start: int, budget_ms: float) -> int:
+        scored: rows whose tokens are all scored, so that the head runs on each; None: no row.
+        """
+
+    def most_tokens(self, start: int, budget_ms: float, *, scored: bool = False) -> int:
         """The most tokens from position `start` on whose cost lies within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """fixed_ms + tokens * token_ms + attended positions * position_ms."""
+    """fixed_ms + tokens * token_ms + attended positions * position_ms + scores * score_ms."""
 
     fixed_ms: float
     token_ms: float
     position_ms: float
+    score_ms: float = 0.0
 
-    def rows_ms(self, starts: Int32s, counts: Int32s) -> Float64s:
+    def rows_ms(self, starts: Int32s, counts: Int32s, scored: Bools | None = None) -> Float64s:
         """See CostModel."""
         tokens = counts.astype(np.float64)
         positions = tokens * starts + tokens * (tokens + 1.0) / 2.0
         cost: Float64s = tokens * self.token_ms + positions * self.position_ms
-        return cost
+        return cost if scored is None else cost + tokens * (scored * self.score_ms)
 
-    def most_tokens(self, start: int, budget_ms: float) -> int:
+    def most_tokens(self, start: int, budget_ms: float, *, scored: bool = False) -> int:
         """See CostModel: the root of (position_ms / 2) n^2 + (token_ms + ...) n = budget."""
         if budget_ms <= 0:
             return 0
         square = self.position_ms / 2.0
-        linear = self.token_ms + self.position_ms * (start + 0.5)
+        linear = self.token_ms + scored * self.score_ms + self.position_ms * (start + 0.5)
         root = math.sqrt(linear * linear + 4.0 * square * budget_ms)
         most = int(np.iinfo(np.int32).max)
         if 2.0 * budget_ms >= most * (linear + root):  # a cost of next to nothing has no quotient

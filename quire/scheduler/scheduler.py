@@ -259,7 +259,8 @@ class Scheduler:
         state, cache = self._state, self._cache
         index, slots = state.active, state.active_slots
         starts, goals = state.scheduled[index], state.goal[index]
-        counts = budget.hand_out(starts, goals - starts)
+        scored = state.still_scored(index, starts)
+        counts = budget.hand_out(starts, goals - starts, scored)
         ends = starts + counts
         had_room, goes_on = True, counts > 0
         over = (ends > cache.capacities[index]).nonzero()[0]
@@ -268,7 +269,9 @@ class Scheduler:
             had_room = cache.can_allocate(int(np.add.reduce(needs)))
             if not had_room:
                 may = self._make_room(index, over, needs)
-                budget.give_back(starts[~may], counts[~may])
+                budget.give_back(
+                    starts[~may], counts[~may], None if scored is None else scored[~may]
+                )
                 goes_on &= may
                 over, needs = over[may[over]], needs[may[over]]
             if len(over):

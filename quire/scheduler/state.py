@@ -42,6 +42,9 @@ class RunningState:
         self.stored: Int32s = np.zeros(num_slots, np.int32)
         # Known length that is worth an event: the first token, then the limit.
         self.next_event: Int32s = np.zeros(num_slots, np.int32)
+        # Positions before are scored, so that computing them costs more; 0 where none are.
+        self._scored_until: Int32s = np.zeros(num_slots, np.int32)
+        self._num_scored = 0
         self.num_without_output = 0
         self._without_output: Bools = np.zeros(num_slots, np.bool_)
         self._stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
@@ -82,6 +85,8 @@ class RunningState:
         self.ceiling[slot] = max(ticket.limit - 1, num_prompt_tokens)
         self._without_output[slot] = ticket.limit == num_prompt_tokens
         self.num_without_output += ticket.limit == num_prompt_tokens
+        self._scored_until[slot] = num_prompt_tokens - 1 if ticket.has_positions_to_score else 0
+        self._num_scored += ticket.has_positions_to_score
         self.stored[slot] = stored
         self.next_event[slot] = known + 1 if known == num_prompt_tokens else ticket.limit
         self.last_token_ms[slot] = ticket.last_token_ms
@@ -113,6 +118,10 @@ class RunningState:
             return []
         done = self._without_output[index] & (ends >= self.ceiling[index])
         return [self.ticket(slot) for slot in index[done].tolist()]
+
+    def still_scored(self, index: Index, starts: Int32s) -> Bools | None:
+        """Which rows of slots `index` compute positions that are scored, from `starts` on."""
+        return starts < self._scored_until[index] if self._num_scored else None
 
     def append(self, index: Index, token_ids: Int32s, now_ms: float) -> Int32s:
         """One more known token for each of slots `index`; returns the new lengths."""
@@ -149,6 +158,8 @@ class RunningState:
             self.free_slots.append(slot)
             self.num_without_output -= bool(self._without_output[slot])
             self._without_output[slot] = False
+            self._num_scored -= bool(self._scored_until[slot])
+            self._scored_until[slot] = 0
             for token_id in ticket.request.stop_ids:
                 self._stop_uses[token_id] -= 1
                 self._stops_any[token_id] = self._stop_uses[token_id] > 0

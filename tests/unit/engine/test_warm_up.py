@@ -70,3 +70,21 @@ def test_a_clock_that_ticks_evenly_gives_a_fixed_cost_only() -> None:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=512)
     cost = measure_cost(runner, limits, 64, CountingClock())
     assert (cost.fixed_ms, cost.token_ms, cost.position_ms) == (1.0, 0.0, 0.0)
+
+
+class HeadClock(Clock):
+    """A millisecond for each row the head ran on."""
+
+    def __init__(self, executor: ScriptedExecutor) -> None:
+        self._executor = executor
+
+    def now_ms(self) -> float:
+        return float(sum(count for _, count in self._executor.heads))
+
+
+def test_the_cost_of_a_score_is_what_the_head_takes() -> None:
+    executor = ScriptedExecutor()
+    runner = ModelRunner(executor, num_slots=2, max_model_len=512, block_size=16, max_samples=64)
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=200, max_model_len=512)
+    cost = measure_cost(runner, limits, 64, HeadClock(executor))
+    assert (cost.fixed_ms, cost.token_ms, cost.position_ms, cost.score_ms) == (1.0, 0.0, 0.0, 1.0)

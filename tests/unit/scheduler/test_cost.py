@@ -81,6 +81,29 @@ def test_the_first_row_gets_a_token_however_little_time_there_is(ms: float) -> N
     assert StepBudget(100, ms, cost).hand_out(ints(0), ints(0)).tolist() == [0]
 
 
+def test_a_scored_token_costs_the_head_too() -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0, score_ms=3.0)
+    scored = np.array([False, True, True])
+    assert cost.rows_ms(ints(0, 0, 9), ints(2, 2, 1), scored).tolist() == [2.0, 8.0, 4.0]
+    assert (cost.most_tokens(0, 9.0), cost.most_tokens(0, 9.0, scored=True)) == (9, 2)
+    budget = StepBudget(100, 12.0, cost)
+    assert budget.hand_out(ints(0, 0, 0), ints(2, 8, 1), scored).tolist() == [2, 2, 0]
+    budget.give_back(ints(0), ints(2), np.array([True]))
+    assert budget.ms == 10.0
+    assert budget.hand_out_one(0, 8, scored=True) == 2
+    assert budget.hand_out_one(0, 8) == 2
+
+
+def test_a_step_budget_shortens_chunks_of_scored_prompts() -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0, score_ms=3.0)
+    harness = Harness(Setup(max_num_batched_tokens=64, step_budget_ms=16.0), cost=cost)
+    harness.add(make_request("a", range(20), max_tokens=4, prompt_logprobs=0))
+    harness.drain()
+    counts = [int(plan.counts[0]) for plan in harness.plans]
+    assert counts == [4, 4, 4, 4, 4, 1, 1, 1]
+    harness.check_end()
+
+
 def test_a_step_budget_shortens_chunks_at_depth() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.1)
     harness = Harness(Setup(max_num_batched_tokens=64, step_budget_ms=12.0), cost=cost)
