@@ -34,7 +34,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 MAX_ENTRIES = 1 << 16  # of metadata
 MAX_TENSORS = 1 << 17
-MAX_STRINGS = 1 << 22  # of one array: a vocabulary, its merges
+MAX_ARRAY = 1 << 22  # entries: a vocabulary, its merges
 MAX_KEY_BYTES = 65_535
 MAX_NAME_BYTES = 64
 MAX_TEXT_BYTES = 16 << 20  # of one value: a chat template
@@ -253,10 +253,10 @@ def _read_array(cursor: _Cursor, what: str) -> GgufArray:
     dtype = None if code == _STRING else np.dtype("<" + _LETTERS[code])
     count = cursor.number("Q", f"the number of entries of {what}")
     least = _LENGTH.size if dtype is None else dtype.itemsize
-    if count * least > cursor.size - cursor.at or (dtype is None and count > MAX_STRINGS):
+    if count * least > cursor.size - cursor.at or count > MAX_ARRAY:
         raise cursor.broken(
             f"{what} claims {count} entries of at least {least} bytes; "
-            f"{cursor.size - cursor.at} bytes are left; at most {MAX_STRINGS} texts are allowed",
+            f"{cursor.size - cursor.at} bytes are left; at most {MAX_ARRAY} entries are allowed",
             begin,
         )
     start = cursor.at

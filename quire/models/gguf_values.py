@@ -18,8 +18,10 @@ MAX_LIST = 10_000  # entries: one a layer, and more is none
 
 
 def decimal(value: float) -> float:
-    """The shortest decimal that rounds to the float32 `value`."""
-    return float(str(np.float32(value)))
+    """The shortest decimal that rounds to the float32 `value`; what is no float32 stays."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else value
 
 
 def plain_values(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def plain_values(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return decimal(value) if np.isfinite(value) else value
+        return decimal(value)
     if not isinstance(value, GgufArray):
         return value
     if value.holds_texts or value.count > MAX_LIST:

@@ -50,6 +50,12 @@ def test_both_rooms_read_the_same_architectures() -> None:
 @pytest.mark.parametrize("number", [1e-5, 1e-6, 0.22, 12.0, 0.0078125, 1e6, 500000.0, 0.1, 3.5])
 def test_a_decimal_that_became_a_float32_is_itself_again(number: float) -> None:
     assert decimal(float(np.float32(number))) == number
+    assert decimal(number) == number
+
+
+@pytest.mark.parametrize("number", [1e300, -1e300, math.inf, 0.1 + 1e-15, 999999.4420358813, 0.0])
+def test_a_number_that_was_no_float32_stays_itself(number: float) -> None:
+    assert decimal(number) == number
 
 
 @pytest.mark.parametrize(
