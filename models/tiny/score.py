@@ -95,18 +95,22 @@ def question_scores(folder: Path, questions: Questions) -> tuple[dict[str, str],
 
 
 @torch.no_grad()
-def agreement(big: Llama, small: Llama, rows: list[list[int]]) -> dict[str, float]:
+def agreement(
+    big: Llama, small: Llama, rows: list[list[int]], *, after: int | None = None
+) -> dict[str, float]:
     """How often both choose the same next token, and would accept each other's draws.
 
+    after: count only what follows this token, which every row holds once.
     acceptance: the mean of sum(min(p, q)), the share of drafts kept at temperature 1.
     """
     same, accepted, num_tokens = 0, 0.0, 0
     for row in rows:
         ids = torch.tensor([row[:512]])
-        p, q = big(ids).softmax(dim=-1), small(ids).softmax(dim=-1)
+        first = 0 if after is None else row.index(after)
+        p, q = (model(ids)[:, first:-1].softmax(dim=-1) for model in (big, small))
         same += int((p.argmax(dim=-1) == q.argmax(dim=-1)).sum())
         accepted += float(torch.minimum(p, q).sum())
-        num_tokens += ids.numel()
+        num_tokens += ids.shape[1] - 1 - first
     return {
         "top_1": round(same / num_tokens, 4),
         "acceptance": round(accepted / num_tokens, 4),
@@ -171,7 +175,8 @@ def main() -> None:
         for q in random.Random(7).sample(questions.held_out(), k=200)
     ]
     draft = story_losses(small, args.draft, texts.held_out)
-    on_stories, on_talk = agreement(big, small, told), agreement(big, small, talk)
+    on_stories = agreement(big, small, told)
+    on_talk = agreement(big, small, talk, after=corpus.token_id(tokenizer, "<|assistant|>"))
     print(json.dumps({"draft": draft, "stories": on_stories, "questions": on_talk}, indent=1))
     if args.cards:
         facts = {

@@ -1,0 +1,112 @@
+"""The models that ship: what they promise to whoever has just installed the package."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from tokenizers import Tokenizer
+
+from quire import LLM, SamplingParams
+from quire.models.registry import box_path, open_model
+
+BOX = box_path()
+DRAFT = BOX.parent / "box_draft"
+MOST_BYTES = 8_000_000
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def weights_bytes(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
+
+
+def test_the_model_in_the_box_is_small_and_its_sibling_much_smaller() -> None:
+    assert num_bytes(BOX) <= MOST_BYTES
+    assert 4 <= weights_bytes(BOX) / weights_bytes(DRAFT) <= 10
+
+
+def test_both_have_the_same_tokenizer_and_context() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (BOX / name).read_bytes() == (DRAFT / name).read_bytes()
+    big, small = open_model(BOX), open_model(DRAFT)
+    assert big.vocab_size == small.vocab_size
+    assert big.max_positions == small.max_positions >= 512
+
+
+def test_every_digit_is_a_token() -> None:
+    tokenizer = Tokenizer.from_file(str(BOX / "tokenizer.json"))
+    assert tokenizer.encode("1234567890", add_special_tokens=False).tokens == list("1234567890")
+
+
+def test_the_cards_say_toy_and_name_their_sources() -> None:
+    card = (BOX / "README.md").read_text()
+    for said in ("toy", "stories260K", "MIT", "CDLA-Sharing-1.0", "public domain", "bits a byte"):
+        assert said in card
+    assert "toy" in (DRAFT / "README.md").read_text()
+
+
+def test_it_greets_knows_its_name_and_adds() -> None:
+    """Greedy, so exact; what it says exactly may change with the weights."""
+    asked = {
+        "Hello!": "Quill|Hello",
+        "What is your name?": "Quill",
+        "Who made you?": "Quire",
+        "What is 3 plus 4?": r"\b7\.",
+        "What is 9 - 5?": r"\b4\.",
+        "What color is the sky?": "blue",
+        "What does a dog say?": "woof",
+        "What day comes after Monday?": "Tuesday",
+        "Tell me a story about a dog.": r"\bdog\b",
+    }
+    with LLM() as llm:
+        conversations = [[{"role": "user", "content": text}] for text in asked]
+        answers = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=80))
+    for (says, wanted), answer in zip(asked.items(), answers, strict=True):
+        assert re.search(wanted, answer.text), f"{says} -> {answer.text}"
+
+
+# ---- the script that makes its questions
+
+
+@pytest.fixture
+def questions_folder(monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = Path(__file__).parents[3] / "models" / "tiny"
+    monkeypatch.syspath_prepend(folder)
+    for name in ("questions", "corpus"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder
+
+
+def test_what_is_held_out_is_never_dealt_and_every_sum_is_right(questions_folder: Path) -> None:
+    from questions import Questions  # type: ignore[import-not-found]
+
+    questions = Questions(questions_folder, ["apple", "ball", "dog", "tree"])
+    held_out = {typed(one.says) for one in questions.held_out()}
+    assert len(held_out) > 100
+    rng, num_sums = Random(5), 0
+    for _ in range(3000):
+        for role, text in questions.conversation(rng):
+            assert role != "user" or typed(text) not in held_out
+            found = re.fullmatch(r"(\d+) (plus|minus|times) (\d+) is (\d+)\.", text)
+            if found:
+                a, b, result = int(found[1]), int(found[3]), int(found[4])
+                assert result == {"plus": a + b, "minus": a - b, "times": a * b}[found[2]]
+                num_sums += 1
+    assert num_sums > 200
+
+
+def test_the_asked_questions_are_plain_json(questions_folder: Path) -> None:
+    for name in ("facts.json", "small_talk.json"):
+        assert json.loads((questions_folder / name).read_text())
+
+
+def typed(text: str) -> str:
+    """As a hurried person may type it."""
+    return text.lower().rstrip(".?! ")
