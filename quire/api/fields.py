@@ -96,6 +96,10 @@ OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "bad_words_ids": "bad_words",
+    "banned_strings": "bad_words",
+    "ban_eos_token": "ignore_eos",
+    "add_bos_token": "add_special_tokens",
+    "n_probs": "logprobs",
 }
 
 # They label a request or steer a service around it; no token depends on them.
@@ -126,6 +130,10 @@ _TOOLS = Unserved(
     why="tool calls are not read out of answers yet (/apply_template renders tools)",
 )
 
+_TAIL_FREE = "tail-free sampling is not served (min_p is like it)"
+_ONE_TEMPERATURE = "a request has one temperature"
+_WHOLE_HISTORY = "repetition_penalty looks at all tokens of prompt and answer"
+
 UNSERVED: dict[str, Unserved] = {
     "store": Unserved(allowed=(False,), why="answers are not stored"),
     "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
@@ -146,6 +154,25 @@ UNSERVED: dict[str, Unserved] = {
     "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
     "reasoning_effort": Unserved(allowed=("none",), why="the model has no effort to set"),
     "verbosity": Unserved(allowed=("medium",), why="the model has no verbosity to set"),
+    # Other programs send these with every request, mostly off.
+    "tfs": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
+    "tfs_z": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
+    "top_a": Unserved(allowed=(0, 0.0), why="top_a is not served (min_p is like it)"),
+    "smoothing_factor": Unserved(allowed=(0, 0.0), why="quadratic sampling is not served"),
+    "smoothing_curve": Unserved(allowed=(1, 1.0), why="quadratic sampling is not served"),
+    "dynamic_temperature": Unserved(allowed=(False,), why=_ONE_TEMPERATURE),
+    "dynatemp_range": Unserved(allowed=(0, 0.0), why=_ONE_TEMPERATURE),
+    "dynatemp_exponent": Unserved(allowed=(1, 1.0), why=_ONE_TEMPERATURE),
+    "temperature_last": Unserved(
+        allowed=(False,), why="filters see the distribution at the request's temperature"
+    ),
+    "penalty_alpha": Unserved(allowed=(0, 0.0), why="contrastive search is not served"),
+    "guidance_scale": Unserved(allowed=(1, 1.0), why="classifier-free guidance is not served"),
+    "encoder_repetition_penalty": Unserved(
+        allowed=(1, 1.0), why="the prompt's tokens are not favoured"
+    ),
+    "repetition_penalty_range": Unserved(allowed=(0,), why=_WHOLE_HISTORY),
+    "repeat_last_n": Unserved(allowed=(-1,), why=_WHOLE_HISTORY),
     "use_beam_search": Unserved(allowed=(False,), why="beam search is not served"),
     "length_penalty": Unserved(allowed=(1, 1.0), why="beam search is not served"),
     "early_stopping": Unserved(allowed=(False,), why="beam search is not served"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.fields import CHAT, COMPLETIONS, OTHER_NAMES, SAMPLING, known_fields
+from quire.api.fields import CHAT, COMPLETIONS, OTHER_NAMES, known_fields
 from quire.api.sampling import sampling_of
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import FILTERS_OFF, SamplingParams
@@ -56,6 +56,7 @@ def test_lists_of_words_and_ids_reach_the_engine() -> None:
         ("bad_words", {"a": 1}, "a list"),
         ("bad_words", [""], "1 to 256 characters"),
         ("dry_sequence_breakers", [3], "1 to 40 characters"),
+        ("dry_sequence_breakers", '["\\n", ":"]', "a list written as a text"),
         ("no_repeat_ngram_size", -1, "from 0 to 50"),
     ],
 )
@@ -80,7 +81,14 @@ def test_mirostat_puts_a_model_s_filters_aside_but_not_the_caller_s() -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHER_NAMES))
 def test_a_name_of_another_program_is_told_ours(name: str) -> None:
-    assert OTHER_NAMES[name] in SAMPLING
+    assert OTHER_NAMES[name] in CHAT & COMPLETIONS
     for honoured in (CHAT, COMPLETIONS):
         with pytest.raises(InvalidParameter, match=f'did you mean "{OTHER_NAMES[name]}"'):
             known_fields({name: 1}, honoured, warn_unknown=False)
+
+
+def test_what_other_programs_send_with_every_request_is_accepted_where_it_is_off() -> None:
+    off = {"tfs": 1, "top_a": 0, "smoothing_factor": 0.0, "dynatemp_range": 0, "repeat_last_n": -1}
+    assert known_fields(off, CHAT, warn_unknown=False) == ({}, ())
+    with pytest.raises(InvalidParameter, match=r"top_a is 0\.2: .* min_p"):
+        known_fields({"top_a": 0.2}, CHAT, warn_unknown=False)
