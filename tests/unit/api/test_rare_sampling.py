@@ -90,5 +90,5 @@ def test_a_name_of_another_program_is_told_ours(name: str) -> None:
 def test_what_other_programs_send_with_every_request_is_accepted_where_it_is_off() -> None:
     off = {"tfs": 1, "top_a": 0, "smoothing_factor": 0.0, "dynatemp_range": 0, "repeat_last_n": -1}
     assert known_fields(off, CHAT, warn_unknown=False) == ({}, ())
-    with pytest.raises(InvalidParameter, match=r"top_a is 0\.2: .* min_p"):
+    with pytest.raises(InvalidParameter, match=r"top_a is 0\.2: .*min_p"):
         known_fields({"top_a": 0.2}, CHAT, warn_unknown=False)
