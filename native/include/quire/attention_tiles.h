@@ -156,21 +156,23 @@ template <class T>
 QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scale, float* largest,
                              float* sum) {
     const int from = first / kLanes * kLanes, to = (end + kLanes - 1) / kLanes * kLanes;
-    const Vec factor = set1(scale.factor);
-    for (int i = from; i < to; i += kLanes) {
-        Vec t = mul(load(scores + i), factor);
-        if (scale.capped != 0.0f) t = mul(tanh(t), set1(scale.capped));
-        store(scores + i, t);
+    Vec factor = set1(scale.factor);
+    if (scale.capped != 0.0f) {
+        for (int i = from; i < to; i += kLanes) {
+            store(scores + i, mul(tanh(mul(load(scores + i), factor)), set1(scale.capped)));
+        }
+        factor = set1(1.0f);
     }
+    // t is score * factor, made twice rather than kept: it is one operation.
     for (int i = from; i < first; ++i) scores[i] = -kInfinity;
     for (int i = end; i < to; ++i) scores[i] = -kInfinity;
     Vec most = set1(-kInfinity);
-    for (int i = from; i < to; i += kLanes) most = max(load(scores + i), most);
+    for (int i = from; i < to; i += kLanes) most = max(mul(load(scores + i), factor), most);
     *largest = max_lanes(most);
     const Vec m = set1(*largest);
     Vec total = zero();
     for (int i = from; i < to; i += kLanes) {
-        const Vec e = exp2_below<T>(sub(load(scores + i), m));
+        const Vec e = exp2_below<T>(sub(mul(load(scores + i), factor), m));
         total = add(total, e);
         store_rounded(p + i, e);
     }
