@@ -1,7 +1,7 @@
 """GET /v1/models and /v1/models/{id}: the one model served here.
 
 Knows the model's card and nothing of the engine behind it. Beside OpenAI's fields a model has its
-context length, its dtype and the fingerprint that answers carry.
+context length, its dtype and precision, and the fingerprint that answers carry.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "owned_by": "quire",
         "max_model_len": card.max_model_len,
         "dtype": card.dtype,
+        "quantization": card.quantization,
         "system_fingerprint": card.fingerprint,
     }
 

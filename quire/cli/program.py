@@ -14,7 +14,9 @@ from quire.base.errors import InvalidParameter
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.ops import DType
+from quire.program.quantize import quantize
 from quire.program.table import format_program
+from quire.quant.scheme import scheme_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,18 +44,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what activations, weights and cache are held in (default: the checkpoint's)",
     )
     parser.add_argument(
+        "--quantization",
+        choices=scheme_names(),
+        default="none",
+        help="precision the weights of products are brought to (default none)",
+    )
+    parser.add_argument(
+        "--head-precision", default="auto", help="the same for the head (default auto)"
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="PATTERN=PRECISION for weights by name; may be given repeatedly",
+    )
+    parser.add_argument(
         "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Raises ConfigError or InvalidParameter."""
+    """Print the table. Raises ConfigError, SettingError or InvalidParameter."""
     spec = open_model(args.model or box_path())
     limit = spec.max_positions
     for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):
         _check(name, value, low, limit if name == "tokens" else 1_000_000)
     _check("depth", args.depth, 0, limit - args.tokens)
     program = build_program(spec, dtype=compute_dtype(spec, args.dtype), max_positions=limit)
+    program = quantize(program, args.quantization, head=args.head_precision, keep=args.keep)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

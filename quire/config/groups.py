@@ -21,6 +21,11 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 
 # The names checkpoints and other engines use.
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
+# The names of quire/quant/scheme.py, which a room of this row does not read.
+QUANTIZATIONS = (
+    *("none", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"),
+    *("int4-zp", "int4-g32-zp", "int4-g64-zp", "int4-g128-zp"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,19 @@ class ModelConfig:
     model: str = setting("", "folder of the model, or a GGUF file; empty: the model in the box")
     dtype: Literal["auto", "f32", "bf16", "float32", "bfloat16"] = setting(
         "auto", "dtype of weights, products and KV cache; auto: as the checkpoint (f16 becomes f32)"
+    )
+    quantization: str = setting(
+        "none",
+        "precision the weights of products are brought to while they load: int8, or int4 in groups "
+        "of 32 (also plain int4), 64 or 128, -zp with zero points; none: --dtype",
+    )
+    head_precision: str = setting(
+        "auto", "the same for the product that gives the logits; auto: int8 where the rest is int4"
+    )
+    keep: tuple[str, ...] = setting(
+        (),
+        'another precision for weights by name, as in "layers.0.*=none" (quire program prints the '
+        "names); may be repeated, the last that matches counts",
     )
     max_model_len: int | None = setting(
         None, "most tokens of prompt and output together; default: what model and memory allow"
@@ -46,6 +64,7 @@ class ModelConfig:
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)  # a token in, a token out
         _one_of("dtype", self.dtype, ("auto", "f32", "bf16", *DTYPE_NAMES))
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.served_model_name == "":
             raise SettingError("served_model_name is empty; give a name or leave it out")

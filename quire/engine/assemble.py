@@ -26,6 +26,7 @@ from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
+from quire.engine.precision import with_precision
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
@@ -33,6 +34,7 @@ from quire.models.registry import build_program, compute_dtype, open_model
 from quire.models.spec import ModelSpec
 from quire.program.ops import Rows
 from quire.program.program import Program
+from quire.program.quantize import precision_text
 from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
 from quire.scheduler.limits import SchedulerLimits
@@ -89,7 +91,7 @@ def _assembled(
     folder = model_folder(config.model)
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)
-    longest = _longest_program(config.model, spec)
+    longest = with_precision(_longest_program(config.model, spec), config.model, folder)
     make = _executor_class(config.executor)
     make.check_program(longest)
     memory = _memory(config, spec, longest, make)
@@ -217,6 +219,7 @@ def _card(
         generation_defaults=dict(spec.generation_defaults),
         banned_sequences=spec.banned_sequences,
         dtype=compute_dtype(spec, config.model.dtype).value,
+        quantization=precision_text(program),
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,

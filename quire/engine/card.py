@@ -20,7 +20,8 @@ class ModelCard:
     step. fingerprint: digest of all an answer depends on beside the request. dtype: "f32" or
     "bf16". recipe: the instruction set that computes ("numpy" for the reference). created_s:
     seconds since 1970, when the engine became ready. banned_sequences: ids that its
-    generation_config.json keeps out of every answer (TokenRules).
+    generation_config.json keeps out of every answer (TokenRules). quantization: how the weights
+    of products are kept ("none": in dtype).
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelCard:
     max_num_seqs: int
     created_s: int
     banned_sequences: tuple[tuple[int, ...], ...] = ()
+    quantization: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,10 +185,12 @@ class NativeExecutor:
 
     @staticmethod
     def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
-        """Weights and cache in the program's dtypes; buffers share one arena."""
+        """Weights and cache as the program says; buffers share one arena."""
         return ExecutorMemory(
             weights_bytes=program.weight_bytes,
-            step_bytes=lay_out(program, max_rows).arena_bytes + rope_bytes(program),
+            step_bytes=lay_out(program, max_rows).arena_bytes
+            + rope_bytes(program)
+            + _int_row_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
 
@@ -208,6 +210,18 @@ class NativeExecutor:
             )
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
+
+
+def _int_row_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
+    """What rows of a step take as integers, at most: native/include/quire/int_rows.h."""
+    sizes = [
+        max_rows[op.inputs[0].buffer.rows] * (-(-weight.columns // 64) * 136 + 64)
+        for ops in program.segments.values()
+        for op in ops
+        if op.kind is OpKind.LINEAR
+        and (weight := program.weights[op.attrs["weight"]]).ints is not None
+    ]
+    return max(sizes, default=0)
 
 
 def _cache_problems(program: Program) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The models of the exact tests: two tiny Llamas in both dtypes, and families that attend in
-other ways: Mistral with windows, Gemma 3 (windows by layer, two angles, head norms), Qwen3."""
+other ways: Mistral with windows, Gemma 3 (windows by layer, two angles, head norms), Qwen3. Some
+of them again with weights of 8 and of 4 bits."""
 
 from __future__ import annotations
 
@@ -61,6 +62,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         (qwen, DType.BF16),
     ]
     made = [Model(folder, dtype) for folder, dtype in (*llamas, *families)]
+    made += [
+        Model(odd, DType.F32, "int8"),
+        Model(scaled, DType.BF16, "int4-g32"),  # tied: the head, gathered from too, is int8
+        Model(qwen, DType.BF16, "int4-g64-zp"),
+    ]
     yield made
     for model in made:
         model.close()

@@ -29,6 +29,7 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
 from quire.program.program import Program
+from quire.program.quantize import quantize
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
 from quire.scheduler.limits import SchedulerLimits
@@ -40,6 +41,9 @@ from tests.exact.workload import ALONE, MAX_MODEL_LEN, Arrival, Case, Settings
 MAX_STEPS = 20_000
 MAX_ROWS = 512
 MAX_SEQUENCES = 16
+# Of log-probabilities, as a share of how far a row's lie apart; bf16 rounds activations to 8
+# bits, and so do products of integers; each executor sums in an order of its own.
+TOLERANCES = {DType.F32: 3e-6, DType.BF16: 0.015}
 
 
 @dataclass(slots=True)
@@ -90,13 +94,15 @@ class Outcome:
 class Model:
     """A model and its executors, one for each number of threads."""
 
-    def __init__(self, folder: Path, dtype: DType) -> None:
-        self.name = f"{folder.name} {dtype}"
+    def __init__(self, folder: Path, dtype: DType, precision: str = "none") -> None:
+        self.name = f"{folder.name} {dtype} {precision}"
         self.folder = folder
         self.dtype = dtype
+        self.tolerance = TOLERANCES[DType.BF16 if precision != "none" else dtype]
         spec = open_model(folder)
         self.vocab_size = spec.vocab_size
-        self.program: Program = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
+        plain = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
+        self.program: Program = quantize(plain, precision)
         self.checkpoint: Checkpoint = open_checkpoint(folder)
         self._executors: dict[int, Executor] = {}
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from quire.base.records import Request
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
-from quire.program.ops import DType
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
@@ -36,9 +35,6 @@ GOALS = {
 MAX_SHOWN = 10
 NUM_COMPARED_WITH_REFERENCE = 60
 NUM_SCORED_WITH_REFERENCE = 20
-# Of log-probabilities, as a share of how far a row's lie apart; bf16 rounds activations to 8
-# bits, and each executor sums in an order of its own.
-TOLERANCES = {DType.F32: 3e-6, DType.BF16: 0.015}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +91,7 @@ def test_a_request_alone_agrees_with_the_reference_executor(
             rows = np.arange(len(stream.tokens))
             chosen = expected[rows, output_ids]
             got = np.array([shown[1] for _, shown in stream.tokens])
-            tolerances = TOLERANCES[model.dtype] * np.ptp(expected, axis=1)
+            tolerances = model.tolerance * np.ptp(expected, axis=1)
             assert (np.abs(got - chosen) <= tolerances).all(), (model.name, request.request_id)
             num_compared += 1
     assert num_compared >= min(NUM_CASES, len(models) * NUM_COMPARED_WITH_REFERENCE // 2)
@@ -123,7 +119,7 @@ def test_the_scores_of_a_prompt_agree_with_the_reference_executor(
             targets = request.prompt_ids[1:]
             of_targets = expected[np.arange(len(targets)), targets][:, None]
             best = np.sort(expected)[:, ::-1][:, : scores.top_logprobs.shape[1]]
-            tolerances = TOLERANCES[model.dtype] * np.ptp(expected, axis=1)[:, None]
+            tolerances = model.tolerance * np.ptp(expected, axis=1)[:, None]
             assert (np.abs(scores.logprobs[:, None] - of_targets) <= tolerances).all()
             assert (np.abs(scores.top_logprobs - best) <= tolerances).all()
             above = (expected > of_targets + 2 * tolerances).sum(axis=1)

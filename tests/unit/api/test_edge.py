@@ -77,6 +77,7 @@ def test_models_lists_the_one_model() -> None:
         site = Site()
         listed = (await site.get("/v1/models")).json
         assert [model["id"] for model in listed["data"]] == ["fake"]
+        assert listed["data"][0]["quantization"] == "none"
         assert (await site.get("/v1/models/fake")).json == listed["data"][0]
         reply = await site.get("/v1/models/org/other")
         assert (reply.status, reply.error["code"]) == (404, "model_not_found")

@@ -1,0 +1,101 @@
+"""--quantization from the setting to the answer: cards, fingerprints, mistakes, both executors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.base.sampling_params import SamplingParams
+from quire.config.groups import ModelConfig
+from quire.engine.llm import LLM
+from quire.quant.scheme import SCHEMES, scheme_names
+from tests.gguf_convert import write_gguf_of
+from tests.tiny_models import write_tiny_llama
+
+GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def answer(path: Path, **settings: Any) -> tuple[tuple[int, ...], str, str]:
+    """Tokens, the card's precision and its fingerprint."""
+    with LLM(path, threads=1, **settings) as llm:
+        (told,) = llm.generate([[0, 5, 9, 200, 31]], GREEDY)
+        return tuple(told.token_ids), llm.card.quantization, llm.card.fingerprint
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("precision")
+    tied = write_tiny_llama(root / "tied", seed=2, dtype="bf16", tie_word_embeddings=True)
+    return {"untied": write_tiny_llama(root / "untied", seed=1), "tied": tied}
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "int4"])
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_both_executors_give_one_answer_in_every_precision(
+    folders: dict[str, Path], name: str, scheme: str
+) -> None:
+    native = answer(folders[name], quantization=scheme)
+    reference = answer(folders[name], quantization=scheme, executor="reference")
+    assert native[:2] == reference[:2]
+
+
+def test_card_and_fingerprint_tell_the_precision(folders: dict[str, Path]) -> None:
+    made = [
+        answer(folders["untied"], **settings)
+        for settings in (
+            {},
+            {"quantization": "int8"},
+            {"quantization": "int4"},
+            {"quantization": "int4", "head_precision": "none"},
+            {"quantization": "int4-g64", "keep": ["layers.0.*=f32", "*.down=int8"]},
+        )
+    ]
+    assert [card for _, card, _ in made] == [
+        "none",
+        "int8",
+        "int4-g32 (head: int8)",
+        "int4-g32 (head: none)",
+        "int8 (layers.0.qkv and 2 more: none; layers.1.qkv and 2 more: int4-g64)",
+    ]
+    assert len({fingerprint for _, _, fingerprint in made}) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quantization": "int3"}, "quantization is 'int3'; allowed: none, int8, int4, "),
+        ({"quantization": "int8", "head_precision": "q8_0"}, "head_precision: 'q8_0' is no prec"),
+        ({"quantization": "int8", "keep": ["lm_head=none"]}, "'lm_head' matches no product of"),
+        ({"quantization": "int8", "keep": ["head=bf16"]}, "'bf16' is no precision; .* f32 is what"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(
+    folders: dict[str, Path], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        LLM(folders["untied"], **settings)
+
+
+def test_a_file_that_is_quantized_already_is_refused_by_what_it_is(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    plain = write_gguf_of(folders["untied"], tmp_path / "tiny.F32.gguf")
+    as_checkpoint = answer(folders["untied"], quantization="int8")
+    assert answer(plain, quantization="int8")[:2] == as_checkpoint[:2]
+    even = write_tiny_llama(tmp_path / "even", hidden_size=64, head_dim=32, intermediate_size=96)
+    quantized = write_gguf_of(even, tmp_path / "tiny.Q8_0.gguf", kind="Q8_0")
+    with pytest.raises(SettingError, match=r"quantized already \(Q8_0\); .* --quantization out"):
+        LLM(quantized, quantization="int4")
+    assert answer(quantized)[1] == "none"
+
+
+def test_the_settings_names_are_those_of_the_schemes() -> None:
+    for name in scheme_names():
+        assert ModelConfig(quantization=name).quantization == name
+    with pytest.raises(SettingError) as told:
+        ModelConfig(quantization="int3")
+    listed = str(told.value).rpartition("allowed: ")[2].split(", ")
+    assert sorted(listed) == sorted(scheme_names())
