@@ -24,7 +24,10 @@ from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
-ROW_FAILED = "the row's logits hold NaN, or bias and banned tokens leave nothing to choose"
+ROW_FAILED = (
+    "there is no token to choose: the row's logits hold NaN or infinity, or what is banned (stop "
+    "tokens before min_tokens, bad words, n-grams that came already) and what is allowed leave none"
+)
 
 
 class ModelRunner:

@@ -26,8 +26,9 @@ steps marked * are in RareParameters (definitions: sampling/rare.py):
    Then the largest of l + gumbel(seed, stream, position, id) over what is kept, ties to the
    lowest id. * Mirostat then moves mu: mu -= eta * (surprise of the token - tau).
 
-vLLM has this order as far as it has the steps; transformers has min_p after top_p. llama.cpp
-divides by the temperature last, after XTC, so that its filters see temperature 1.
+vLLM has this order as far as it has the steps; transformers has top_k, top_p, min_p, typical_p.
+llama.cpp divides by the temperature last, after XTC, so that its filters see temperature 1, and
+with mirostat it has no penalties, DRY or bans.
 
 A row with NaN or +inf, in its logits or after step 4 or the temperature, or with nothing left to
 choose, is a row error, never a wrong token. Temperatures below 2^-40 count as 0.
