@@ -65,6 +65,7 @@ class ModelConfig:
             _at_least("max_model_len", self.max_model_len, 2)  # a token in, a token out
         _one_of("dtype", self.dtype, ("auto", "f32", "bf16", *DTYPE_NAMES))
         _one_of("quantization", self.quantization, QUANTIZATIONS)
+        object.__setattr__(self, "keep", tuple(self.keep))  # a list, where it came as JSON
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.served_model_name == "":
             raise SettingError("served_model_name is empty; give a name or leave it out")
