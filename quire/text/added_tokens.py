@@ -1,8 +1,9 @@
 """Tokens beside a vocabulary: which ids have them, which are special, which have names.
 
 What is known of them lies scattered: tokenizer_config.json (added_tokens_decoder, bos_token and its
-kin, additional_special_tokens), special_tokens_map.json, added_tokens.json, and the tokenizer file
-itself. This file makes one list of it. It never guesses an id, and tells files that contradict.
+kin, additional_special_tokens or extra_special_tokens), special_tokens_map.json, added_tokens.json,
+and the tokenizer file itself. This file makes one list of it. It never guesses an id, and tells
+files that contradict.
 """
 
 from __future__ import annotations
@@ -102,9 +103,11 @@ def settle_added(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
     _add_missing(backend, config)
     contents = set(named_tokens(config).values())
     contents |= {content for _, content, flags in listed_tokens(config) if flags.get("special")}
-    extra = config.get("additional_special_tokens")
-    if isinstance(extra, list):
-        contents |= {content for content in map(_content, extra) if content is not None}
+    for extra in (config.get("additional_special_tokens"), config.get("extra_special_tokens")):
+        # The newer name of the former; by role where it is an object.
+        listed = list(extra.values()) if isinstance(extra, Mapping) else extra
+        if isinstance(listed, list):
+            contents |= {content for content in map(_content, listed) if content is not None}
     added = backend.get_added_tokens_decoder()
     already = {token.content for token in added.values() if token.special}
     known = sorted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -80,6 +81,15 @@ def test_named_tokens_may_be_objects_and_become_special() -> None:
     assert tokenizer.eos_id == 299
     assert 299 in tokenizer.special_ids
     assert tokenizer.decode([299]) == ""
+
+
+@pytest.mark.parametrize("extra", [["<tool>"], {"call_token": "<tool>"}, [{"content": "<tool>"}]])
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+def test_special_tokens_without_a_role_are_special(name: str, extra: Any) -> None:
+    tokenizer = made(byte_level_json(), {**NAMED, name: extra})
+    assert 299 in tokenizer.special_ids
+    assert tokenizer.decode([299]) == ""
+    assert tokenizer.decode([299], skip_special_tokens=False) == "<tool>"
 
 
 def test_tokens_only_the_config_lists_are_added_at_their_ids() -> None:
