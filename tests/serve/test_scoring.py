@@ -73,6 +73,33 @@ def test_what_an_evaluation_program_sends_is_answered_as_it_reads_it(
     assert len(sums[0]) == len(ids) - 3
 
 
+def test_the_generated_token_is_told_even_where_it_ends_the_text(server: RunningServer) -> None:
+    """Evaluation programs cut off the last entry: it must be the generated token's."""
+    ids = list(range(10, 30))
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    [choice] = _answer(server, {**body, "logit_bias": {"1": 100}})["choices"]  # end of text
+    assert (choice["finish_reason"], choice["logprobs"]["tokens"][-1]) == ("stop", "<|end|>")
+    assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 1
+
+
+def test_offsets_lead_to_the_tokens_of_a_text_that_spells_special_ones(
+    server: RunningServer,
+) -> None:
+    text = "<|user|>the sea, 海<|end|><|assistant|>a camel"
+    body = {"prompt": text, "max_tokens": 3, "logprobs": 0, "echo": True, "seed": 1}
+    [choice] = _answer(server, body)["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["text_offset"][:2] == [0, 0]  # begin of text is not in the text
+    num_checked = 0
+    for name, at in zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True):
+        if at >= len(text):
+            break
+        if not name.startswith("bytes:"):
+            assert choice["text"].startswith(name, at), (name, at)
+            num_checked += 1
+    assert num_checked > 10
+
+
 def test_a_stream_says_what_the_whole_answer_says(server: RunningServer) -> None:
     body = {
         "prompt": [TEXT, "the camel"],
