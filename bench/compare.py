@@ -1,0 +1,269 @@
+"""Quire against the other engines on this machine, pair by pair in one run, into one file.
+
+    python -m bench.compare --workloads w1,w2,w3,w4 --precision bf16 --minutes 60
+
+Makes the checkpoint and converts it where that was not done; `bench/peers/setup` must have run.
+The file under bench/results/ is written after each pair: the same command goes on where a run was
+stopped. Refuses: to mix states of Quire or machines in one file, to measure wrong answers, and to
+tell ratios where llama.cpp and OpenVINO did not both run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoints import SHAPES, random_checkpoint
+from bench.floors import workload_work
+from bench.limits import machine_limits, peak_gflops
+from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
+from bench.peers.child import Peer, PeerFailed
+from bench.peers.convert import PRECISIONS, SCHEMES, Unavailable, converted
+from bench.peers.places import REPOSITORY
+from bench.peers.settings import settings_for
+from bench.record import HEADLINES, MIN_PAIRS, TOOL_SUFFIX, Record, RecordMismatch, Subject
+from bench.token_check import agreement, greedy_tokens
+from quire.bench.floor import program_of
+from quire.bench.machine import machine_card
+from quire.bench.reading import ReadProbe
+from quire.bench.report import table
+from quire.bench.workloads import WORKLOADS
+from quire.config.machine import num_usable_cpus
+
+PEERS = ("llama.cpp", "llama.cpp tool", "openvino", "vllm", "transformers")
+RESULTS = REPOSITORY / "bench" / "results"
+LOAD_LIMIT_S = 600.0
+
+
+class Comparison:
+    """A record, and what is needed to add to it."""
+
+    def __init__(self, record: Record, checkpoint: Path, args: argparse.Namespace) -> None:
+        self._record = record
+        self._checkpoint = checkpoint
+        self._args = args
+        self._end_s = time.monotonic() + 60 * args.minutes
+        self._log = Path(tempfile.gettempdir()) / f"quire-compare-{os.getpid()}.log"
+        self._quire_tokens: list[list[int]] | None = None
+
+    def say(self, text: str) -> None:
+        """A line with the time that is left."""
+        left = max(self._end_s - time.monotonic(), 0) / 60
+        print(f"[{left:5.1f} min left] {text}", flush=True)
+
+    def has_time(self) -> bool:
+        """Whether the budget is not spent."""
+        return time.monotonic() < self._end_s
+
+    def run(self) -> None:
+        """All workloads against all peers, as far as time allows. Raises WrongAnswer."""
+        self.say(f"standard error of the engines: {self._log}")
+        with ReadProbe(self._args.threads) as probe:
+            for peer in self._args.peers:
+                if self.has_time():
+                    self._check_tokens(peer)
+            for workload in self._args.workloads:
+                for peer in self._args.peers:
+                    if self.has_time():
+                        self._measure(workload, peer, probe)
+
+    def _check_tokens(self, peer: str) -> None:
+        engine = peer.removesuffix(TOOL_SUFFIX)
+        checks = self._record.content["checks"]
+        if engine in checks:
+            return
+        try:
+            if self._quire_tokens is None:
+                self._quire_tokens = greedy_tokens("quire", self._args.threads, self._log)
+            theirs = greedy_tokens(engine, self._args.threads, self._log)
+        except (PeerFailed, Unavailable) as error:
+            self._record.add_failure("tokens", peer, str(error))
+            self.say(f"tokens of {engine}: not checked: {error}")
+            return
+        checks[engine] = agreement(self._quire_tokens, theirs)
+        self._record.save()
+        self.say(f"tokens of {engine}: {checks[engine]}")
+
+    def _measure(self, name: str, peer: str, probe: ReadProbe) -> None:
+        kept = len(self._record.kept(name, peer))
+        if kept >= self._args.pairs:
+            return
+        engine, precision = peer.removesuffix(TOOL_SUFFIX), self._args.precision
+        if not self._record.content["checks"].get(engine, {}).get("ok"):
+            self.say(f"{name} {peer}: left out, its tokens were not found to be Quire's")
+            return
+        settings = settings_for(engine, precision=precision, workload=name)
+        if peer.endswith(TOOL_SUFFIX):
+            settings["tools_only"] = True
+        ours = settings_for("quire", precision=precision, workload=name)
+        try:
+            model = converted(engine, self._checkpoint, precision)
+            with (
+                Peer("quire", self._args.threads, self._log) as quire,
+                Peer(engine, self._args.threads, self._log) as other,
+            ):
+                told = quire.load(str(self._checkpoint), ours, limit_s=LOAD_LIMIT_S)
+                vocab_size = int(told.pop("vocab_size"))
+                self._note("quire", name, told, ours, precision)
+                told = other.load(str(model), settings, limit_s=LOAD_LIMIT_S)
+                self._note(peer, name, told, settings, SCHEMES[engine][precision])
+                run = PairRun(
+                    quire,
+                    other,
+                    WORKLOADS[name],
+                    peer=peer,
+                    vocab_size=vocab_size,
+                    probe=probe,
+                    conditions=Conditions(
+                        most_foreign_cores=self._args.most_foreign, limit_s=self._args.limit
+                    ),
+                    floor=self._floor(name),
+                )
+                run.warm_up()
+                take_pairs(
+                    run,
+                    already=kept,
+                    tried=self._record.num_tried(name, peer),
+                    wanted=self._args.pairs,
+                    add=self._record.add_pair,
+                    has_time=self.has_time,
+                    say=self.say,
+                    headline=HEADLINES[name],
+                )
+        except (PeerFailed, Unavailable) as error:
+            self._record.add_failure(name, peer, str(error))
+            self.say(f"{name} {peer}: {error}")
+
+    def _note(
+        self, peer: str, workload: str, told: dict[str, Any], settings: dict[str, Any], scheme: str
+    ) -> None:
+        told.pop("pid", None)
+        entry = self._record.content["engines"].setdefault(peer, {"settings": {}})
+        entry |= {key: value for key, value in told.items() if key != "scheme"}
+        entry["scheme"] = scheme if peer != "quire" else str(told["scheme"])
+        entry["settings"][workload] = settings
+
+    def _floor(self, name: str) -> Floor | None:
+        """Known where the checkpoint's own program is what Quire runs."""
+        if self._args.precision not in ("f32", "bf16"):
+            return None
+        program = program_of(str(self._checkpoint), self._args.precision)
+        limits = self._record.content.setdefault("limits", machine_limits(self._args.threads))
+        return Floor(
+            whole=workload_work(program, WORKLOADS[name]),
+            decode=workload_work(program, WORKLOADS[name], decode_only=True),
+            peak_gflops=peak_gflops(limits, self._args.precision),
+        )
+
+
+def quire_state() -> str:
+    """The commit, and a digest of what differs from it in what runs (quire/ and native/)."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
+    commit = git("log", "-1", "--format=%h", "--", "quire", "native").strip() or "unknown"
+    changed = git("diff", "HEAD", "--", "quire", "native")
+    return commit + ("+" + hashlib.sha256(changed.encode()).hexdigest()[:8] if changed else "")
+
+
+def summary_text(record: Record) -> str:
+    """A line a workload and peer."""
+    headings = ("", "pairs", "Quire", "peer", "ratio", "least", "most", "floor", "GB/s", "KV")
+    rows = []
+    for workload, entries in record.content["summary"].items():
+        for peer, entry in entries.items():
+            ratio = entry.get("ratio")
+            share = entry.get("quire_floor_share")
+            rows.append(
+                (
+                    f"{workload} {peer}",
+                    str(entry["pairs"]),
+                    f"{entry['quire']['median']:.1f}",
+                    f"{entry['other']['median']:.1f}",
+                    *(
+                        ("-", "-", "-")
+                        if ratio is None
+                        else (f"{ratio[key]:.2f}x" for key in ("median", "least", "most"))
+                    ),
+                    "-" if share is None else f"{100 * share:.0f} %",
+                    f"{entry['quire_read_gb_per_s']:.1f}",
+                    str(record.content["engines"].get(peer, {}).get("kv_dtype", "")),
+                )
+            )
+    lines = [table(headings, rows)]
+    for workload in record.content["summary"]:
+        if not record.may_tell(workload):
+            lines.append(
+                f"{workload}: no ratios: llama.cpp and OpenVINO need {MIN_PAIRS} kept pairs each, "
+                "and tokens that were checked"
+            )
+    return "\n".join(lines)
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--workloads", type=_listed(HEADLINES), default=[*HEADLINES])
+    parser.add_argument("--peers", type=_listed(PEERS), default=[*PEERS])
+    parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help="kept pairs wanted of each")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time budget (default 60)")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds a sample may take")
+    parser.add_argument("--threads", type=int, default=num_usable_cpus())
+    parser.add_argument(
+        "--most-foreign", type=float, default=0.12, help="cores others may use in a kept sample"
+    )
+    parser.add_argument("--out", type=Path, help="default: bench/results/cpu-SHAPE-PRECISION.json")
+    parser.add_argument("--fresh", action="store_true", help="begin the file anew")
+    return parser.parse_args(words)
+
+
+def _listed(known: Sequence[str] | dict[str, str]) -> Any:
+    def read(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
+        return names
+
+    return read
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Compare, print the table."""
+    args = _arguments(words)
+    path = args.out or RESULTS / f"cpu-{args.shape}-{args.precision}.json"
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    machine = machine_card()
+    subject = Subject(
+        shape=args.shape,
+        precision=args.precision,
+        threads=args.threads,
+        quire=quire_state(),
+        cpu=str(machine["cpu"]),
+    )
+    try:
+        record = Record(path, subject, machine)
+        Comparison(record, random_checkpoint(args.shape), args).run()
+    except (RecordMismatch, WrongAnswer) as error:
+        sys.exit(str(error))
+    record.save()
+    print(summary_text(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The least time a workload can take: its bytes at the speed memory reads, its operations at peak.
+
+Both are counted by the program's own cost model and may overlap fully, so the larger is the
+floor: nobody gets below it, and nobody needs to reach it. The head counts once a prompt and once
+an output token; weights once a step, with as many requests in a step as may run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.bench.workloads import Workload
+from quire.program.cost import StepShape, step_cost
+from quire.program.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Bytes that must be read and operations that must be done."""
+
+    num_bytes: int
+    operations: int
+
+    def floor_s(self, read_gb_per_s: float, gflops: float | None) -> float:
+        """Seconds; without a known arithmetic limit only bytes count."""
+        memory_s = self.num_bytes / read_gb_per_s / 1e9
+        return memory_s if gflops is None else max(memory_s, self.operations / gflops / 1e9)
+
+
+def workload_work(program: Program, workload: Workload, *, decode_only: bool = False) -> Work:
+    """All of a workload's work, or of its tokens after the first (for a rate that counts those).
+
+    Prompts are computed in one step each, a shared beginning once for all; then one token of
+    each running request a step.
+    """
+    num_bytes = operations = 0
+    for number, one in enumerate(workload.lengths):
+        start = one.shared if number else 0
+        if not decode_only:
+            prompt = step_cost(program, StepShape([one.prompt - start], [start]))
+            operations += prompt.operations
+            num_bytes += prompt.kv_bytes
+        for depth in range(one.prompt, one.prompt + one.output - 1):
+            token = step_cost(program, StepShape([1], [depth]))
+            operations += token.operations
+            # Sharers of a beginning may read it once a step.
+            own_share = 1.0 if not number else (depth - one.shared) / depth
+            num_bytes += round(token.kv_bytes * own_share)
+    weights = step_cost(program, StepShape([1], [0])).weight_bytes
+    num_steps = sum(one.output - 1 for one in workload.lengths) / workload.max_running
+    return Work(
+        num_bytes=num_bytes + round(weights * (num_steps + (not decode_only))),
+        operations=operations,
+    )

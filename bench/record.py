@@ -1,0 +1,165 @@
+"""The file of a comparison: pairs of samples as they are taken, and what they come to.
+
+Written after each pair, by a move, so that a run can be stopped and go on. Always holds: a file
+has one machine, one shape, one precision, one number of threads and one state of Quire; samples
+of others are refused. Ratios are told only of workloads in which llama.cpp and OpenVINO both have
+enough kept pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NEEDED_PEERS = ("llama.cpp", "openvino")
+MIN_PAIRS = 5
+# What a workload's rate is called.
+HEADLINES = {
+    "w1": "decode_tokens_per_s",
+    "w2": "prefill_tokens_per_s",
+    "w3": "total_tokens_per_s",
+    "w4": "total_tokens_per_s",
+}
+# A peer's own benchmark program is measured beside its server; the better one counts.
+TOOL_SUFFIX = " tool"
+
+
+class RecordMismatch(Exception):
+    """The file is of another machine, setting or state of Quire."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a file is about; all of it must be the same to go on with it."""
+
+    shape: str
+    precision: str
+    threads: int
+    quire: str
+    cpu: str
+
+
+class Record:
+    """Pairs of one comparison, in memory and on disk."""
+
+    def __init__(self, path: Path, subject: Subject, machine: Mapping[str, object]) -> None:
+        self.path = path
+        about = {name: getattr(subject, name) for name in Subject.__dataclass_fields__}
+        if path.exists():
+            self.content: dict[str, Any] = json.loads(path.read_text())
+            known = self.content["subject"]
+            differing = [name for name, value in about.items() if known.get(name) != value]
+            if differing:
+                raise RecordMismatch(
+                    f"{path} is about another "
+                    + ", ".join(f"{n} ({known.get(n)}, now {about[n]})" for n in differing)
+                    + "; take another --out, or --fresh to begin it anew"
+                )
+        else:
+            self.content = {
+                "bench": "compare",
+                "subject": about,
+                "machine": dict(machine),
+                "engines": {},
+                "checks": {},
+                "pairs": [],
+                "failures": [],
+                "summary": {},
+            }
+
+    def add_pair(self, pair: dict[str, Any]) -> None:
+        """Keep a pair: workload, peer, quire and other (samples), kept, why."""
+        self.content["pairs"].append(pair)
+        self.save()
+
+    def add_failure(self, workload: str, peer: str, why: str) -> None:
+        """Keep that a peer could not be measured, once."""
+        failure = {"workload": workload, "peer": peer, "why": why[:600]}
+        if failure not in self.content["failures"]:
+            self.content["failures"].append(failure)
+        self.save()
+
+    def kept(self, workload: str, peer: str) -> list[dict[str, Any]]:
+        """Pairs that count."""
+        return [
+            pair
+            for pair in self.content["pairs"]
+            if pair["kept"] and (pair["workload"], pair["peer"]) == (workload, peer)
+        ]
+
+    def num_tried(self, workload: str, peer: str) -> int:
+        """Pairs that were taken, kept or not."""
+        return sum(
+            (pair["workload"], pair["peer"]) == (workload, peer) for pair in self.content["pairs"]
+        )
+
+    def save(self) -> None:
+        """Write the file, with its summary."""
+        self.content["summary"] = self.summary()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.content, indent=1) + "\n")
+        partial.rename(self.path)
+
+    def summary(self) -> dict[str, Any]:
+        """For each workload and peer: medians of both, and the ratio where it may be told."""
+        told: dict[str, Any] = {}
+        met = dict.fromkeys((pair["workload"], pair["peer"]) for pair in self.content["pairs"])
+        for workload, peer in met:
+            pairs = self.kept(workload, peer)
+            if pairs:
+                entry = _medians(pairs, HEADLINES[workload])
+                if not (self.may_tell(workload) and len(pairs) >= MIN_PAIRS):
+                    del entry["ratio"]
+                told.setdefault(workload, {})[peer] = entry
+        return told
+
+    def may_tell(self, workload: str) -> bool:
+        """Whether the workload's ratios may be told: the needed peers have enough pairs, and the
+        tokens of all were checked."""
+        checked = self.content["checks"]
+        return all(
+            len(self.kept(workload, peer)) >= MIN_PAIRS and checked.get(peer, {}).get("ok")
+            for peer in NEEDED_PEERS
+        )
+
+    def strongest(self, workload: str) -> tuple[str, dict[str, Any]] | None:
+        """The peer against which Quire's ratio is least, and its entry; None if none may be told.
+
+        A peer's own tool counts as the peer.
+        """
+        entries = {
+            peer: entry
+            for peer, entry in self.summary().get(workload, {}).items()
+            if "ratio" in entry
+        }
+        if not entries:
+            return None
+        peer = min(entries, key=lambda name: float(entries[name]["ratio"]["median"]))
+        return peer, entries[peer]
+
+
+def _medians(pairs: list[dict[str, Any]], headline: str) -> dict[str, Any]:
+    quire = [float(pair["quire"]["rates"][headline]) for pair in pairs]
+    other = [float(pair["other"]["rates"][headline]) for pair in pairs]
+    entry: dict[str, Any] = {
+        "pairs": len(pairs),
+        "rate": headline,
+        "quire": _spread(quire),
+        "other": _spread(other),
+        "ratio": _spread([ours / theirs for ours, theirs in zip(quire, other, strict=True)]),
+    }
+    for side in ("quire", "other"):
+        for name in ("floor_share", "read_gb_per_s", "peak_rss_bytes"):
+            values = [pair[side][name] for pair in pairs if pair[side].get(name) is not None]
+            if values:
+                entry[f"{side}_{name}"] = statistics.median(values)
+    return entry
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
