@@ -38,7 +38,7 @@ def build_llama(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program
     delta: View | None = None
     for layer in range(spec.num_layers):
         source = f"model.layers.{layer}."
-        h = layers.rms_norm(p, spec, x, f"{source}input_layernorm", delta)
+        h = layers.norm(p, spec, x, f"{source}input_layernorm", delta)
         q, k, v = layers.qkv(p, spec, h, layer)
         if spec.head_norms:
             layers.norm_heads(p, spec, q, f"{source}self_attn.q_norm")
@@ -46,6 +46,6 @@ def build_llama(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program
         layers.rotate(p, spec, q, k, layer, angles)
         attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
         delta = layers.attention_out(p, spec, attended, layer)  # [T, H]
-        h = layers.rms_norm(p, spec, x, f"{source}post_attention_layernorm", delta)
+        h = layers.norm(p, spec, x, f"{source}post_attention_layernorm", delta)
         delta = layers.gated_mlp(p, spec, h, layer)  # [T, H]
     return layers.finish(p, spec, x, delta, head, max_positions=max_positions)

@@ -34,6 +34,7 @@ from quire.models.qwen import read_qwen2, read_qwen3
 from quire.models.refusals import other_kind, refusal
 from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
+from quire.models.stablelm import read_stablelm
 from quire.models.starcoder2 import build_starcoder2, read_starcoder2
 from quire.program.ops import DType
 from quire.program.program import Program
@@ -67,6 +68,7 @@ FAMILIES = MappingProxyType(
         "Olmo2ForCausalLM": Family(model_type="olmo2", read=read_olmo2, build=build_olmo),
         "Olmo3ForCausalLM": Family(model_type="olmo3", read=read_olmo3, build=build_olmo),
         "OPTForCausalLM": Family(model_type="opt", read=read_opt, build=build_opt),
+        "StableLmForCausalLM": Family(model_type="stablelm", read=read_stablelm, build=build_llama),
         "Starcoder2ForCausalLM": Family(
             model_type="starcoder2", read=read_starcoder2, build=build_starcoder2
         ),

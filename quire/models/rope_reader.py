@@ -42,14 +42,15 @@ def read_rope(
     partial: bool = False,
     kinds: Mapping[str, str] = KINDS,
     theta: float = DEFAULT_THETA,
+    share: float = 1.0,
 ) -> RopeSettings:
     """The settings; problems are noted in `config`.
 
     max_positions: max_position_embeddings. partial: the family rotates the part of a head that
     partial_rotary_factor says; others refuse any but the whole. kinds: those the family has.
-    theta: where the configuration gives none.
+    theta, share: where the configuration gives none.
     """
-    share = _read_share(config, partial)
+    share = _read_share(config, partial, share)
     theta = config.number("rope_theta", MIN_THETA, MAX_THETA, default=theta)
     original = _read_original_length(config, 0)
     section = _one_section(config)
@@ -57,7 +58,7 @@ def read_rope(
         return RopeSettings(theta=theta, rotary_share=share)
     theta = _read_theta(config, section, "rope_theta", theta)
     if section.has("partial_rotary_factor"):
-        share = _read_share(section, partial)
+        share = _read_share(section, partial, share)
     settings = _read_section(section, theta, max_positions, kinds, original)
     config.absorb(section)
     return replace(settings, rotary_share=share)
@@ -136,9 +137,9 @@ def _read_theta(config: ConfigReader, section: ConfigReader, top: str, theta: fl
     return inner
 
 
-def _read_share(config: ConfigReader, partial: bool) -> float:
-    """partial_rotary_factor, 1 where it is absent."""
-    share = config.number("partial_rotary_factor", 1e-3, 1, default=1.0)
+def _read_share(config: ConfigReader, partial: bool, default: float) -> float:
+    """partial_rotary_factor."""
+    share = config.number("partial_rotary_factor", 1e-3, 1, default=default)
     if share != 1 and not partial:
         config.note(
             f"partial_rotary_factor is {share:g}: rotating a part of a head is not supported for "

@@ -17,6 +17,7 @@ from tests.models import (
     cases_qwen,
     cases_rope,
     cases_smollm3,
+    cases_stablelm,
     cases_starcoder2,
 )
 from tests.models.case import Case
@@ -34,4 +35,5 @@ CASES: tuple[Case, ...] = (
     *cases_granite.CASES,
     *cases_olmo.CASES,
     *cases_starcoder2.CASES,
+    *cases_stablelm.CASES,
 )

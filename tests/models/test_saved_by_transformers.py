@@ -68,6 +68,10 @@ CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Olmo2ForCausalLM": ("Olmo2Config", SIZES),
     "Olmo3ForCausalLM": ("Olmo3Config", SIZES),
     "OPTForCausalLM": ("OPTConfig", OPT_SIZES),
+    "StableLmForCausalLM": (
+        "StableLmConfig",
+        {key: SIZES[key] for key in SIZES if key != "head_dim"} | {"hidden_size": 64},
+    ),
     "Starcoder2ForCausalLM": ("Starcoder2Config", SIZES),
 }
 LLAMA3 = {
@@ -226,6 +230,11 @@ SAVED = [
         {"enable_bias": False, "activation_function": "gelu"},
         {"layer_norm_elementwise_affine": False},
         {"_remove_final_layer_norm": True},
+    ),
+    *variants(
+        "StableLmForCausalLM",
+        {"use_qkv_bias": True, "rope_parameters": LINEAR},
+        {"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
     ),
     *variants("Starcoder2ForCausalLM", {"use_bias": False, "sliding_window": 9}),
 ]
