@@ -88,13 +88,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QUIRE_BENCH_CACHE") or Path(tempfile.gettempdir()) / "quire-bench")
 
 
-def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
-    """Folder of a bf16 checkpoint of `shape` (a key of SHAPES), written if it is not there yet."""
-    folder = cache_folder() / f"{shape}-bf16-seed{seed}"
-    if (folder / "complete").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
+def checkpoint_config(shape: str) -> dict[str, object]:
+    """config.json of a shape."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -104,9 +100,18 @@ def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
         "eos_token_id": 1,
         **SHAPES[shape],
     }
+
+
+def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
+    """Folder of a bf16 checkpoint of `shape` (a key of SHAPES), written if it is not there yet."""
+    folder = cache_folder() / f"{shape}-bf16-seed{seed}"
+    if (folder / "complete").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = checkpoint_config(shape)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     num_tokens = None if shape in BYTES_ONLY else int(str(config["vocab_size"]))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(num_tokens)))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(num_tokens)))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -117,12 +122,14 @@ def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
             }
         )
     )
-    _write_safetensors(folder / "model.safetensors", dict(_tensor_shapes(config)), seed)
+    _write_safetensors(folder / "model.safetensors", dict(tensor_shapes(config)), seed)
     (folder / "complete").touch()
     return folder
 
 
-def _tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor of a checkpoint with this config.json."""
+
     def number(key: str) -> int:
         return int(config[key])  # type: ignore[call-overload,no-any-return]
 
@@ -180,7 +187,7 @@ def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _tokenizer(num_tokens: int | None) -> dict[str, object]:
+def tokenizer_json(num_tokens: int | None) -> dict[str, object]:
     """A byte-level BPE. num_tokens None: without merges; else of exactly so many tokens, by merges
     of two printable ASCII letters, then of such a pair and a third one."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -59,6 +59,54 @@ def _memory_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+WORKLOAD_NAMES = {
+    "w1": "one request, 128 in, 128 out: decode",
+    "w2": "prompt of 2,048: prefill",
+    "w3": "32 requests, 16 at once: prompt + output",
+    "w4": "16 requests, 1,024 shared: prompt + output",
+}
+
+
+def _comparison() -> list[str]:
+    """Quire against the strongest peer of each workload whose ratio may be told."""
+    rows = []
+    for path in sorted(RESULTS.glob("cpu-*.json")):
+        record = json.loads(path.read_text())
+        subject = record["subject"]
+        for workload, name in WORKLOAD_NAMES.items():
+            told = {
+                peer: entry
+                for peer, entry in record["summary"].get(workload, {}).items()
+                if "ratio" in entry
+            }
+            if not told:
+                continue
+            peer = min(told, key=lambda one: float(told[one]["ratio"]["median"]))
+            entry, engines = told[peer], record["engines"]
+            ratio, share = entry["ratio"], entry.get("quire_floor_share")
+            scheme = f"{engines[peer]['scheme']}, KV {_plain(engines[peer]['kv_dtype'])}"
+            rows.append(
+                f"| {subject['shape']} {subject['precision']}, {name} "
+                f"| {entry['quire']['median']:.0f} tokens/s, KV "
+                f"{_plain(engines['quire']['kv_dtype'])} "
+                f"| {entry['other']['median']:.0f} ({peer}: {scheme}) "
+                f"| {ratio['median']:.2f}x ({ratio['least']:.2f} to {ratio['most']:.2f}) "
+                f"| {'' if share is None else f'{100 * share:.0f} %'} |"
+            )
+    if not rows:
+        return []
+    head = [
+        "| in pairs of one run | Quire | strongest peer | ratio | of the floor |",
+        "|---|---|---|---|---|",
+    ]
+    return ["", *head, *rows]
+
+
+def _plain(dtype: str) -> str:
+    """A dtype's name without an engine's wrapping: "<Type: 'uint8_t'>" is uint8_t."""
+    return dtype.replace("<Type: '", "").replace("'>", "")
+
+
 def table() -> str:
     """The Markdown between the markers."""
     rows: list[str] = []
@@ -73,11 +121,13 @@ def table() -> str:
             continue
         machine = machine or result["machine"]
         rows += rows_of(result)
+    comparison = _comparison()
     if machine is None:
-        return "Not yet measured."
+        return "\n".join(comparison[1:]) if comparison else "Not yet measured."
     head = ["| what | measured | goal |", "|---|---|---|"]
     card = f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:.0f} GB."
-    return "\n".join([*head, *rows, "", f"{card} From `bench/results/`, medians."])
+    told = f"{card} From `bench/results/`, medians."
+    return "\n".join([*head, *rows, *comparison, "", told])
 
 
 def main() -> None:

@@ -9,10 +9,7 @@ and HTTP only. Run: python -m bench.startup [--starts 7] [--out bench/results/st
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,7 +18,9 @@ import time
 from pathlib import Path
 
 from bench.checkpoints import random_checkpoint
+from quire.base.errors import WorkerError
 from quire.bench.machine import machine_card
+from quire.bench.startup import check_same, one_start, spread
 
 GOALS_S = {"box": 1.0, "llama-0.6b": 2.0}
 SERVER_IMPORTS = (
@@ -29,76 +28,6 @@ SERVER_IMPORTS = (
     "jinja2, prometheus_client"
 )
 ENGINE_IMPORTS = "numpy, msgspec, zmq"
-GIVE_UP_S = 120.0
-
-
-def free_port() -> int:
-    """A port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def one_start(model: list[str]) -> tuple[float, float, str]:
-    """(seconds to ready, seconds to the first streamed token, the greedy answer)."""
-    port = free_port()
-    command = [sys.executable, "-m", "quire", "serve", *model, "--port", str(port)]
-    started = time.perf_counter()
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        ready_s = _until_ready(port, server, started)
-        first_s, text = _first_token(port, started)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        if server.wait(timeout=60) != 0:
-            raise SystemExit(f"the server ended with exit code {server.returncode}, not 0")
-    return ready_s, first_s, text
-
-
-def _until_ready(port: int, server: subprocess.Popen[bytes], started: float) -> float:
-    while time.perf_counter() - started < GIVE_UP_S:
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with exit code {server.returncode} before ready")
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return time.perf_counter() - started
-        except OSError:
-            pass
-        time.sleep(0.002)
-    raise SystemExit(f"not ready within {GIVE_UP_S:.0f} s")
-
-
-def _first_token(port: int, started: float) -> tuple[float, str]:
-    body = {
-        "model": _model_name(port),
-        "prompt": "Once upon a time",
-        "max_tokens": 8,
-        "temperature": 0,
-        "stream": True,
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    response = connection.getresponse()
-    first_s, text = 0.0, ""
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        first_s = first_s or time.perf_counter() - started
-        choices = json.loads(line[6:])["choices"]
-        text += choices[0]["text"] if choices else ""
-    if not first_s:
-        raise SystemExit(f"no token came: HTTP {response.status}")
-    return first_s, text
-
-
-def _model_name(port: int) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("GET", "/v1/models")
-    return str(json.load(connection.getresponse())["data"][0]["id"])
 
 
 def import_floor_s(modules: str, times: int) -> float:
@@ -135,19 +64,20 @@ def installed_size_mb(root: Path) -> float:
 
 def measure(name: str, model: list[str], starts: int) -> dict[str, object]:
     """Medians over `starts` starts after one warm-up; exits where answers differ."""
-    runs = [one_start(model) for _ in range(starts + 1)][1:]
-    answers = {text for _, _, text in runs}
-    if len(answers) != 1:
-        raise SystemExit(f"{name}: starts answered differently: {sorted(answers)}")
-    ready = sorted(run[0] for run in runs)
-    first = sorted(run[1] for run in runs)
+    found = [one_start(model) for _ in range(starts + 1)]
+    try:
+        counted = check_same(found)[1:]
+    except WorkerError as error:
+        raise SystemExit(f"{name}: {error}") from error
+    ready = spread([one.ready_s for one in counted])
+    first = spread([one.first_token_s for one in counted])
     return {
         "model": name,
         "starts": starts,
-        "ready_s": statistics.median(ready),
-        "ready_s_range": [ready[0], ready[-1]],
-        "first_token_s": statistics.median(first),
-        "first_token_s_range": [first[0], first[-1]],
+        "ready_s": ready["median"],
+        "ready_s_range": [ready["least"], ready["most"]],
+        "first_token_s": first["median"],
+        "first_token_s_range": [first["least"], first["most"]],
         "goal_first_token_s": GOALS_S[name],
     }
 

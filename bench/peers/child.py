@@ -55,7 +55,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._log,
             cwd=REPOSITORY,
-            env=_environment(name, threads),
+            env=engine_environment(name, threads),
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -122,7 +122,7 @@ class Peer:
         self._process.wait()
 
 
-def _environment(name: str, threads: int) -> dict[str, str]:
+def engine_environment(name: str, threads: int) -> dict[str, str]:
     """The parent's environment with equal threads for whatever library counts its own."""
     kept = {key: value for key, value in os.environ.items() if key not in NOT_OF_OURS}
     kept["PYTHONPATH"] = str(REPOSITORY)

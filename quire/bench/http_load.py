@@ -23,6 +23,7 @@ from quire.bench.timing import RequestTimes
 from quire.bench.workloads import Ask
 
 _MAX_LINE_BYTES = 1 << 20
+_MAX_REFUSAL_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,11 +218,14 @@ async def exchange(
             name, _, value = line.decode("latin-1").partition(":")
             if name.strip().lower() == "transfer-encoding":
                 chunked = "chunked" in value.lower()
-        if status != 200:
-            told = await reader.read(2000)
-            raise Refused(f"HTTP {status}: {told.decode(errors='replace')[:200]}")
+        refusal = b""
         async for line in _lines(reader, chunked=chunked):
-            yield line.rstrip(b"\r\n")
+            if status == 200:
+                yield line.rstrip(b"\r\n")
+            else:
+                refusal = (refusal + line)[:_MAX_REFUSAL_BYTES]
+        if status != 200:
+            raise Refused(f"HTTP {status}: {refusal.decode(errors='replace').strip()}")
     finally:
         writer.close()
         with suppress(OSError):

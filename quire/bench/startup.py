@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,34 +106,35 @@ def _until_ready(port: int, server: subprocess.Popen[bytes], began_s: float) -> 
         if server.poll() is not None:
             told = server.stderr.read() if server.stderr else b""
             raise WorkerError(f"the server ended before it was ready: {_end(told)}")
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with suppress(OSError), closing(_connection(port)) as connection:
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return time.perf_counter() - began_s
-        except OSError:
-            pass
         time.sleep(0.002)
     raise WorkerError(f"the server is not ready after {GIVE_UP_S:.0f} s")
 
 
 def _first_token(port: int, began_s: float) -> tuple[float, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
-    connection.request("GET", "/v1/models")
-    name = json.load(connection.getresponse())["data"][0]["id"]
-    body = json.dumps({"model": name, **_ASKED})
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    first_s, text = 0.0, ""
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        first_s = first_s or time.perf_counter() - began_s
-        choices = json.loads(line[6:]).get("choices") or ()
-        text += choices[0]["text"] if choices else ""
+    with closing(_connection(port)) as connection:
+        connection.request("GET", "/v1/models")
+        name = json.load(connection.getresponse())["data"][0]["id"]
+        body = json.dumps({"model": name, **_ASKED})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        first_s, text = 0.0, ""
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            first_s = first_s or time.perf_counter() - began_s
+            choices = json.loads(line[6:]).get("choices") or ()
+            text += choices[0]["text"] if choices else ""
     if not first_s:
         raise WorkerError(f"no token came: HTTP {response.status}")
     return first_s, text
+
+
+def _connection(port: int) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
 
 
 def _end(told: bytes) -> str:

@@ -1,0 +1,102 @@
+"""A server under rising load: every rate is told, the knee is found, failures end the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError, WorkerError
+from quire.bench import plots
+from quire.bench.arrivals import Arrival
+from quire.bench.http_load import Target
+from quire.bench.serve import Load, measure_serving, serving_text
+from quire.bench.timing import Goals
+from quire.bench.workloads import Lengths
+from tests.unit.bench.served import SmallServer, plain_answer
+
+LOAD = Load(
+    rates=(20.0, 10.0), seconds=0.5, lengths=(Lengths(prompt=3, output=2),), vocab_size=1000
+)
+RELAXED = Goals(ttft_s=60, tpot_s=60)
+
+
+def test_rates_rise_and_the_knee_is_the_last_that_was_served_well() -> None:
+    with SmallServer() as server:
+        outcome: dict[str, Any] = measure_serving(Target(url=server.url, model=""), LOAD, RELAXED)
+    assert [one["rate"] for one in outcome["rates"]] == [10.0, 20.0]
+    assert all(one["good_share"] == 1 and one["num_errors"] == 0 for one in outcome["rates"])
+    best = max(outcome["rates"], key=lambda one: one["offered_per_s"])
+    assert outcome["knee"] == best
+    assert outcome["settings"]["model"] == "small"
+    assert outcome["machine"]["cpu"]
+    assert "knee:" in serving_text(outcome)
+
+
+def test_beyond_what_it_can_serve_well_no_more_is_tried() -> None:
+    with SmallServer() as server:
+        outcome: dict[str, Any] = measure_serving(
+            Target(url=server.url, model="small"), LOAD, Goals(ttft_s=0, tpot_s=0)
+        )
+    assert len(outcome["rates"]) == 1
+    assert outcome["knee"] is None
+    assert "no rate" in serving_text(outcome)
+
+
+def test_a_server_that_only_fails_ends_the_run_with_its_words() -> None:
+    with (
+        SmallServer(lambda _: (500, ["broken"])) as server,
+        pytest.raises(WorkerError, match="500"),
+    ):
+        measure_serving(Target(url=server.url, model="small"), LOAD, RELAXED)
+
+
+def test_failures_after_the_warm_up_are_counted_and_told() -> None:
+    seen: list[int] = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, list[str]]:
+        seen.append(1)
+        return plain_answer(body) if len(seen) % 2 else (503, ["busy"])
+
+    with SmallServer(answer) as server:
+        outcome: dict[str, Any] = measure_serving(
+            Target(url=server.url, model="small"), replace(LOAD, rates=(20.0,)), RELAXED
+        )
+    [one] = outcome["rates"]
+    assert 0 < one["num_errors"] < one["num_requests"]
+    assert one["errors"] == ["HTTP 503: busy"]
+
+
+def test_a_trace_is_replayed_with_its_own_lengths() -> None:
+    trace = tuple(
+        Arrival(arrival_s=0.1 * n, prompt_tokens=2 + n, output_tokens=1 + n) for n in range(3)
+    )
+    with SmallServer() as server:
+        outcome: dict[str, Any] = measure_serving(
+            Target(url=server.url, model="small"), replace(LOAD, rates=(1.0,), trace=trace), RELAXED
+        )
+    assert outcome["rates"][0]["num_requests"] == 3
+    assert outcome["settings"]["requests_of"] == "trace"
+    asked = sorted(len(body["prompt"]) for _, body in server.asked)
+    assert asked == [2, 2, 3, 3, 4]  # two went ahead to warm up
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with SmallServer() as server:
+        outcome: dict[str, Any] = measure_serving(Target(url=server.url, model=""), LOAD, RELAXED)
+    plots.plot_serving({"one": outcome, "other": outcome}, tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(plots, "import_module", absent)
+    with pytest.raises(SettingError, match="quire\\[bench\\]"):
+        plots.check_plots()

@@ -1,0 +1,61 @@
+"""Workloads: lengths are fixed, tokens are fresh, shared beginnings are shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.base.errors import SettingError
+from quire.bench.workloads import WORKLOADS, Ask, batches, draw_ids, mixed_lengths
+
+
+def test_the_workloads_are_those_that_are_told_about() -> None:
+    assert [(len(w.lengths), w.max_running) for w in WORKLOADS.values()] == [
+        (1, 1),
+        (1, 1),
+        (32, 16),
+        (16, 16),
+    ]
+    w1, w2, w3, w4 = WORKLOADS.values()
+    assert (w1.prompt_tokens, w1.output_tokens) == (128, 128)
+    assert (w2.prompt_tokens, w2.output_tokens) == (2048, 1)
+    assert all(128 <= one.prompt <= 512 and 32 <= one.output <= 128 for one in w3.lengths)
+    assert (w3.prompt_tokens, w3.output_tokens) == (11_025, 2_530)
+    assert all((one.prompt, one.shared, one.output) == (1056, 1024, 32) for one in w4.lengths)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_draw_has_the_lengths_and_new_tokens_each_time(name: str) -> None:
+    workload, rng = WORKLOADS[name], np.random.default_rng(1)
+    first, second = workload.draw(151_936, rng), workload.draw(151_936, rng)
+    for asks in (first, second):
+        assert [len(ask.prompt_ids) for ask in asks] == [one.prompt for one in workload.lengths]
+        assert [ask.output_tokens for ask in asks] == [one.output for one in workload.lengths]
+        assert all(300 <= id_ < 151_936 for ask in asks for id_ in ask.prompt_ids)
+    assert all(a.prompt_ids[:16] != b.prompt_ids[:16] for a, b in zip(first, second, strict=True))
+
+
+def test_only_the_shared_beginning_is_shared() -> None:
+    asks = WORKLOADS["w4"].draw(50_000, np.random.default_rng(2))
+    assert len({ask.prompt_ids[:1024] for ask in asks}) == 1
+    assert len({ask.prompt_ids[1024:] for ask in asks}) == 16
+
+
+def test_small_vocabularies_are_drawn_from_and_tiny_ones_refused() -> None:
+    rng = np.random.default_rng(0)
+    assert draw_ids(50, 512, rng).min() >= 3
+    with pytest.raises(SettingError, match="3 tokens"):
+        draw_ids(1, 3, rng)
+
+
+def test_mixed_lengths_reach_both_ends_and_stay_the_same() -> None:
+    lengths = mixed_lengths(400, (4, 6), (1, 2), seed=9)
+    assert {one.prompt for one in lengths} == {4, 5, 6}
+    assert {one.output for one in lengths} == {1, 2}
+    assert lengths == mixed_lengths(400, (4, 6), (1, 2), seed=9)
+
+
+def test_static_groups_run_to_their_longest_answer() -> None:
+    asks = [Ask(prompt_ids=(5,), output_tokens=count) for count in (3, 9, 4, 1, 2)]
+    groups = batches(asks, 2)
+    assert [[ask.output_tokens for ask in group] for group in groups] == [[9, 9], [4, 4], [2]]
