@@ -1,0 +1,320 @@
+"""Pairs, what is kept of them, when ratios may be told, floors, and the checkpoints behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench import pairs, readme_table
+from bench.checkpoints import SHAPES, checkpoint_config, tensor_shapes, tokenizer_json
+from bench.floors import Work, workload_work
+from bench.limits import peak_gflops
+from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
+from bench.peers.child import Peer, PeerFailed
+from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject
+from quire.bench.floor import program_of
+from quire.bench.foreign import CpuUse
+from quire.bench.reading import ReadProbe
+from quire.bench.workloads import WORKLOADS, Lengths, Workload
+from quire.program.cost import StepShape, step_cost
+
+SUBJECT = Subject(shape="s", precision="bf16", threads=2, quire="abc", cpu="a processor")
+MANY = Workload(
+    name="w3",
+    text="",
+    lengths=(Lengths(prompt=4, output=3), Lengths(prompt=6, output=2)),
+    max_running=2,
+)
+FLOOR = Floor(
+    whole=Work(num_bytes=10**9, operations=10**9),
+    decode=Work(num_bytes=10**9, operations=0),
+    peak_gflops=100.0,
+)
+
+
+class _Peer:
+    """Answers at once; `tokens` says what, given a prompt and how many are asked together."""
+
+    pid = 1
+
+    def __init__(self, name: str, *, short: bool = False, varies: bool = False) -> None:
+        self.name = name
+        self._short, self._varies = short, varies
+        self.asked: list[dict[str, Any]] = []
+
+    def ask(self, asked: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+        self.asked.append(asked)
+        if asked["do"] == "own_tool":
+            return {"rates": {"total_tokens_per_s": 5.0, "wall_s": 3.0}}
+        count = len(asked["requests"])
+        return {
+            "answers": [
+                {
+                    "sent_s": 0.0,
+                    "first_s": 0.5,
+                    "last_s": 1.0,
+                    "token_ids": [count if self._varies else 7]
+                    * (one["output_tokens"] - self._short),
+                }
+                for one in asked["requests"]
+            ]
+        }
+
+
+class _Probe:
+    def gb_per_s(self) -> float:
+        return 2.0
+
+
+def _run(quire: _Peer, other: _Peer, *, peer: str = "openvino") -> PairRun:
+    return PairRun(
+        cast(Peer, quire),
+        cast(Peer, other),
+        MANY,
+        peer=peer,
+        vocab_size=1000,
+        probe=cast(ReadProbe, _Probe()),
+        conditions=Conditions(),
+        floor=FLOOR,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Foreign cores of the next samples; none when the list is used up."""
+    foreign: list[float] = []
+
+    class Watch:
+        def __init__(self, roots: object) -> None: ...
+
+        def use(self) -> CpuUse:
+            return CpuUse(
+                own_cores=2.0, foreign_cores=foreign.pop(0) if foreign else 0.0, stolen_cores=0.0
+            )
+
+    monkeypatch.setattr(pairs, "CpuWatch", Watch)
+    monkeypatch.setattr(pairs, "SETTLE_S", 0.0)
+    return foreign
+
+
+def test_both_sides_of_a_pair_get_the_same_tokens_and_pairs_get_others() -> None:
+    quire, other = _Peer("quire"), _Peer("openvino")
+    run = _run(quire, other)
+    first, second = run.pair(0), run.pair(1)
+    assert quire.asked == other.asked
+    assert quire.asked[0] != quire.asked[1]
+    assert (first["first"], second["first"]) == ("quire", "other")
+    assert first["kept"]
+    assert first["quire"]["rates"]["total_tokens_per_s"] == 15.0
+    assert first["quire"]["floor_share"] == 0.5  # a gigabyte at two a second, in one second
+    assert "floor_share" not in first["other"]
+
+
+def test_a_pair_in_which_others_computed_is_not_kept_and_taken_again(quiet: list[float]) -> None:
+    quiet += [0.0, 0.5]
+    run, found = _run(_Peer("quire"), _Peer("openvino")), []
+    said: list[str] = []
+    enough = take_pairs(
+        run,
+        already=0,
+        tried=0,
+        wanted=2,
+        add=found.append,
+        has_time=lambda: True,
+        say=said.append,
+        headline="total_tokens_per_s",
+    )
+    assert enough
+    assert [pair["kept"] for pair in found] == [False, True, True]
+    assert "other: others used 0.50 cores" in found[0]["why"]
+    assert len(said) == 3
+
+
+def test_no_more_pairs_are_taken_than_there_is_time_or_patience_for(quiet: list[float]) -> None:
+    run, found = _run(_Peer("quire"), _Peer("openvino")), []
+    shared: dict[str, Any] = {
+        "already": 0,
+        "tried": 0,
+        "wanted": 2,
+        "add": found.append,
+        "say": lambda text: None,
+        "headline": "wall_s",
+    }
+    assert not take_pairs(run, has_time=lambda: False, **shared)
+    assert not found
+    quiet += [9.0] * 100
+    assert not take_pairs(run, has_time=lambda: True, **shared)
+    assert len(found) == 6
+
+
+def test_nothing_is_measured_of_answers_that_differ_alone_and_together() -> None:
+    with pytest.raises(WrongAnswer, match="alone and among others"):
+        _run(_Peer("quire", varies=True), _Peer("openvino")).warm_up()
+    quire, other = _Peer("quire"), _Peer("openvino")
+    _run(quire, other).warm_up()
+    assert [len(asked["requests"]) for asked in quire.asked] == [2, 1, 1]
+    assert len(other.asked) == 1
+
+
+def test_an_answer_of_a_wrong_length_is_a_failure() -> None:
+    run = _run(_Peer("quire"), _Peer("openvino", short=True))
+    with pytest.raises(PeerFailed, match="openvino answered 2 tokens where 3"):
+        run.pair(0)
+
+
+def test_a_peers_own_tool_is_asked_for_its_rates() -> None:
+    other = _Peer("llama.cpp")
+    run = _run(_Peer("quire"), other, peer="llama.cpp tool")
+    run.warm_up()
+    assert run.pair(0)["other"]["rates"]["total_tokens_per_s"] == 5.0
+    assert other.asked == [
+        {
+            "do": "own_tool",
+            "workload": {
+                "num_requests": 2,
+                "prompt_tokens": 10,
+                "output_tokens": 5,
+                "max_running": 2,
+                "shared": False,
+            },
+        }
+    ]
+
+
+def _pair(peer: str, ours: float, theirs: float, *, kept: bool = True) -> dict[str, Any]:
+    def side(rate: float) -> dict[str, Any]:
+        return {
+            "rates": {"total_tokens_per_s": rate},
+            "read_gb_per_s": 40.0,
+            "peak_rss_bytes": 1,
+            "floor_share": 0.25,
+        }
+
+    return {
+        "workload": "w3",
+        "peer": peer,
+        "quire": side(ours),
+        "other": side(theirs),
+        "kept": kept,
+        "why": "",
+    }
+
+
+def _filled(file: Path, *, peers: tuple[str, ...], pairs_each: int = MIN_PAIRS) -> Record:
+    record = Record(file, SUBJECT, {"cpu": "a processor", "cores": 2, "memory_gb": 8})
+    for peer in peers:
+        record.content["checks"][peer] = {"ok": True}
+        record.content["engines"][peer] = {"scheme": "int9", "kv_dtype": "<Type: 'uint8_t'>"}
+        for _ in range(pairs_each):
+            record.add_pair(_pair(peer, 30.0, 10.0 if peer == "openvino" else 20.0))
+    record.content["engines"]["quire"] = {"scheme": "bf16", "kv_dtype": "bf16"}
+    record.save()
+    return record
+
+
+def test_ratios_are_told_only_where_both_needed_peers_ran(tmp_path: Path) -> None:
+    record = _filled(tmp_path / "one.json", peers=("openvino", "vllm"))
+    assert not record.may_tell("w3")
+    assert "ratio" not in record.content["summary"]["w3"]["openvino"]
+    assert record.strongest("w3") is None
+    both = _filled(tmp_path / "two.json", peers=("openvino", "llama.cpp"))
+    assert both.may_tell("w3")
+    assert both.content["summary"]["w3"]["openvino"]["ratio"]["median"] == 3.0
+    strongest = both.strongest("w3")
+    assert strongest is not None
+    assert (strongest[0], strongest[1]["ratio"]["median"]) == ("llama.cpp", 1.5)
+
+
+def test_too_few_pairs_or_tokens_that_were_not_checked_tell_no_ratio(tmp_path: Path) -> None:
+    peers = ("openvino", "llama.cpp")
+    few = _filled(tmp_path / "few.json", peers=peers, pairs_each=MIN_PAIRS - 1)
+    few.add_pair(_pair("openvino", 1, 1, kept=False))
+    assert not few.may_tell("w3")
+    assert few.num_tried("w3", "openvino") == MIN_PAIRS
+    assert len(few.kept("w3", "openvino")) == MIN_PAIRS - 1
+    wrong = _filled(tmp_path / "wrong.json", peers=peers)
+    wrong.content["checks"]["openvino"]["ok"] = False
+    assert not wrong.may_tell("w3")
+
+
+def test_a_record_goes_on_where_it_was_stopped_and_mixes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    _filled(file, peers=("openvino",), pairs_each=2)
+    again = Record(file, SUBJECT, {})
+    assert len(again.kept("w3", "openvino")) == 2
+    other = Subject(shape="s", precision="bf16", threads=2, quire="def", cpu="a processor")
+    with pytest.raises(RecordMismatch, match=r"quire \(abc, now def\)"):
+        Record(file, other, {})
+
+
+def test_a_failure_is_kept_once(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", SUBJECT, {})
+    for _ in range(2):
+        record.add_failure("w3", "vllm", "not installed")
+    assert json.loads(record.path.read_text())["failures"] == [
+        {"workload": "w3", "peer": "vllm", "why": "not installed"}
+    ]
+
+
+def test_the_readme_tells_the_strongest_peer_and_nothing_that_may_not_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
+    assert readme_table.table() == "Not yet measured."
+    _filled(tmp_path / "cpu-a.json", peers=("openvino", "vllm"))
+    assert readme_table.table() == "Not yet measured."
+    _filled(tmp_path / "cpu-b.json", peers=("openvino", "llama.cpp"))
+    told = readme_table.table()
+    assert "20 (llama.cpp: int9, KV uint8_t)" in told
+    assert "1.50x (1.50 to 1.50)" in told
+    assert "25 %" in told
+
+
+def test_the_floor_of_one_request_is_its_bytes_or_its_operations() -> None:
+    program = program_of("")
+    work = workload_work(program, WORKLOADS["w1"], decode_only=True)
+    steps = [step_cost(program, StepShape([1], [depth])) for depth in range(128, 255)]
+    assert work.operations == sum(step.operations for step in steps)
+    assert work.num_bytes == sum(step.memory_bytes for step in steps)
+    assert Work(num_bytes=8 * 10**9, operations=10**9).floor_s(4.0, 100.0) == 2.0
+    assert Work(num_bytes=10**9, operations=10**12).floor_s(4.0, 100.0) == 10.0
+    assert Work(num_bytes=10**9, operations=10**12).floor_s(4.0, None) == 0.25
+
+
+def test_a_shared_beginning_is_computed_once_in_the_floor() -> None:
+    program = program_of("")
+    alone = Workload(name="x", text="", lengths=(Lengths(prompt=40, output=4),), max_running=1)
+    shared = Workload(
+        name="x", text="", lengths=(Lengths(prompt=40, output=4, shared=36),) * 3, max_running=3
+    )
+    apart = Workload(name="x", text="", lengths=alone.lengths * 3, max_running=3)
+    one, three, whole = (workload_work(program, w) for w in (alone, shared, apart))
+    assert one.operations < three.operations < whole.operations == 3 * one.operations
+    assert one.num_bytes < three.num_bytes < whole.num_bytes < 3 * one.num_bytes
+
+
+def test_the_limit_of_a_precision_is_the_fastest_loop_for_it() -> None:
+    limits = {"fma_f32": 5.0, "dot_bf16": 4.0, "tile_bf16": 9.0}
+    assert peak_gflops(limits, "f32") == 5.0
+    assert peak_gflops(limits, "bf16") == 9.0
+    assert peak_gflops(limits, "int8") is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_checkpoints_hold_what_the_program_reads(shape: str, tmp_path: Path) -> None:
+    config = checkpoint_config(shape)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dict(tensor_shapes(config)) == program_of(str(tmp_path)).source_shapes()
+
+
+def test_a_tokenizer_made_here_has_every_token_and_gives_text_at_once() -> None:
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(12_000)))
+    assert tokenizer.get_vocab_size() == 12_000
+    assert all(tokenizer.decode([id_]).isascii() for id_ in range(300, 12_000, 7))
+    text = "Once upon a time."
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer_json(500) == tokenizer_json(500)

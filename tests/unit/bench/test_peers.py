@@ -1,0 +1,165 @@
+"""Peers as child processes: the protocol, what ends them, and what they are set to."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from bench.peers import child, convert, install, places
+from bench.peers.child import Peer, PeerFailed
+from bench.peers.settings import (
+    FILE,
+    GRID,
+    candidates,
+    settings_for,
+    write_choice,
+)
+from bench.token_check import agreement
+from quire.config.flags import engine_config
+
+REQUEST = {"prompt_ids": [1, 2, 3], "output_tokens": 4}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = {"quire": ("tests.unit.bench.fake_peer", "")}
+    monkeypatch.setattr(child, "SCRIPTS", MappingProxyType({**child.SCRIPTS, **scripts}))
+
+
+def _loaded(tmp_path: Path, **settings: Any) -> Peer:
+    peer = Peer("quire", 2, tmp_path / "log")
+    told = peer.load("a model", settings, limit_s=30)
+    assert told == {"version": "a model", "kv_dtype": "f32", "threads": 2}
+    return peer
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_peer_is_asked_and_answers_in_lines(tmp_path: Path) -> None:
+    with _loaded(tmp_path, noisy=True) as peer:
+        told = peer.ask({"do": "run", "requests": [REQUEST, REQUEST]}, limit_s=30)
+        assert [answer["token_ids"] for answer in told["answers"]] == [[6] * 4] * 2
+        with pytest.raises(PeerFailed, match="it has none"):
+            peer.ask({"do": "own_tool", "workload": {}}, limit_s=30)
+        with pytest.raises(PeerFailed, match="not part of the protocol"):
+            peer.ask({"do": "dance"}, limit_s=30)
+    assert "a library says hello" in (tmp_path / "log").read_text()
+    assert "and its C++ too" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("slow", "did not answer within"),
+        ("dies", "ended"),
+        ("raises", "ValueError: nothing adds up"),
+    ],
+)
+def test_what_goes_wrong_in_a_peer_is_told_and_ends_it(
+    tmp_path: Path, wrong: str, told: str
+) -> None:
+    peer = _loaded(tmp_path, **{wrong: True})
+    with peer, pytest.raises(PeerFailed, match=told):
+        peer.ask({"do": "run", "requests": [REQUEST]}, limit_s=1)
+    assert not Path(f"/proc/{peer.pid}/cmdline").exists() or os.name != "posix"
+
+
+def test_a_peer_that_is_not_installed_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_PEERS", str(tmp_path))
+    with pytest.raises(PeerFailed, match="bench/peers/setup openvino"):
+        Peer("openvino", 1, tmp_path / "log")
+
+
+def test_threads_are_equal_and_our_own_settings_stay_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    for name in child.SCRIPTS:
+        kept = child.engine_environment(name, 3)
+        assert kept["OMP_NUM_THREADS"] == "3"
+        assert kept["PYTHONPATH"] == str(places.REPOSITORY)
+        assert "OPENBLAS_NUM_THREADS" not in kept
+    assert child.engine_environment("vllm", 3)["VLLM_CPU_OMP_THREADS_BIND"] == "0-2"
+
+
+def test_the_committed_settings_are_for_engines_and_workloads_there_are() -> None:
+    known = json.loads(FILE.read_text())
+    assert set(known) <= set(child.SCRIPTS)
+    for of_engine in known.values():
+        assert set(of_engine) <= {"*", *convert.PRECISIONS}
+        for of_precision in of_engine.values():
+            assert set(of_precision) <= {"*", "w1", "w2", "w3", "w4", "w5"}
+
+
+@pytest.mark.parametrize("workload", ["w1", "w2", "w3", "w4", "w5"])
+def test_quires_settings_are_settings_of_the_engine(workload: str) -> None:
+    for precision in convert.PRECISIONS:
+        settings = settings_for("quire", precision=precision, workload=workload)
+        assert engine_config(settings).scheduler.max_num_seqs in (1, 16, 32)
+
+
+def test_no_more_requests_run_at_once_than_the_workload_says() -> None:
+    running = {"llama.cpp": "-np", "openvino": "max_num_seqs", "vllm": "max_num_seqs"}
+    for engine, name in running.items():
+        for workload, most in (("w1", 1), ("w2", 1), ("w3", 16), ("w4", 16)):
+            settings = settings_for(engine, precision="bf16", workload=workload)
+            assert settings[name] == most
+
+
+def test_later_settings_win_and_a_choice_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    assert settings_for("x", precision="bf16", workload="w1", file=file) == {}
+    file.write_text(json.dumps({"x": {"*": {"*": {"a": 1, "b": 1}, "w1": {"b": 2}}}}))
+    assert settings_for("x", precision="bf16", workload="w1", file=file) == {"a": 1, "b": 2}
+    write_choice("x", precision="bf16", workload="w1", chosen={"b": 3}, file=file)
+    assert settings_for("x", precision="bf16", workload="w1", file=file) == {"a": 1, "b": 3}
+    assert settings_for("x", precision="int8", workload="w1", file=file) == {"a": 1, "b": 2}
+
+
+def test_a_sweep_tries_every_combination_once() -> None:
+    for engine in GRID:
+        for workload in ("w1", "w3"):
+            tried = list(candidates(engine, workload))
+            assert len({json.dumps(one, sort_keys=True) for one in tried}) == len(tried) >= 1
+    assert len(list(candidates("openvino", "w4"))) == 16
+
+
+def test_a_scheme_an_engine_does_not_have_is_told() -> None:
+    with pytest.raises(convert.Unavailable, match="vllm has no scheme for int4"):
+        convert.converted("vllm", Path("model"), "int4")
+    assert convert.converted("quire", Path("model"), "int4") == Path("model")
+    assert convert.converted("vllm", Path("model"), "bf16") == Path("model")
+
+
+def test_agreement_counts_leading_tokens() -> None:
+    assert agreement([[1, 2, 3, 4]], [[1, 2, 3, 4]])["leading_tokens_equal"] == 1
+    half = agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 9, 8]])
+    assert (half["leading_tokens_equal"], half["ok"]) == (0.5, False)
+    assert agreement([[1, 2]], [[9, 2]])["leading_tokens_equal"] == 0
+
+
+def test_packages_of_a_gpu_are_known_by_their_names() -> None:
+    strange = ["nvidia-cublas", "cuda-toolkit", "triton", "pytorch-triton"]
+    assert all(install.GPU_PACKAGES.match(name) for name in strange)
+    assert not any(install.GPU_PACKAGES.match(name) for name in ("torch", "openvino", "nncf"))
+
+
+def test_an_installation_is_current_only_at_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_PEERS", str(tmp_path))
+    place = install.Installation("openvino", num_jobs=1)
+    assert not place.is_current
+    (tmp_path / "openvino").mkdir()
+    record = tmp_path / "openvino" / "installed.json"
+    record.write_text(json.dumps({"asked": place.asked}))
+    assert place.is_current
+    assert places.is_installed("openvino")
+    record.write_text(json.dumps({"asked": ["openvino-genai==1"]}))
+    assert not place.is_current
