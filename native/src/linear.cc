@@ -182,7 +182,7 @@ void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64
 constexpr int64_t kRowBytes = 5 << 18;  // of packed x: what stays in the second-level cache
 constexpr int64_t kMostRows = 1024;     // of x in one block
 constexpr int64_t kPairRows = 2 * kTileRows;
-constexpr int64_t kResidentSteps = 16;  // of K: the weights of so many stay in the first level
+constexpr int64_t kResidentSteps = 8;  // of K: the weights of so many stay in the first level
 constexpr int64_t kPanelStepBytes = kTileRows * kStepBytes;
 
 QUIRE_VEC int64_t steps_of(int64_t k) { return (k + kTileStep - 1) / kTileStep; }
@@ -192,18 +192,56 @@ QUIRE_VEC int64_t amx_block_rows(int64_t k) {
     return rows < 2 * kPairRows ? 2 * kPairRows : rows > kMostRows ? kMostRows : rows;
 }
 
-// Steps of K, their weights, and whether sums are gone on with.
+// Steps of K, their weights, whether sums are gone on with, and whether they are finished then.
 struct Stretch {
     int64_t first, count;
     const char* weights;
-    bool resume;
+    bool resume, last;
+};
+
+// Where finished rows of one block and panel go.
+struct Place {
+    const LinearArgs& args;
+    int64_t first_row, panel;
+
+    __attribute__((always_inline)) int64_t columns() const {
+        const int64_t left = args.weight.n - panel * kPanel;
+        return left < kPanel ? left : kPanel;
+    }
+    // The lines that `count` rows from `row` on will be written to come near while they are made.
+    __attribute__((always_inline)) void fetch(int64_t row, int64_t count) const {
+        for (int64_t i = 0; i < count; ++i) {
+            const char* y = static_cast<const char*>(args.y.at(first_row + row + i));
+            y += panel * kPanel * type_bytes(args.y.type);
+            __builtin_prefetch(y, 1, 3);
+            if (args.y.type == Type::f32) __builtin_prefetch(y + 64, 1, 3);
+        }
+    }
+    // Adds the bias and rounds: to bf16 as the processor does, denormals to zero.
+    __attribute__((always_inline)) void finish(const float* sums, int64_t row,
+                                               int64_t count) const {
+        if (args.y.type == Type::f32 || columns() < kPanel) {
+            return QUIRE_ISA_NS::finish(sums, count, args, first_row + row, panel);
+        }
+        const float* bias = args.bias == nullptr ? nullptr : args.bias + panel * kPanel;
+        for (int64_t i = 0; i < count; ++i) {
+            Vec low = load(sums + i * kPanel), high = load(sums + i * kPanel + kLanes);
+            if (bias != nullptr) {
+                low = add(low, load(bias));
+                high = add(high, load(bias + kLanes));
+            }
+            bf16* y = static_cast<bf16*>(args.y.at(first_row + row + i)) + panel * kPanel;
+            _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
+        }
+    }
 };
 
 // A stretch of K for all (packed) rows of a block: sums [rows, up to 31 more][32]. Returns how
 // far it has fetched ahead: the next panel's beginning where rows take more than one pass.
 template <Ahead fetch>
 QUIRE_VEC const char* amx_stretch(const bf16* packed, int64_t rows, int64_t steps,
-                                  const Stretch& stretch, float* sums, const char* ahead) {
+                                  const Stretch& stretch, float* sums, const Place& place,
+                                  const char* ahead) {
     configure_tiles(kTileRows, kTileRows);
     for (int64_t row = 0; row < rows; row += kPairRows) {
         const int64_t count = rows - row < kPairRows ? rows - row : kPairRows;
@@ -216,31 +254,37 @@ QUIRE_VEC const char* amx_stretch(const bf16* packed, int64_t rows, int64_t step
                 : (stretch.resume ? multiply_tiles<false, true, fetch>
                                   : multiply_tiles<false, false, fetch>);
         float* out = sums + row * kPanel;
+        if (stretch.last) place.fetch(row, count);
         multiply(upper, upper + steps * kTileElements, stretch.weights, stretch.count, out,
                  out + kTileRows * kPanel, ahead);
+        if (stretch.last) place.finish(out, row, count);
         if (fetch == Ahead::next_panel) ahead += stretch.count * 256;
     }
     return ahead;
 }
 
-// All rows of one block (packed) by one panel, into sums. The last step of K is filled up with
-// zeros: behind a panel lies the next, and 0 times an infinity is not 0.
-void amx_panel(const bf16* packed, int64_t rows, const char* panel, int64_t k, float* sums) {
+// All rows of one block (packed) by one panel. The last step of K is filled up with zeros: behind
+// a panel lies the next, and 0 times an infinity is not 0.
+void amx_panel(const bf16* packed, int64_t rows, const char* panel, int64_t k, float* sums,
+               const Place& place) {
     const int64_t steps = steps_of(k), pairs = (k + 1) / 2;
     const int64_t whole = pairs / kTileRows;  // steps whose weights are all there
+    const bool tail = whole < steps;
     const char* ahead = panel + pairs * kStepBytes;
     if (rows <= kPairRows) {
-        const Stretch all{0, whole, panel, false};
-        amx_stretch<Ahead::same_stream>(packed, rows, steps, all, sums, panel + kAheadBytes);
+        const Stretch all{0, whole, panel, false, !tail};
+        amx_stretch<Ahead::same_stream>(packed, rows, steps, all, sums, place,
+                                        panel + kAheadBytes);
     } else {
         for (int64_t first = 0; first < whole; first += kResidentSteps) {
             const int64_t left = whole - first;
             const Stretch part{first, left < kResidentSteps ? left : kResidentSteps,
-                               panel + first * kPanelStepBytes, first > 0};
-            ahead = amx_stretch<Ahead::next_panel>(packed, rows, steps, part, sums, ahead);
+                               panel + first * kPanelStepBytes, first > 0,
+                               !tail && left <= kResidentSteps};
+            ahead = amx_stretch<Ahead::next_panel>(packed, rows, steps, part, sums, place, ahead);
         }
     }
-    if (whole == steps) return;
+    if (!tail) return;
     alignas(64) char last[kPanelStepBytes];
     const int64_t bytes = (pairs - whole * kTileRows) * kStepBytes;
     for (int64_t i = 0; i < kPanelStepBytes; i += 64) {
@@ -248,7 +292,8 @@ void amx_panel(const bf16* packed, int64_t rows, const char* panel, int64_t k, f
         _mm512_store_si512(last + i,
                            i < bytes ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
     }
-    amx_stretch<Ahead::none>(packed, rows, steps, {whole, 1, last, whole > 0}, sums, nullptr);
+    const Stretch rest{whole, 1, last, whole > 0, true};
+    amx_stretch<Ahead::none>(packed, rows, steps, rest, sums, place, nullptr);
 }
 
 // As `linear` deals it, with x packed once by each thread and block of rows.
@@ -281,8 +326,7 @@ void amx_linear(const LinearArgs& args) {
                 held[1] = block;
             }
             const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
-            amx_panel(packed, rows, weights, k, sums);
-            finish(sums, rows, args, first_row, panel);
+            amx_panel(packed, rows, weights, k, sums, {args, first_row, panel});
         }
         release_tiles();
     });

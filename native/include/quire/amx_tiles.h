@@ -48,15 +48,17 @@ QUIRE_VEC void release_tiles() { _tile_release(); }
 
 // Rows of x as the matrix unit reads them: [ceil(rows / 16)][steps][16][32], zeros past K.
 QUIRE_VEC void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, bf16* packed) {
-    const int64_t steps = (k + kTileStep - 1) / kTileStep;
-    for (int64_t row = 0; row < rows; ++row) {
-        const bf16* from = x + row * stride;
-        bf16* to = packed + row / kTileRows * steps * kTileElements + row % kTileRows * kTileStep;
-        for (int64_t s = 0; s < steps; ++s, to += kTileElements) {
-            const int64_t left = k - s * kTileStep;
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+        const int64_t count = rows - row < kTileRows ? rows - row : kTileRows;
+        for (int64_t c = 0; c < k; c += kTileStep, packed += kTileElements) {
+            const int64_t left = k - c;
             const __mmask32 some = left >= kTileStep ? ~__mmask32{0}
                                                      : (__mmask32{1} << left) - 1;
-            _mm512_store_si512(to, _mm512_maskz_loadu_epi16(some, from + s * kTileStep));
+            const bf16* from = x + row * stride + c;
+            for (int64_t i = 0; i < count; ++i) {
+                _mm512_store_si512(packed + i * kTileStep,
+                                   _mm512_maskz_loadu_epi16(some, from + i * stride));
+            }
         }
     }
 }
