@@ -15,9 +15,10 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 def _nearest(value: Fraction) -> np.float32:
     """The float32 nearest to a rational number, ties to even."""
-    guess = np.float32(float(value))
-    candidates = [np.nextafter(guess, np.float32(-np.inf)), guess]
-    candidates.append(np.nextafter(guess, np.float32(np.inf)))
+    with np.errstate(over="ignore"):  # the neighbour of the largest is an infinity, left out below
+        guess = np.float32(float(value))
+        candidates = [np.nextafter(guess, np.float32(-np.inf)), guess]
+        candidates.append(np.nextafter(guess, np.float32(np.inf)))
     finite = [one for one in candidates if np.isfinite(one)]
     return min(
         finite, key=lambda one: (abs(Fraction(float(one)) - value), int(one.view(np.uint32)) & 1)
