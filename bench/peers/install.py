@@ -45,6 +45,13 @@ LLAMA_OPTIONS = (
 )
 
 
+# gcc 12 drops the stores to a tile configuration that only this instruction reads, so llama.cpp's
+# int8 and int4 products would end the process on a processor with tiles. What its authors meant:
+TILE_SOURCE = Path("vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp")
+TILE_CALL = "    _tile_loadconfig(&tc);"
+TILE_BARRIER = '    asm volatile("" : : "r"(&tc) : "memory");\n'
+
+
 class Installation:
     """One peer's folder: its environment, its log, and the record that it is complete."""
 
@@ -66,7 +73,9 @@ class Installation:
     @property
     def asked(self) -> list[str]:
         """What decides whether an installation is still what would be made now."""
-        return [*VERSIONS[self.name], *(LLAMA_OPTIONS if self.name == "llama.cpp" else ())]
+        if self.name != "llama.cpp":
+            return list(VERSIONS[self.name])
+        return [*VERSIONS[self.name], *LLAMA_OPTIONS, TILE_BARRIER.strip()]
 
     def say(self, text: str) -> None:
         """A line of progress."""
@@ -212,6 +221,7 @@ def install_llama(place: Installation) -> None:
         [unpacked] = place.folder.glob("llama_cpp_python-*/")
         shutil.rmtree(source, ignore_errors=True)
         unpacked.rename(source)
+    _keep_tile_configuration(source / TILE_SOURCE)
     place.pip("cmake>=3.28", "ninja")
     tools = place.python.parent
     place.say(f"building {', '.join(LLAMA_TOOLS)} with {place.num_jobs} jobs (many minutes)")
@@ -222,6 +232,12 @@ def install_llama(place: Installation) -> None:
         ]
     )
     place.run([tools / "ninja", "-C", build, f"-j{place.num_jobs}", *LLAMA_TOOLS])
+
+
+def _keep_tile_configuration(file: Path) -> None:
+    text = file.read_text()
+    if TILE_BARRIER not in text:
+        file.write_text(text.replace(TILE_CALL, TILE_BARRIER + TILE_CALL))
 
 
 INSTALLERS: dict[str, Callable[[Installation], None]] = {

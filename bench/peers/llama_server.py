@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import time
@@ -156,8 +157,10 @@ class LlamaServer:
             ],
             _BATCHED_OPTIONS,
         )
-        rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
-        wall_s = float(rows[-1]["t"]) * count / running
+        rows = re.findall(r'\{"n_kv_max".*?\}', told)
+        if not rows:
+            raise Unsupported(f"llama-batched-bench told nothing of a run: {told[-300:]!r}")
+        wall_s = float(json.loads(rows[-1])["t"]) * count / running
         total = workload["prompt_tokens"] + workload["output_tokens"]
         return {"rates": {"wall_s": wall_s, "total_tokens_per_s": total / wall_s}}
 
