@@ -25,7 +25,7 @@ from bench.checkpoints import SHAPES, random_checkpoint
 from bench.floors import workload_work
 from bench.limits import machine_limits, peak_gflops
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
-from bench.peers.child import Peer, PeerFailed
+from bench.peers.child import Peer, PeerFailed, end_cleanly_on_sigterm
 from bench.peers.convert import PRECISIONS, SCHEMES, Unavailable, converted
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
@@ -245,6 +245,7 @@ def _listed(known: Sequence[str] | dict[str, str]) -> Any:
 def main(words: Sequence[str] | None = None) -> None:
     """Compare, print the table."""
     args = _arguments(words)
+    end_cleanly_on_sigterm()
     path = args.out or RESULTS / f"cpu-{args.shape}-{args.precision}.json"
     if args.fresh:
         path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.checkpoints import SHAPES, random_checkpoint
 from bench.compare import quire_state
-from bench.peers.child import PeerFailed
+from bench.peers.child import PeerFailed, end_cleanly_on_sigterm
 from bench.peers.convert import PRECISIONS, Unavailable
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=num_usable_cpus())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    end_cleanly_on_sigterm()
     check_plots()
     out = args.out or REPOSITORY / "bench/results" / f"serving-{args.shape}-{args.precision}.json"
     checkpoint = random_checkpoint(args.shape)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.checkpoints import SHAPES, random_checkpoint
-from bench.peers.child import SCRIPTS, Peer, PeerFailed
+from bench.peers.child import SCRIPTS, Peer, PeerFailed, end_cleanly_on_sigterm
 from bench.peers.convert import PRECISIONS, Unavailable, converted
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import candidates, settings_for, write_choice
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=180.0, help="seconds a run may take")
     parser.add_argument("--threads", type=int, default=num_usable_cpus())
     args = parser.parse_args()
+    end_cleanly_on_sigterm()
     end_s = time.monotonic() + 60 * args.minutes
     name = f"sweep-{args.shape}-{args.precision}.json"
     sweep = Sweep(REPOSITORY / "bench" / "results" / name)

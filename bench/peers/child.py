@@ -122,6 +122,11 @@ class Peer:
         self._process.wait()
 
 
+def end_cleanly_on_sigterm() -> None:
+    """SIGTERM leaves by an exception, so that peers, which are in sessions of their own, end."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def engine_environment(name: str, threads: int) -> dict[str, str]:
     """The parent's environment with equal threads for whatever library counts its own."""
     kept = {key: value for key, value in os.environ.items() if key not in NOT_OF_OURS}
