@@ -4,7 +4,8 @@
 
 What is not printable is written as an escape, wherever it stands, so an event is always one line.
 Knows no levels to be configured and no global logger: a Log is handed to whoever reports. A line
-is written by one call, so lines of several processes on one stream do not mix.
+is written by one call, so lines of several processes on one stream do not mix. A line that cannot
+be written (the disk is full, the reader went away) is lost: what is reported on goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from typing import TextIO
 
 from quire.base.report import Field
@@ -44,8 +46,9 @@ class Log:
         ]
         parts += [f"{name}={_show(value)}" for name, value in fields.items()]
         stream = sys.stderr if self._stream is None else self._stream
-        stream.write(" ".join(parts) + "\n")
-        stream.flush()
+        with suppress(OSError):
+            stream.write(" ".join(parts) + "\n")
+            stream.flush()
 
 
 def _show(value: Field) -> str:

@@ -8,7 +8,7 @@ failed, 2 what was asked cannot be done, 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import os
+import errno
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from typing import Protocol, cast
 
 from quire.base.errors import QuireError, WorkerError
+from quire.cli.output import lose_output
 
 VERBS = {
     "serve": "start an OpenAI-compatible HTTP server",
@@ -29,6 +30,7 @@ _EXIT_FAILED = 1
 _EXIT_REFUSED = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_PIPE_CLOSED = 141
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Verb(Protocol):
@@ -65,8 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away: say nothing, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lose_output()
         return _EXIT_PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        lose_output()
+        _complain(arguments.verb, f"cannot write: {error.strerror}; make room, or write elsewhere")
+        return _EXIT_FAILED
 
 
 def command_parser(complete_verbs: Sequence[str]) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.base.log import Log
+from quire.cli.output import lose_output
 from quire.config.flags import add_flags, built
 from quire.config.groups import (
     CacheConfig,
@@ -103,7 +104,11 @@ def _serve(
         announced.set()
         for problem in _template_problems(client):
             log.warning("chat template cannot be used", reason=problem)
-        print(_block(client, url), flush=True)
+        try:
+            print(_block(client, url), flush=True)
+        except OSError as error:  # requests are taken all the same
+            lose_output()
+            log.warning("standard output cannot be written", reason=str(error), address=url)
 
     try:
         return run_server(client, server, listening, log, announce=announce)

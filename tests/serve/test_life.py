@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +257,42 @@ def test_a_full_queue_is_refused_and_what_is_queued_is_served(tiny: Path) -> Non
             assert (status, answer["error"]["code"]) == (503, "overloaded")
             running.close()
             assert list(one)[-1] == list(two)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("where", ["a full disk", "a pipe nobody reads"])
+def test_where_nothing_can_be_logged_it_serves_all_the_same(tiny: Path, where: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", str(port)]
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "w") as full, open(write, "w") as lost:
+        output = full if where == "a full disk" else lost
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + GIVE_UP_S
+        while _status(port, "GET", "/health") != 200:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for _ in range(3):
+            assert _status(port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2}) == 200
+        assert _status(port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": "x"}) == 400
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(GIVE_UP_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _status(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> int:
+    """0 where nobody listens yet."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body))
+        return connection.getresponse().status
+    except ConnectionError:
+        return 0
+    finally:
+        connection.close()

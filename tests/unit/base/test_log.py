@@ -47,3 +47,15 @@ def test_the_clock_does_not_go_back() -> None:
     clock = Clock()
     times = [clock.now_ms() for _ in range(100)]
     assert times == sorted(times)
+
+
+class _FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_line_that_cannot_be_written_is_lost_and_nothing_else_is() -> None:
+    stream = _FullDisk()
+    Log("engine", stream).event("ready")
+    Log("engine", stream).error("failed", why="full")
+    assert stream.getvalue().count("\n") == 2

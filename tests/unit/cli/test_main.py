@@ -141,6 +141,28 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert process.wait() == 141
 
 
+@pytest.mark.parametrize("words", [("completion", "bash"), ("program",)])
+def test_a_full_disk_is_told_in_a_sentence(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+        )
+    assert done.returncode == 1
+    told = done.stderr.decode()
+    assert told == (
+        f"quire {words[0]}: cannot write: No space left on device; make room, or write elsewhere\n"
+    )
+
+
+def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_module, "verb", lambda name: _Failing(PermissionError(13, "no")))
+    with pytest.raises(PermissionError):
+        main(["chat"])
+
+
 def test_unknown_flags_are_told_with_the_usage_of_their_verb(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
