@@ -14,11 +14,12 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from quire.base.errors import WorkerError
 from quire.bench.report import Progress, result
@@ -83,15 +84,19 @@ def one_start(words: Sequence[str]) -> Start:
     port = _free_port()
     command = [sys.executable, "-m", "quire", "serve", *words, "--port", str(port)]
     began_s = time.perf_counter()
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        ready_s = _until_ready(port, server, began_s)
-        first_s, text = _first_token(port, began_s)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        _, told = server.communicate(timeout=60)
-    if server.returncode != 0:
-        raise WorkerError(f"the server ended with exit code {server.returncode}: {_end(told)}")
+    # A file, not a pipe: each question is a line of its log, and nobody reads while it starts.
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            ready_s = _until_ready(port, server, began_s)
+            first_s, text = _first_token(port, began_s)
+        except WorkerError as error:
+            raise WorkerError(f"{error}: {_end(log)}") from error
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=60)
+        if server.returncode != 0:
+            raise WorkerError(f"the server ended with exit code {server.returncode}: {_end(log)}")
     return Start(ready_s=ready_s, first_token_s=first_s, text=text)
 
 
@@ -104,8 +109,7 @@ def _free_port() -> int:
 def _until_ready(port: int, server: subprocess.Popen[bytes], began_s: float) -> float:
     while time.perf_counter() - began_s < GIVE_UP_S:
         if server.poll() is not None:
-            told = server.stderr.read() if server.stderr else b""
-            raise WorkerError(f"the server ended before it was ready: {_end(told)}")
+            raise WorkerError("the server ended before it was ready")
         with suppress(OSError), closing(_connection(port)) as connection:
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
@@ -137,5 +141,6 @@ def _connection(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
 
 
-def _end(told: bytes) -> str:
-    return told.decode(errors="replace").strip()[-500:] or "it said nothing"
+def _end(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace").strip()[-500:] or "it said nothing"
