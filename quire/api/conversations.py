@@ -1,15 +1,13 @@
-"""Messages and what goes with them, checked and rendered by the model's template.
+"""What a request says of its conversation, checked and rendered by the model's template.
 
-Roles are system, developer (which templates know as system), user, assistant and tool; content is
-text or a list of text parts; other keys of a message are handed to the template as they are. The
-arguments of tool calls, which OpenAI's clients send as the text of a JSON object, become that
-object where the template writes objects out itself. Knows no token.
+What messages may be is said in quire/text/messages.py; here, what goes with them: a template by
+its name or as text, documents, tools, variables. What the template does not read is refused, or
+left out and named where the server was told so. Knows no token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +17,8 @@ from quire.api.opening import Opened
 from quire.base.errors import InvalidParameter, RequestError, TokenizerError
 from quire.base.show import show
 from quire.text.chat_template import ChatTemplate
+from quire.text.messages import checked_messages, with_argument_objects
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_CHARS = 64 * 1024
 
@@ -59,21 +57,6 @@ async def rendered(request: Opened) -> str:
     return text
 
 
-def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages, as a template takes them. Raises InvalidParameter naming the message."""
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameter(
-            f"messages is {show(messages)}; a list of at least one message is needed",
-            param="messages",
-        )
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidParameter(
-            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed",
-            param="messages",
-        )
-    return [_checked(at, message) for at, message in enumerate(messages)]
-
-
 def _asked(given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: bool) -> _Asked:
     name, source = _template_of(given, template, trusted=trusted)
     opens = flag(given, "add_generation_prompt") if "add_generation_prompt" in given else None
@@ -84,7 +67,7 @@ def _asked(given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: 
             param="chat_template_kwargs",
         )
     return _Asked(
-        messages=checked_messages(given.get("messages")),
+        messages=_messages(given.get("messages")),
         add_generation_prompt=opens,
         continue_final_message=flag(given, "continue_final_message"),
         tools=_objects(given, "tools") or None,
@@ -93,6 +76,15 @@ def _asked(given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: 
         name=name,
         source=source,
     )
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise InvalidParameter(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed",
+            param="messages",
+        )
+    return checked_messages(messages)
 
 
 def _template_of(
@@ -161,89 +153,23 @@ def _render_with(
                 raise
             ignored.append(f"chat_template_kwargs.{name}")
             del variables[name]
+    listed = {"tools": asked.tools, "documents": asked.documents}
+    for name in [name for name in listed if listed[name] is not None]:
+        try:
+            template.check_reads(name, tools=asked.tools, chat_template=asked.name)
+        except InvalidParameter:
+            if not warns:
+                raise
+            ignored.append(name)
+            listed[name] = None
+    tools = listed["tools"]
     text = template.render(
-        _with_argument_objects(template, asked),
+        with_argument_objects(template, asked.messages, tools=tools, chat_template=asked.name),
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
-        tools=asked.tools,
-        documents=asked.documents,
+        tools=tools,
+        documents=listed["documents"],
         chat_template=asked.name,
         **variables,
     )
     return text, tuple(ignored)
-
-
-def _with_argument_objects(template: ChatTemplate, asked: _Asked) -> list[dict[str, Any]]:
-    """The messages; arguments that are the text of an object as that object, where fitting."""
-    if not any(message.get("tool_calls") for message in asked.messages):
-        return asked.messages
-    if not template.takes_argument_objects(tools=asked.tools, chat_template=asked.name):
-        return asked.messages
-    return [_with_objects(at, message) for at, message in enumerate(asked.messages)]
-
-
-def _with_objects(at: int, message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    place = f"messages[{at}].tool_calls"
-    return {
-        **message,
-        "tool_calls": [_with_object(call, f"{place}[{i}]") for i, call in enumerate(calls)],
-    }
-
-
-def _with_object(call: Any, place: str) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidParameter(
-            f"{place}.function.arguments is {show(arguments)}, which is not the text of a JSON "
-            "object; this model's template needs one",
-            param="messages",
-        )
-    return {**call, "function": {**function, "arguments": value}}
-
-
-def _checked(at: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidParameter(
-            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
-            param="messages",
-        )
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidParameter(
-            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
-        )
-    checked = {**message, "role": "system" if role == "developer" else role}
-    content = message.get("content")
-    if content is None and role == "assistant":
-        # Beside tool calls templates expect no content; alone it is an answer without words.
-        return checked if message.get("tool_calls") else {**checked, "content": ""}
-    if isinstance(content, list):
-        for part in content:
-            _check_part(at, part)
-    elif not isinstance(content, str):
-        raise InvalidParameter(
-            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
-            param="messages",
-        )
-    return checked
-
-
-def _check_part(at: int, part: Any) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise InvalidParameter(
-            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
-            'parts of the form {"type": "text", "text": "..."} are allowed',
-            param="messages",
-        )

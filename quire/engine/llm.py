@@ -174,7 +174,7 @@ class LLM:
         by their names or in chat_template_kwargs. What the template does not know is refused.
         Raises InvalidParameter, and TokenizerError without a usable template.
         """
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         texts = [rendered(self._text, messages, template_settings) for messages in conversations]
         return self._generate(texts, sampling_params, progress, special_tokens=False)

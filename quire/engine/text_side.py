@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import TokenizerError
+from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.show import show
 from quire.config.groups import ModelConfig
 from quire.engine.model_files import model_folder
 from quire.models.registry import open_model
 from quire.text.chat_template import ChatTemplate
+from quire.text.messages import checked_messages, with_argument_objects
 from quire.text.tokenizer import Tokenizer
 
 _ARGUMENTS = (
@@ -58,9 +60,20 @@ def rendered(
             "trained on, put a chat_template.jinja in its folder, or name a file as chat_template"
         )
     variables = dict(settings)
-    variables |= variables.pop("chat_template_kwargs", None) or {}
+    more = variables.pop("chat_template_kwargs", None) or {}
+    if not isinstance(more, Mapping):
+        raise InvalidParameter(
+            f"chat_template_kwargs is {show(more)}; an object is allowed",
+            param="chat_template_kwargs",
+        )
+    variables |= more
     given = {name: variables.pop(name) for name in _ARGUMENTS if name in variables}
-    template.check_variables(
-        variables, tools=given.get("tools"), chat_template=given.get("chat_template")
+    tools, name = given.get("tools") or None, given.get("chat_template")
+    template.check_variables(variables, tools=tools, chat_template=name)
+    for argument in ("tools", "documents"):
+        if given.get(argument):
+            template.check_reads(argument, tools=tools, chat_template=name)
+    said = with_argument_objects(
+        template, checked_messages(messages), tools=tools, chat_template=name
     )
-    return template.render(messages, **given, **variables)
+    return template.render(said, **given, **variables)

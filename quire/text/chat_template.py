@@ -205,6 +205,18 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
 
+    def check_reads(
+        self, name: str, *, tools: object = None, chat_template: str | None = None
+    ) -> None:
+        """Raises InvalidParameter if the template has no place for `name`: tools or documents."""
+        template = self._named(chat_template, tools)
+        if name not in template.variables:
+            raise InvalidParameter(
+                f"chat template {template.name!r} has no place for {name}: they would not be in "
+                f"the prompt; leave {name} out, or put them into a message",
+                param=name,
+            )
+
     def takes_argument_objects(
         self, *, tools: object = None, chat_template: str | None = None
     ) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 
 from quire.base.errors import InvalidParameter, QuireError, TokenizerError
@@ -77,15 +77,20 @@ class CompiledTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names it reads, its own among them: what is not here cannot change its text."""
-        names = self._sandbox.parse(self.source).find_all(nodes.Name)
-        return frozenset(name.name for name in names) - self._sandbox.globals.keys()
+        """The names it may read before it has set them: what is not here cannot change its text."""
+        return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source)))
 
     @cached_property
     def open_variables(self) -> frozenset[str]:
-        """The names it reads and never sets: those it may be given."""
-        names = self._sandbox.parse(self.source).find_all(nodes.Name)
-        return self.variables - {name.name for name in names if name.ctx != "load"}
+        """Those of them that it never sets, or only where they are not defined: worth telling."""
+        parsed = self._sandbox.parse(self.source)
+        set_here = {name.name for name in parsed.find_all(nodes.Name) if name.ctx != "load"}
+        tested = {
+            test.node.name
+            for test in parsed.find_all(nodes.Test)
+            if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+        }
+        return self.variables - (set_here - tested)
 
     def _run(self, variables: Mapping[str, Any]) -> str:
         context = self._template.new_context(dict(variables))

@@ -241,6 +241,21 @@ def test_tools_are_rendered_but_a_chat_refuses_them() -> None:
     assert ask("/v1/chat/completions", messages=SAID, tools=[], tool_choice="auto").status == 200
 
 
+def test_what_the_template_has_no_place_for_is_refused_or_left_out_and_named() -> None:
+    given = {"documents": [{"text": "a"}], "tools": TOOLS}
+    for name, value in given.items():
+        fields = {"messages": SAID, "chat_template": "loud", name: value}
+        reply = ask("/apply_template", **fields)
+        refused(reply, name, f"'loud' has no place for {name}")
+        assert ask("/apply_template", **{**fields, name: []}).json["prompt"] == "HI!SO !"
+    fields = {"messages": SAID, "chat_template": "loud", **given}
+    reply = ask("/apply_template", settings={"unknown_fields": "warn"}, **fields)
+    assert reply.json["prompt"] == "HI!SO !"
+    assert reply.headers["x-quire-ignored-fields"] == "tools, documents"
+    chat = ask("/v1/chat/completions", **{**fields, "tools": []})
+    refused(chat, "documents", "no place")
+
+
 def test_arguments_of_earlier_calls_become_the_object_their_text_spells() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},

@@ -9,6 +9,7 @@ import sys
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,6 +180,42 @@ def test_a_chat_takes_what_goes_with_messages_and_refuses_what_the_template_does
                 llm.chat(said, one, **wrong)
         with pytest.raises(InvalidParameter, match="no chat template named 'x'"):
             llm.chat(said, one, chat_template="x")
+        with pytest.raises(InvalidParameter, match="no place for documents"):
+            llm.chat(said, one, documents=[{"text": "a"}])
+        with pytest.raises(InvalidParameter, match=r"chat_template_kwargs is \[1\]; an object"):
+            llm.chat(said, one, chat_template_kwargs=[1])
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ("Hi", r'messages is "Hi"; a list'),
+        ([[]], r"messages is \[\]; a list"),
+        (["Hi"], r'messages is "Hi"; a list'),
+        ([{"role": "usr", "content": "Hi"}], r'messages\[0\].role is "usr"; allowed: system'),
+        ([{"role": "user"}], r"messages\[0\].content is null; text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "the model reads text only"),
+        ([{"role": "assistant", "tool_calls": ["x"]}], r"tool_calls is \[\"x\"\]; a list of obj"),
+    ],
+)
+def test_messages_are_what_the_server_takes(llm: LLM, messages: Any, told: str) -> None:
+    with pytest.raises(InvalidParameter, match=told) as caught:
+        llm.chat(messages, GREEDY)
+    assert caught.value.param == "messages"
+
+
+def test_arguments_of_tool_calls_are_read_as_the_server_reads_them(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "calls.jinja"
+    file.write_text(
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"at": [1]}'}}
+    with LLM(model, threads=1, chat_template=file) as llm:
+        [answer] = llm.chat([{"role": "assistant", "tool_calls": (call,)}], GREEDY)
+    assert answer.prompt == '{"at": [1]}'
 
 
 def test_a_chat_template_that_is_neither_file_nor_name_is_a_wrong_setting(model: Path) -> None:

@@ -296,10 +296,41 @@ def test_variables_a_template_does_not_read_are_found() -> None:
     template.check_variables(["weather"], chat_template="other")
     with pytest.raises(InvalidParameter, match=r"did you mean 'mood'\? it has: bos_token, mood"):
         template.check_variables(["modo"])
-    for own in ("messages", "raise_exception", "namespace", "loop"):
+    for own in ("messages", "raise_exception", "namespace", "loop", "caller"):
         with pytest.raises(InvalidParameter) as caught:
             template.check_variables([own])
         assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "none"),
+        ("{% if day is not defined %}{% set day = 1 %}{% endif %}{{ day }}", "day"),
+        ("{% if messages %}{% set kind = 1 %}{% endif %}{{ kind }}{{ mood }}", "mood"),
+        ("{% set name = 1 %}{{ name }}", "none"),
+        ("{% macro say(what) %}{{ what }}{{ tone }}{% endmacro %}{{ say(1) }}", "tone"),
+    ],
+)
+def test_only_what_can_change_the_text_counts_as_a_variable(source: str, told: str) -> None:
+    template = _template(source)
+    for name in ("loop", "m", "name", "say", "what"):
+        with pytest.raises(InvalidParameter, match=f"it has: {told}$"):
+            template.check_variables([name])
+    for name in {"day", "mood", "tone"} & {told}:
+        template.check_variables([name])
+
+
+def test_tools_and_documents_are_found_to_have_no_place() -> None:
+    template = ChatTemplate(
+        {"default": "{{ messages }}{{ documents }}", "tool_use": "{{ tools }}"}, variables={}
+    )
+    template.check_reads("documents")
+    template.check_reads("tools", tools=[{}])
+    for name, chosen in (("tools", "default"), ("documents", "tool_use")):
+        with pytest.raises(InvalidParameter, match=f"no place for {name}") as caught:
+            template.check_reads(name, tools=[{}], chat_template=chosen)
+        assert caught.value.param == name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Messages of a conversation, checked and brought into the form that chat templates take.
+
+Roles are system, developer (which templates know as system), user, assistant and tool; content is
+text or a list of text parts; other keys of a message are handed to the template as they are. The
+arguments of tool calls, which OpenAI's clients send as the text of a JSON object, become that
+object where the template writes objects out itself. Knows no token and no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+from quire.text.chat_template import ChatTemplate
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages, as a template takes them. Raises InvalidParameter naming the message."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidParameter(
+            f"messages is {show(messages)}; a list of at least one message is needed",
+            param="messages",
+        )
+    return [_checked(at, message) for at, message in enumerate(messages)]
+
+
+def with_argument_objects(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: object = None,
+    chat_template: str | None = None,
+) -> Sequence[Mapping[str, Any]]:
+    """The messages; arguments that are the text of an object as that object, where fitting.
+
+    Raises InvalidParameter where such a text is none.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    if not template.takes_argument_objects(tools=tools, chat_template=chat_template):
+        return messages
+    return [_with_objects(at, message) for at, message in enumerate(messages)]
+
+
+def _with_objects(at: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    place = f"messages[{at}].tool_calls"
+    return {
+        **message,
+        "tool_calls": [_with_object(call, f"{place}[{i}]") for i, call in enumerate(calls)],
+    }
+
+
+def _with_object(call: Any, place: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidParameter(
+            f"{place}.function.arguments is {show(arguments)}, which is not the text of a JSON "
+            "object; this model's template needs one",
+            param="messages",
+        )
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def _checked(at: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParameter(
+            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
+            param="messages",
+        )
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidParameter(
+            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
+        )
+    checked = {**message, "role": "system" if role == "developer" else role}
+    _check_calls(at, message.get("tool_calls"))
+    content = message.get("content")
+    if content is None and role == "assistant":
+        # Beside tool calls templates expect no content; alone it is an answer without words.
+        return checked if message.get("tool_calls") else {**checked, "content": ""}
+    if isinstance(content, list | tuple):
+        for part in content:
+            _check_part(at, part)
+    elif not isinstance(content, str):
+        raise InvalidParameter(
+            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
+            param="messages",
+        )
+    return checked
+
+
+def _check_calls(at: int, calls: Any) -> None:
+    fine = isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
+    if calls is not None and not fine:
+        raise InvalidParameter(
+            f"messages[{at}].tool_calls is {show(calls)}; a list of objects is allowed",
+            param="messages",
+        )
+
+
+def _check_part(at: int, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InvalidParameter(
+            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
+            'parts of the form {"type": "text", "text": "..."} are allowed',
+            param="messages",
+        )
