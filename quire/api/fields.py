@@ -96,6 +96,17 @@ OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "bad_words_ids": "bad_words",
+    "content": "prompt",
+    "input": "prompt",
+    "text": "prompt",
+    "add_special": "add_special_tokens",
+    "with_pieces": "return_token_strs",
+    "ids": "tokens",
+    "token_ids": "tokens",
+    "conversation": "messages",
+    "enable_thinking": "chat_template_kwargs",
+    "reasoning": "chat_template_kwargs",
+    "thinking": "chat_template_kwargs",
     "banned_strings": "bad_words",
     "ban_eos_token": "ignore_eos",
     "add_bos_token": "add_special_tokens",
@@ -152,7 +163,9 @@ UNSERVED: dict[str, Unserved] = {
     "audio": Unserved(allowed=(), why="the model writes text only"),
     "prediction": Unserved(allowed=(), why="predicted outputs are not served"),
     "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
-    "reasoning_effort": Unserved(allowed=("none",), why="the model has no effort to set"),
+    "reasoning_effort": Unserved(
+        allowed=("none",), why="what a template reads is in chat_template_kwargs"
+    ),
     "verbosity": Unserved(allowed=("medium",), why="the model has no verbosity to set"),
     # Other programs send these with every request, mostly off.
     "tfs": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.api.fields import CHAT, COMPLETIONS, OTHER_NAMES, known_fields
+from quire.api.fields import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    OTHER_NAMES,
+    TOKENIZE,
+    known_fields,
+)
 from quire.api.sampling import sampling_of
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import FILTERS_OFF, SamplingParams
@@ -79,11 +86,16 @@ def test_mirostat_puts_a_model_s_filters_aside_but_not_the_caller_s() -> None:
     assert sampling_of({"mirostat": 0}, defaults, logprobs=None).top_k == 20
 
 
+def ours(name: str) -> str:
+    return OTHER_NAMES[name]
+
+
 @pytest.mark.parametrize("name", sorted(OTHER_NAMES))
 def test_a_name_of_another_program_is_told_ours(name: str) -> None:
-    assert OTHER_NAMES[name] in CHAT & COMPLETIONS
-    for honoured in (CHAT, COMPLETIONS):
-        with pytest.raises(InvalidParameter, match=f'did you mean "{OTHER_NAMES[name]}"'):
+    tables = [table for table in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE) if ours(name) in table]
+    assert tables
+    for honoured in tables:
+        with pytest.raises(InvalidParameter, match=f'did you mean "{ours(name)}"'):
             known_fields({name: 1}, honoured, warn_unknown=False)
 
 
