@@ -7,6 +7,7 @@
 //
 // Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
 
+#include "quire/amx_int_tiles.h"
 #include "quire/int_tiles.h"
 
 namespace quire::QUIRE_ISA_NS {
@@ -15,9 +16,10 @@ namespace {
 
 constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
 
-// How rows are cut: packs of near-equal counts within blocks.
+// How rows are cut: packs within blocks, of near-equal counts or all full but the last.
 struct Packing {
     int64_t rows, block_rows, most;  // most: rows of a pack
+    bool full;
 
     __attribute__((always_inline)) int64_t rows_of(int64_t block) const {
         const int64_t left = rows - block * block_rows;
@@ -29,6 +31,7 @@ struct Packing {
     // First row of pack `i` of a block, from the block's first.
     __attribute__((always_inline)) int64_t first_of(int64_t block, int64_t i) const {
         const int64_t count = rows_of(block), packs = packs_of(block);
+        if (full) return i < packs ? i * most : count;
         const int64_t longer = count % packs;
         return count / packs * i + (i < longer ? i : longer);
     }
@@ -84,13 +87,16 @@ QUIRE_VEC void finish(const float* sums, int64_t rows, const float* scales,
     }
 }
 
+// Of int8, a panel's scales; null of int4.
+QUIRE_VEC const float* channel_scales(const char* panel, const LinearIntsArgs& args) {
+    if (args.weight.scheme.bits != 8) return nullptr;
+    return reinterpret_cast<const float*>(panel +
+                                          int_steps(args.weight.k) * (kIntStep / 4) * kQuadBytes);
+}
+
 QUIRE_VEC void finish(const float* sums, int64_t rows, const char* panel,
                       const LinearIntsArgs& args, int64_t first_row, int64_t first) {
-    const float* scales = nullptr;
-    if (args.weight.scheme.bits == 8) {
-        scales = reinterpret_cast<const float*>(
-            panel + int_steps(args.weight.k) * (kIntStep / 4) * kQuadBytes);
-    }
+    const float* scales = channel_scales(panel, args);
     if (args.y.type == Type::f32) {
         finish<float>(sums, rows, scales, args, first_row, first);
     } else {
@@ -128,14 +134,116 @@ void panel_block(const LinearIntsArgs& args, const RowShape& shape, const Packin
 Packing packing_for(const LinearIntsArgs& args) {
     // With T in registers several passes of few rows are faster than few passes of many.
     const bool several = args.weight.scheme.bits == 4 && args.rows > kIntRows && kFoldedRows > 0;
-    return {args.rows, kBlockRows, several ? kFoldedRows : kIntRows};
+    return {args.rows, kBlockRows, several ? kFoldedRows : kIntRows, false};
 }
+
+#if defined(QUIRE_AMX)
+
+// Up to so many rows a vector tile takes them in one pass, without the way through memory.
+constexpr int64_t kVectorRows = 4;
+constexpr int64_t kVectorRows4 = kIntRows;    // of int4, whose weights it need not expand
+constexpr int64_t kBlockBytes = 5 << 18;      // of rows: what stays in the second-level cache
+constexpr int64_t kMostBlockRows = 1024;
+constexpr int64_t kPanelsAtOnce = 8;
+constexpr int64_t kStreamedBytes = 4 << 20;   // of y, from which it is written past the caches
+
+// A whole panel's rows into y past the caches: reading its lines first, as plain stores do, costs
+// more than the product where y is larger than they are.
+QUIRE_VEC void stream_rows(const float* sums, int64_t rows, const float* scales,
+                           const LinearIntsArgs& args, int64_t first_row, int64_t first) {
+    for (int64_t i = 0; i < rows; ++i) {
+        Vec v[2];
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            v[j] = load(sums + i * kIntLanes + j * kLanes);
+            if (scales != nullptr) v[j] = mul(v[j], load(scales + j * kLanes));
+            if (args.bias != nullptr) v[j] = add(v[j], load(args.bias + first + j * kLanes));
+        }
+        if (args.y.type == Type::f32) {
+            float* out = static_cast<float*>(args.y.at(first_row + i)) + first;
+            _mm512_stream_ps(out, v[0].v);
+            _mm512_stream_ps(out + kLanes, v[1].v);
+        } else {
+            bf16* out = static_cast<bf16*>(args.y.at(first_row + i)) + first;
+            const __m512i low = _mm512_castsi256_si512(round_words(v[0]));
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(out),
+                                _mm512_inserti64x4(low, round_words(v[1]), 1));
+        }
+    }
+}
+
+// Finishes rows of a block, whose first is `first`.
+struct FinishRows {
+    const LinearIntsArgs& args;
+    int64_t first;
+    bool streams;
+
+    __attribute__((always_inline)) void operator()(int64_t panel, const float* sums, int64_t row,
+                                                   int64_t rows) const {
+        const int64_t bytes = int_panel_bytes(args.weight.k, args.weight.scheme);
+        if (streams && (panel + 1) * kIntLanes <= args.weight.n) {
+            const char* at = static_cast<const char*>(args.weight.data) + panel * bytes;
+            return stream_rows(sums, rows, channel_scales(at, args), args, first + row,
+                               panel * kIntLanes);
+        }
+        finish(sums, rows, static_cast<const char*>(args.weight.data) + panel * bytes, args,
+               first + row, panel * kIntLanes);
+    }
+};
+
+void amx_panels(const AmxBlock& block, const AmxScratch& scratch, const FinishRows& finish) {
+    const IntScheme& scheme = block.weight.scheme;
+    if (scheme.bits == 8) return amx_int_panels<IntForm::int8>(block, scratch, finish);
+    if (scheme.group == 32) return amx_int_panels<IntForm::group32>(block, scratch, finish);
+    if (scheme.group == 64) return amx_int_panels<IntForm::group64>(block, scratch, finish);
+    return amx_int_panels<IntForm::group128>(block, scratch, finish);
+}
+
+void amx_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
+    const int64_t fitting = kBlockBytes / (shape.steps * kIntStep) / kPackRows * kPackRows;
+    const int64_t most = fitting < 2 * kPackRows ? 2 * kPackRows : fitting;
+    const Packing packing{args.rows, most < kMostBlockRows ? most : kMostBlockRows, kPackRows,
+                          true};
+    char* rows = quantize(args, shape, packing);
+    const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
+    const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
+    const int64_t work = args.weight.k * kIntLanes * packing.rows_of(0);
+    // Panels that follow each other overlap; still there are some chunks for each thread.
+    const int64_t some = panels * blocks / (8 * args.pool->num_threads());
+    const int64_t overlapping = some < kPanelsAtOnce ? some : kPanelsAtOnce;
+    const int64_t least = work < 262144 ? 262144 / work : 1;
+    const int64_t grain = overlapping > least ? overlapping : least;
+    const int64_t row_bytes = args.y.stride * type_bytes(args.y.type);
+    const bool streams = args.rows * row_bytes >= kStreamedBytes && row_bytes % 64 == 0 &&
+                         reinterpret_cast<uintptr_t>(args.y.data) % 64 == 0;
+    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int thread) {
+        const AmxScratch scratch = AmxScratch::at(
+            args.pool->scratch(thread, AmxScratch::size(shape.steps)), shape.steps);
+        while (begin < end) {
+            const int64_t block = begin / panels, left = (block + 1) * panels - begin;
+            const int64_t count = end - begin < left ? end - begin : left;
+            const int64_t first = block * packing.block_rows;
+            amx_panels({rows + first * shape.row_bytes(), packing.rows_of(block), shape,
+                        args.weight, begin % panels, begin % panels + count},
+                       scratch, {args, first, streams});
+            begin += count;
+        }
+        release_tiles();
+        _mm_sfence();  // what was streamed is seen before what comes after the deal
+    });
+}
+
+#endif
 
 }  // namespace
 
 void linear_ints(const LinearIntsArgs& args) {
     if (args.rows == 0) return;
     const RowShape shape = RowShape::of(args.weight.k, args.weight.scheme);
+#if defined(QUIRE_AMX)
+    const int64_t vector_rows = args.weight.scheme.bits == 8 ? kVectorRows : kVectorRows4;
+    if (args.rows > vector_rows) return amx_linear_ints(args, shape);
+#endif
     const Packing packing = packing_for(args);
     char* rows = quantize(args, shape, packing);
     const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;

@@ -22,6 +22,8 @@ each_isa = pytest.mark.parametrize("isa", ISAS)
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 # K that no group, no 64 and no 128 divides; N within a panel, past one and one more than one.
 SHAPES = [(1, 1, 1), (3, 31, 5), (13, 67, 100), (33, 192, 65), (50, 321, 32), (66, 1101, 33)]
+# Rows and K at the borders of packs, groups of rows, batches and stretches of K.
+BORDERS = [(5, 64, 40), (31, 128, 33), (32, 129, 64), (65, 255, 33), (96, 256, 70), (161, 640, 33)]
 
 
 def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -> Float32s:
@@ -45,7 +47,7 @@ def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -
 @each_isa
 @each_scheme
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize(("rows", "k", "n"), SHAPES)
+@pytest.mark.parametrize(("rows", "k", "n"), SHAPES + BORDERS)
 def test_a_product_of_integers_is_the_recipe(
     scheme: str, isa: str, dtype: str, rows: int, k: int, n: int
 ) -> None:

@@ -35,7 +35,6 @@ constexpr int kShortRows = 0;
 
 // How a tile fetches weights before they are needed.
 enum class IntFetch { none, same_stream, next_panel };
-constexpr int64_t kIntAheadBytes = 8192;
 
 // For two lines that are loaded.
 template <IntFetch fetch>
@@ -69,16 +68,38 @@ QUIRE_VEC void begin(IntSums<kRows>& sums, const int32_t* starts) {
     }
 }
 
-// One quad of K by all rows of the pack; x: the quad in the pack's step.
-template <int kRows>
-QUIRE_VEC void add_quads(IntSums<kRows>& sums, const WeightQuad (&w)[kIntVecs],
+enum class Part { whole, low, high };
+
+template <Part part>
+QUIRE_VEC WeightQuad part_of(PackedQuad w) {
+    return part == Part::whole ? whole_quad(w) : part == Part::low ? low_quad(w) : high_quad(w);
+}
+
+// A part of packed bytes, four of K, by all rows of the pack; x: the quad in the pack's step.
+template <Part part, int kRows>
+QUIRE_VEC void add_quads(IntSums<kRows>& sums, const PackedQuad (&packed)[kIntVecs],
                          const RowElement* x) {
+#if defined(QUIRE_YMM)  // few registers: one part of a weight at a time
+    RowQuad a[kRows];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) a[i] = set1_quad(x + i * kIntStep);
+#pragma GCC unroll 8
+    for (int j = 0; j < kIntVecs; ++j) {
+        const WeightQuad w = part_of<part>(packed[j]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows; ++i) sums.v[i][j] = dot_quads(sums.v[i][j], w, a[i]);
+    }
+#else
+    WeightQuad w[kIntVecs];
+#pragma GCC unroll 8
+    for (int j = 0; j < kIntVecs; ++j) w[j] = part_of<part>(packed[j]);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
         const RowQuad a = set1_quad(x + i * kIntStep);
 #pragma GCC unroll 8
         for (int j = 0; j < kIntVecs; ++j) sums.v[i][j] = dot_quads(sums.v[i][j], w[j], a);
     }
+#endif
 }
 
 // F = fma(value, scale of the row, F), wherever F is kept.
@@ -155,18 +176,22 @@ static __attribute__((noinline)) void tile8(const RowPack& pack, const RowShape&
             }
         }
         for (int64_t s = 0; s < steps; ++s) {
+            for (int64_t quad = 0; quad < kIntStep / 4; quad += 4) {
 #pragma GCC unroll 4
-            for (int64_t q = 0; q < kIntStep / 4; ++q) {
-                WeightQuad w[kIntVecs];
-                fetch_quad<fetch>(ahead);
+                for (int q = 0; q < 4; ++q) {
+                    PackedQuad w[kIntVecs];
+                    fetch_quad<fetch>(ahead);
 #pragma GCC unroll 8
-                for (int j = 0; j < kIntVecs; ++j) w[j] = load_quad(panel + j * kLanes * 4);
-                if constexpr (kRows <= kShortRows) {
-                    add_quads(q % 2 == 0 ? sums : others, w, x + q * 4);
-                } else {
-                    add_quads(sums, w, x + q * 4);
+                    for (int j = 0; j < kIntVecs; ++j) {
+                        w[j] = load_packed(panel + q * kQuadBytes + j * kLanes * 4);
+                    }
+                    if (kRows <= kShortRows && q % 2 != 0) {
+                        add_quads<Part::whole>(others, w, x + (quad + q) * 4);
+                    } else {
+                        add_quads<Part::whole>(sums, w, x + (quad + q) * 4);
+                    }
                 }
-                panel += kQuadBytes;
+                panel += 4 * kQuadBytes;
             }
             x += kRows * kIntStep;
         }
@@ -232,16 +257,14 @@ static __attribute__((noinline)) void tile4(const RowPack& pack, const RowShape&
                 const RowElement* quads = x + oct / 8 * kRows * kIntStep + oct % 8 * 8;
 #pragma GCC unroll 4
                 for (int o = 0; o < 4; ++o) {
-                    WeightQuad low[kIntVecs], high[kIntVecs];
+                    PackedQuad w[kIntVecs];
                     fetch_quad<fetch>(ahead);
 #pragma GCC unroll 8
                     for (int j = 0; j < kIntVecs; ++j) {
-                        const WeightQuad w = load_quad(weights + j * kLanes * 4);
-                        low[j] = low_quad(w);
-                        high[j] = high_quad(w);
+                        w[j] = load_packed(weights + j * kLanes * 4);
                     }
-                    add_quads(sums, low, quads + o * 8);
-                    add_quads(sums, high, quads + o * 8 + 4);
+                    add_quads<Part::low>(sums, w, quads + o * 8);
+                    add_quads<Part::high>(sums, w, quads + o * 8 + 4);
                     weights += kQuadBytes;
                 }
             }

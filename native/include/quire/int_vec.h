@@ -75,12 +75,14 @@ QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
     __builtin_memcpy(&bits, p, 4);
     return {_mm512_set1_epi32(bits)};
 }
-QUIRE_VEC WeightQuad load_quad(const char* p) { return {_mm512_loadu_si512(p)}; }
-QUIRE_VEC WeightQuad low_quad(WeightQuad w) {
-    return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))};
+using PackedQuad = __m512i;
+QUIRE_VEC PackedQuad load_packed(const char* p) { return _mm512_loadu_si512(p); }
+QUIRE_VEC WeightQuad whole_quad(PackedQuad w) { return {w}; }
+QUIRE_VEC WeightQuad low_quad(PackedQuad w) {
+    return {_mm512_and_si512(w, _mm512_set1_epi8(15))};
 }
-QUIRE_VEC WeightQuad high_quad(WeightQuad w) {
-    return {_mm512_and_si512(_mm512_srli_epi16(w.v, 4), _mm512_set1_epi8(15))};
+QUIRE_VEC WeightQuad high_quad(PackedQuad w) {
+    return {_mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15))};
 }
 // In assembly: GCC 12 keeps such sums in registers only where it cannot see through the product.
 QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
@@ -102,7 +104,6 @@ QUIRE_VEC Bytes and_words(Bytes a, int32_t bits) {
     return _mm512_and_si512(a, _mm512_set1_epi32(bits));
 }
 QUIRE_VEC Bytes shift_words(Bytes a, unsigned n) { return _mm512_srli_epi16(a, n); }
-QUIRE_VEC Bytes dot_words(Bytes a, Bytes b) { return _mm512_madd_epi16(a, b); }
 #else
 typedef __m256i Bytes;
 QUIRE_VEC Bytes load_words(const void* p) {
@@ -115,28 +116,38 @@ QUIRE_VEC Bytes and_words(Bytes a, int32_t bits) {
 QUIRE_VEC Bytes shift_words(Bytes a, unsigned n) {
     return _mm256_srli_epi16(a, static_cast<int>(n));
 }
-QUIRE_VEC Bytes dot_words(Bytes a, Bytes b) { return _mm256_madd_epi16(a, b); }
 #endif
 
 struct RowQuad { Bytes even, odd; };
-struct WeightQuad { Bytes v; };
+struct WeightQuad { Bytes even, odd; };
+
+// sum + pairs of products, in assembly for the same reason as above.
+QUIRE_VEC Ints dot_words(Ints sum, Bytes a, Bytes b) {
+    Bytes products;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+            : "+v"(sum.v), "=&v"(products)
+            : "v"(a), "v"(b));
+    return sum;
+}
+QUIRE_VEC WeightQuad split_words(Bytes w) {
+    return {and_words(w, 0x00ff00ff), shift_words(w, 8)};
+}
 
 QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
     int32_t bits[2];
     __builtin_memcpy(bits, p, 8);
     return {set1_words(bits[0]), set1_words(bits[1])};
 }
-QUIRE_VEC WeightQuad load_quad(const char* p) { return {load_words(p)}; }
-QUIRE_VEC WeightQuad low_quad(WeightQuad w) { return {and_words(w.v, 0x0f0f0f0f)}; }
-QUIRE_VEC WeightQuad high_quad(WeightQuad w) {
-    return {and_words(shift_words(w.v, 4), 0x0f0f0f0f)};
+using PackedQuad = Bytes;
+QUIRE_VEC PackedQuad load_packed(const char* p) { return load_words(p); }
+QUIRE_VEC WeightQuad whole_quad(PackedQuad w) { return split_words(w); }
+QUIRE_VEC WeightQuad low_quad(PackedQuad w) { return split_words(and_words(w, 0x0f0f0f0f)); }
+QUIRE_VEC WeightQuad high_quad(PackedQuad w) {
+    return split_words(and_words(shift_words(w, 4), 0x0f0f0f0f));
 }
 // A product of a byte and a row's is below 2^15, two of them never overflow.
 QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
-    const Bytes even = and_words(w.v, 0x00ff00ff), odd = shift_words(w.v, 8);
-    sum.v += (IntLanes)dot_words(even, x.even);
-    sum.v += (IntLanes)dot_words(odd, x.odd);
-    return sum;
+    return dot_words(dot_words(sum, w.even, x.even), w.odd, x.odd);
 }
 
 #else
@@ -147,13 +158,15 @@ struct RowQuad { int32_t v[4]; };
 struct WeightQuad { Words4 v; };
 
 QUIRE_VEC RowQuad set1_quad(const RowElement* p) { return {{p[0], p[1], p[2], p[3]}}; }
-QUIRE_VEC WeightQuad load_quad(const char* p) {
-    WeightQuad w;
-    __builtin_memcpy(&w.v, p, 16);
+using PackedQuad = Words4;
+QUIRE_VEC PackedQuad load_packed(const char* p) {
+    PackedQuad w;
+    __builtin_memcpy(&w, p, 16);
     return w;
 }
-QUIRE_VEC WeightQuad low_quad(WeightQuad w) { return {w.v & 0x0f0f0f0fu}; }
-QUIRE_VEC WeightQuad high_quad(WeightQuad w) { return {(w.v >> 4) & 0x0f0f0f0fu}; }
+QUIRE_VEC WeightQuad whole_quad(PackedQuad w) { return {w}; }
+QUIRE_VEC WeightQuad low_quad(PackedQuad w) { return {w & 0x0f0f0f0fu}; }
+QUIRE_VEC WeightQuad high_quad(PackedQuad w) { return {(w >> 4) & 0x0f0f0f0fu}; }
 QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
     for (int i = 0; i < 4; ++i) sum.v += (IntLanes)((w.v >> (8 * i)) & 0xffu) * x.v[i];
     return sum;
