@@ -25,8 +25,8 @@ _DISCARD_BYTES = 64 * 1024 * 1024
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
-async def read_object(request: Request, *, limit_bytes: int) -> dict[str, Any]:
-    """The JSON object a request carries.
+async def read_object(request: Request, *, limit_bytes: int) -> tuple[dict[str, Any], bool]:
+    """The JSON object a request carries, and whether it is a large one.
 
     Raises BodyTooLarge, RequestError where it is not an object of strict JSON, and ClientGone.
     """
@@ -35,8 +35,8 @@ async def read_object(request: Request, *, limit_bytes: int) -> dict[str, Any]:
     except ClientDisconnect as error:
         raise ClientGone from error
     if len(raw) <= _SMALL_BYTES:
-        return parse(raw, limit_bytes=limit_bytes)
-    return await asyncio.to_thread(parse, raw, limit_bytes=limit_bytes)
+        return parse(raw, limit_bytes=limit_bytes), False
+    return await asyncio.to_thread(parse, raw, limit_bytes=limit_bytes), True
 
 
 def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:

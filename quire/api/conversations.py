@@ -7,7 +7,6 @@ left out and named where the server was told so. Knows no token.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,8 @@ async def rendered(request: Opened) -> str:
         )
     if template is None:
         template = ChatTemplate({}, variables=request.engine.tokenizer.special_tokens)
-    text, ignored = await asyncio.to_thread(_render, template, asked, warns=request.warns)
+    run = request.beside if asked.source is None else request.at_length
+    text, ignored = await run(_render, template, asked, warns=request.warns)
     request.ignore(*ignored)
     return text
 

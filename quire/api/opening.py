@@ -7,8 +7,8 @@ served or not known is refused, or (unknown_fields="warn") left out, logged and 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -18,6 +18,9 @@ from quire.api.gone import Deadline, body_in_time
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter, UnknownModel
 from quire.base.show import show
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Opened:
@@ -31,12 +34,15 @@ class Opened:
         given: Mapping[str, Any],
         request_id: str,
         deadline: Deadline,
+        is_large: bool,
     ) -> None:
         self.engine = engine
         self.config = serving.config
         self.given = given
         self.request_id = request_id
         self.deadline = deadline
+        self._lanes = serving.lanes
+        self._is_large = is_large
         self._log = serving.log
         self._ignored: list[str] = []
 
@@ -44,6 +50,14 @@ class Opened:
     def warns(self) -> bool:
         """Whether what is not known is left out instead of refused."""
         return self.config.unknown_fields == "warn"
+
+    async def beside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` gives, run beside the event loop: in the slow lane for a large body."""
+        return await self._lanes.run(self._is_large, function, *args, **kwargs)
+
+    async def at_length(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `beside`, for what may take its time however small the body is."""
+        return await self._lanes.run(True, function, *args, **kwargs)
 
     def ignore(self, *names: str) -> None:
         """These were left out."""
@@ -67,7 +81,7 @@ async def opened(
     """The request, once its body is there. Raises RequestError, and what `engine()` raises."""
     engine = serving.engine()
     deadline = Deadline(serving.config.request_timeout_s)
-    body = await body_in_time(
+    body, is_large = await body_in_time(
         read_object(request, limit_bytes=serving.config.max_body_bytes),
         leaving=serving.leaving,
         deadline=deadline,
@@ -75,7 +89,14 @@ async def opened(
     warns = serving.config.unknown_fields == "warn"
     given, ignored = known_fields(body, honoured, warn_unknown=warns)
     request_id = f"{prefix}-{secrets.token_hex(12)}"
-    begun = Opened(serving, engine, given=given, request_id=request_id, deadline=deadline)
+    begun = Opened(
+        serving,
+        engine,
+        given=given,
+        request_id=request_id,
+        deadline=deadline,
+        is_large=is_large,
+    )
     begun.ignore(*ignored)
     _check_model(given, engine)
     return begun

@@ -14,6 +14,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,8 +38,11 @@ _LAST_WORDS_S = 3.0
 # After the engine's death /health answers for so long, so that whoever watches sees why.
 _LINGER_S = 1.0
 _KEEP_ALIVE_S = 75
-# Threads for what would hold up the event loop: large bodies, long texts, slow templates.
+# Threads for what would hold up the event loop: large bodies, long prompts (lanes.py has others).
 _NUM_THREADS = 4
+# After so long a thread lets go of the interpreter lock to another that wants it. Python's 5 ms,
+# several times in each turn of the event loop, are felt in every stream while a template renders.
+_SWITCH_S = 0.0005
 
 
 class StartingEngine(Engine, Protocol):
@@ -61,6 +65,7 @@ def run(
 
     Raises what kept the engine from starting.
     """
+    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Life(engine, config, listening, log, announce).run())
 
@@ -94,6 +99,7 @@ class _Life:
         finally:
             server.should_exit = True
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
+            serving.lanes.close()
             await self._engine.close()
             http.cancel()
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from quire.api.lanes import Lanes
 from quire.base.errors import (
     OverloadedError,
     QuireError,
@@ -63,6 +64,7 @@ class Serving:
         self.config = config
         self.metrics = metrics
         self.log = log
+        self.lanes = Lanes()
         self.draining = False
         loop = asyncio.get_running_loop()
         self.leaving: asyncio.Future[None] = loop.create_future()

@@ -8,7 +8,6 @@ thread, and others go on meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -66,7 +65,7 @@ async def _tokenized(request: Opened) -> bytes:
         text, adds_special = await rendered(request), flag(given, "add_special_tokens")
     else:
         text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
-    return await asyncio.to_thread(_tokens_json, engine, text, adds_special, with_strings)
+    return await request.beside(_tokens_json, engine, text, adds_special, with_strings)
 
 
 def _prompt(given: Mapping[str, Any]) -> str:
@@ -97,7 +96,7 @@ def _tokens_json(engine: Engine, text: str, adds_special: bool, with_strings: bo
 async def _detokenized(request: Opened) -> bytes:
     given, engine = request.given, request.engine
     skips = flag(given, "skip_special_tokens")
-    return await asyncio.to_thread(_text_json, engine, given.get("tokens"), skips)
+    return await request.beside(_text_json, engine, given.get("tokens"), skips)
 
 
 def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from quire.api.lanes import NUM_THREADS
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, CHAT_TEMPLATES, ByteTokenizer, FakeEngine, Reply, Site
 
@@ -276,6 +278,38 @@ def test_arguments_of_earlier_calls_become_the_object_their_text_spells() -> Non
         messages[1] = {"role": "assistant", "content": None, "tool_calls": [call]}
         reply = ask("/apply_template", messages=messages)
         refused(reply, "messages", "messages[1].tool_calls[0].function.arguments")
+
+
+def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
+    async def exchange() -> None:
+        site = Site(max_body_bytes=1 << 20, trust_request_chat_template=True)
+        going = threading.Event()
+        held = [site.serving.lanes.run(True, going.wait) for _ in range(NUM_THREADS)]
+        holding = asyncio.gather(*held)
+        own = {"messages": SAID, "chat_template": "{{ messages }}"}
+        large = {"messages": [{"role": "user", "content": "a" * 200_000}]}
+        asked = [
+            ("/apply_template", own),
+            ("/apply_template", large),
+            ("/tokenize", {"prompt": "a" * 200_000}),
+            ("/detokenize", {"tokens": [1] * 100_000}),
+        ]
+        slow = [asyncio.ensure_future(site.post(path, body)) for path, body in asked]
+        for path, body in (
+            ("/apply_template", {"messages": SAID}),
+            ("/v1/chat/completions", {"messages": SAID}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/v1/completions", {"prompt": "a", "user": "b" * 200_000}),
+        ):
+            assert (await site.post(path, body)).status == 200
+        assert not any(one.done() for one in slow)
+        slow[0].cancel()
+        going.set()
+        await holding
+        assert [(await one).status for one in slow[1:]] == [200] * 3
+        site.serving.lanes.close()
+
+    asyncio.run(exchange())
 
 
 def test_a_long_text_is_tokenized_while_others_are_answered() -> None:
