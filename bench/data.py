@@ -1,0 +1,20 @@
+"""Where the outside data of benchmarks lies: real weights and texts nobody here wrote.
+
+The only file of bench/ that knows the place: the environment variable QUIRE_DATA, else a folder
+`shared/data` beside the repository. Knows no format.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_ROOT = Path(os.environ.get("QUIRE_DATA") or Path(__file__).parents[2] / "shared" / "data")
+
+
+def outside(relative: str) -> Path:
+    """The path of an outside file or folder. Raises SystemExit where it is not there."""
+    path = _ROOT / relative
+    if not path.exists():
+        raise SystemExit(f"outside data not found: {relative}; set QUIRE_DATA to its folder")
+    return path

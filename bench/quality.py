@@ -1,0 +1,174 @@
+"""What precisions cost in quality: perplexity, and divergence from f32, on stories.
+
+Trained models, teacher-forced: each token of a text is predicted from those before it, by the
+native executor. For each precision: perplexity, its ratio to f32's, the mean Kullback-Leibler
+divergence of its next-token distributions from f32's (nats), and how often both find the same
+token likeliest. stories260K reads the first stories, the model in the box those that its training
+left out. Knows no engine and no sampling. Run: python -m bench.quality [--stories 40]
+     [--precisions int8,int4-g32] [--out bench/results/quality.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.data import outside
+from quire.bench.machine import machine_card
+from quire.execute.native import NativeExecutor
+from quire.models.registry import box_path, build_program, open_model
+from quire.program.batch import ForwardBatch
+from quire.program.ops import DType
+from quire.program.quantize import precision_text, quantize
+from quire.quant.scheme import SCHEMES
+from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint import open_checkpoint
+
+STORY_TOKENS = 240
+BLOCK_SIZE = 16
+SLICE_ROWS = 64
+BOX_HELD_OUT_EVERY = 20  # models/tiny/corpus.py keeps every so many from the box's training
+GOALS = {("stories260K", "int8"): 1.01, ("stories260K", "int4-g32"): 1.08}
+GOALS |= {("box", "int8"): 1.01, ("box", "int4-g32"): 1.05}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a model is computed."""
+
+    dtype: DType
+    scheme: str = "none"
+    head: str = "auto"
+
+    @property
+    def name(self) -> str:
+        head = "" if self.head == "auto" else f" head {self.head}"
+        return f"{self.scheme if self.scheme != 'none' else 'plain'}{head}, {self.dtype}"
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    values = logits.astype(np.float64)
+    values -= values.max(axis=1, keepdims=True)
+    rows: NDArray[np.float64] = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    return rows
+
+
+def next_logprobs(
+    folder: Path, setting: Setting, texts: Sequence[Sequence[int]]
+) -> tuple[str, Iterator[NDArray[np.float64]]]:
+    """What the precision is called, and of each text log-probabilities [tokens - 1, vocab]."""
+    plain = build_program(open_model(folder), dtype=setting.dtype, max_positions=STORY_TOKENS + 1)
+    program = quantize(plain, setting.scheme, head=setting.head)
+    executor = NativeExecutor(
+        program,
+        open_checkpoint(folder),
+        max_tokens=STORY_TOKENS,
+        max_samples=SLICE_ROWS,
+        max_sequences=1,
+        num_threads=1,
+    )
+    executor.allocate_cache(STORY_TOKENS // BLOCK_SIZE + 1, BLOCK_SIZE)
+
+    def rows() -> Iterator[NDArray[np.float64]]:
+        for ids in texts:
+            known = np.array(ids[:-1], np.int32)
+            positions = np.arange(len(known), dtype=np.int32)
+            batch = ForwardBatch(
+                token_ids=known,
+                positions=positions,
+                rope_positions=positions,
+                kv_slots=positions,
+                seq_starts=np.array([0, len(known)], np.int32),
+                block_tables=np.arange(STORY_TOKENS // BLOCK_SIZE + 1, dtype=np.int32)[None],
+                sample_rows=positions,
+            )
+            executor.run_trunk(batch)
+            parts = [
+                log_softmax(executor.run_head(batch, first, min(SLICE_ROWS, len(known) - first)))
+                for first in range(0, len(known), SLICE_ROWS)
+            ]
+            yield np.concatenate(parts)
+        executor.close()
+
+    return precision_text(program), rows()
+
+
+def measure(folder: Path, texts: Sequence[Sequence[int]], settings: Sequence[Setting]) -> Any:
+    """A row for each setting; the first is what the others are compared with."""
+    _, base_rows = next_logprobs(folder, settings[0], texts)
+    base = list(base_rows)
+    targets = [np.array(ids[1:]) for ids in texts]
+    num_tokens = sum(map(len, targets))
+    results: list[dict[str, Any]] = []
+    for setting in settings:
+        precision, rows = next_logprobs(folder, setting, texts)
+        nats = divergence = same = 0.0
+        for ids, wanted, found in zip(targets, base, rows, strict=True):
+            nats -= found[np.arange(len(ids)), ids].sum()
+            divergence += (np.exp(wanted) * (wanted - found)).sum()
+            same += (wanted.argmax(axis=1) == found.argmax(axis=1)).sum()
+        perplexity = float(np.exp(nats / num_tokens))
+        results.append(
+            {
+                "setting": setting.name,
+                "precision": precision,
+                "perplexity": perplexity,
+                "ratio": perplexity / (results[0]["perplexity"] if results else perplexity),
+                "kl_nats": float(divergence / num_tokens),
+                "same_likeliest": float(same / num_tokens),
+            }
+        )
+        print(
+            f"  {setting.name:>28}: perplexity {perplexity:.4f} "
+            f"({100 * (results[-1]['ratio'] - 1):+.2f} %), KL {results[-1]['kl_nats']:.5f}, "
+            f"same likeliest {100 * results[-1]['same_likeliest']:.1f} %",
+            flush=True,
+        )
+    return {"num_tokens": num_tokens, "settings": results}
+
+
+def story_ids(folder: Path, stories: Sequence[str]) -> list[list[int]]:
+    """The first STORY_TOKENS tokens of each, with what the tokenizer puts before them."""
+    tokenizer = Tokenizer.load(folder)
+    return [tokenizer.encode(story)[: STORY_TOKENS + 1] for story in stories]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stories", type=int, default=40)
+    parser.add_argument("--precisions", default=",".join(SCHEMES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    settings = [Setting(dtype=DType.F32), Setting(dtype=DType.BF16)]
+    for scheme in args.precisions.split(","):
+        settings.append(Setting(dtype=DType.F32, scheme=scheme))
+    settings.append(Setting(dtype=DType.F32, scheme="int4-g32", head="none"))
+    settings.append(Setting(dtype=DType.F32, scheme="int4-g32", head="int4-g32"))
+    settings += [Setting(dtype=DType.BF16, scheme=scheme) for scheme in ("int8", "int4-g32")]
+    stories = json.loads(outside("text/tinystories_1000.json").read_text())
+    models = {
+        "stories260K": (outside("stories260K"), stories[: args.stories]),
+        "box": (box_path(), stories[::BOX_HELD_OUT_EVERY][: args.stories]),
+    }
+    outcome: dict[str, Any] = {"machine": machine_card(), "stories": args.stories}
+    for name, (folder, told) in models.items():
+        print(name)
+        outcome[name] = measure(folder, story_ids(folder, told), settings)
+        for row in outcome[name]["settings"]:
+            goal = GOALS.get((name, row["setting"].partition(",")[0]))
+            if goal is not None:
+                row["goal_ratio"] = goal
+                row["reaches_goal"] = row["ratio"] <= goal
+    if args.out is not None:
+        args.out.write_text(json.dumps(outcome, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What precisions cost, measured: on random models, one of them with outlier channels, and on the
+trained ones where they are, whose goals are held to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.quality import GOALS, Setting, measure, story_ids
+from quire.models.registry import box_path
+from quire.program.ops import DType
+from tests.data import outside
+from tests.tiny_models import tiny_config, tiny_tensors, write_tiny_llama, write_weights
+
+PLAIN = Setting(dtype=DType.F32)
+INT8 = Setting(dtype=DType.F32, scheme="int8")
+INT4 = Setting(dtype=DType.F32, scheme="int4-g32")
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
+
+
+def drawn_texts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, 307, 90).tolist() for _ in range(3)]
+
+
+def by_name(outcome: Any) -> dict[str, dict[str, float]]:
+    return {row["setting"]: row for row in outcome["settings"]}
+
+
+def test_fewer_bits_diverge_more_and_f32_not_at_all(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    rows = by_name(measure(folder, drawn_texts(), [PLAIN, INT8, INT4]))
+    assert rows["plain, f32"]["ratio"] == 1
+    assert rows["plain, f32"]["kl_nats"] == 0
+    assert 0 < rows["int8, f32"]["kl_nats"] < 0.01
+    assert rows["int8, f32"]["kl_nats"] < rows["int4-g32, f32"]["kl_nats"] < 1
+    assert rows["int8, f32"]["same_likeliest"] > 0.9
+
+
+def test_outlier_channels_of_a_hundred_times_do_not_break_int8(tmp_path: Path) -> None:
+    """Some channels between two products are a hundred times the others, as in trained models: the
+    model computes the same function as without them, and int8 must still be near it."""
+    config = tiny_config(**WIDE)
+    tensors = tiny_tensors(config, seed=1)
+    plain = write_tiny_llama(tmp_path / "plain", seed=1, **WIDE)
+    before = by_name(measure(plain, drawn_texts(), [PLAIN, INT8]))["int8, f32"]
+    channels = [3, 700]
+    tensors["model.layers.0.mlp.up_proj.weight"][channels] *= 100
+    tensors["model.layers.0.mlp.down_proj.weight"][:, channels] /= 100
+    hidden = [9]
+    tensors["model.layers.0.input_layernorm.weight"][hidden] *= 100
+    for name in ("q", "k", "v"):
+        tensors[f"model.layers.0.self_attn.{name}_proj.weight"][:, hidden] /= 100
+    folder = write_tiny_llama(tmp_path / "outliers", seed=1, **WIDE)
+    write_weights(folder, tensors, dtype="f32")
+    after = by_name(measure(folder, drawn_texts(), [PLAIN, INT8]))["int8, f32"]
+    assert before["kl_nats"] < after["kl_nats"]  # they do cost something
+    assert after["kl_nats"] < 0.1
+    assert after["same_likeliest"] > 0.7
+
+
+@pytest.mark.parametrize("name", ["stories260K", "box"])
+def test_trained_models_reach_the_goals(name: str) -> None:
+    stories = json.loads(outside("text/tinystories_1000.json").read_text())
+    folder = box_path() if name == "box" else outside(name)
+    told = stories[::20] if name == "box" else stories
+    rows = by_name(measure(folder, story_ids(folder, told[:15]), [PLAIN, INT8, INT4]))
+    assert rows["int8, f32"]["ratio"] < GOALS[(name, "int8")]
+    assert rows["int4-g32, f32"]["ratio"] < GOALS[(name, "int4-g32")] + 0.02  # of fewer stories
