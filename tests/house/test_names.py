@@ -16,7 +16,7 @@ EMPTY_WORDS = frozenset(
     | {"handler", "handlers", "info"}
 )
 VAGUE_ALONE = "data"
-DATA_FILES = frozenset({"tests/data.py"})
+DATA_FILES = frozenset({"tests/data.py", "bench/data.py"})
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CPP_NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|#include[^\n]*|\bstd::\w+', re.S)
 
