@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
-from quire.base.errors import QuireError, WorkerError
+from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.cli.output import lose_output
 
 VERBS = {
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except QuireError as error:
-        _complain(arguments.verb, str(error))
+        told = _in_flags(str(error)) if isinstance(error, SettingError) else str(error)
+        _complain(arguments.verb, told)
         return _EXIT_FAILED if isinstance(error, WorkerError) else _EXIT_REFUSED
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
@@ -77,9 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_FAILED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells what is wrong in a line that is not lost below all the flags there are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            _EXIT_REFUSED, f"{self.prog}: {message}\nusage: {self.prog} --help tells it all\n"
+        )
+
+
 def command_parser(complete_verbs: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of the whole command; only `complete_verbs` get their own arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="quire", description="A small, fast, exact LLM inference and serving engine."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -100,9 +110,15 @@ def verb(name: str) -> Verb:
 
 
 def _instead_of(unknown: Sequence[str]) -> str:
-    from quire.cli.foreign_flags import instead_of  # only where there is something to say
+    from quire.config.foreign_flags import instead_of  # only where there is something to say
 
     return instead_of(unknown)
+
+
+def _in_flags(text: str) -> str:
+    from quire.config.flags import in_flags  # only where there is something to say
+
+    return in_flags(text)
 
 
 def _version() -> str:

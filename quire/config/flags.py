@@ -8,6 +8,7 @@ given repeatedly. Knows argparse and dataclasses; knows no single setting.
 from __future__ import annotations
 
 import argparse
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
@@ -15,7 +16,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quire.base.errors import SettingError
-from quire.config.groups import EngineConfig
+from quire.config.foreign_flags import instead_of_setting
+from quire.config.groups import EngineConfig, ServerConfig
 
 Group = TypeVar("Group")
 
@@ -43,6 +45,18 @@ def parse_bytes(text: str) -> int:
 def flag_of(setting: Field[Any]) -> str:
     """The flag of a field, with its dashes."""
     return "--" + str(setting.metadata.get("flag", setting.name.replace("_", "-")))
+
+
+def in_flags(text: str) -> str:
+    """An error's words about a setting, for whoever gives it as a flag.
+
+    Settings stand at the beginning of such words; names that are no English words, anywhere.
+    """
+    for group in (*get_type_hints(EngineConfig).values(), ServerConfig):
+        for setting in fields(group):
+            at = r"(?<![\w-])" if "_" in setting.name else "^"
+            text = re.sub(rf"{at}{setting.name}(?![\w-])", flag_of(setting), text)
+    return text
 
 
 def add_flags(
@@ -89,10 +103,14 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
         parts[part.name] = group(**values)
     if left:
         name = next(iter(left))
+        known.sort()
         near = get_close_matches(name, known, 1)
         raise SettingError(
-            f"{name!r} is not a setting of the engine; "
-            + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}")
+            f"{name!r} is not a setting of the engine"
+            + (
+                instead_of_setting(name)
+                or (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
+            )
         )
     return EngineConfig(**parts)
 

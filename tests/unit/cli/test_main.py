@@ -13,8 +13,8 @@ import pytest
 
 from quire.base.errors import OverloadedError, QuireError, StepRowError, TokenizerError, WorkerError
 from quire.cli import main as main_module
-from quire.cli.foreign_flags import INSTEAD
 from quire.cli.main import VERBS, command_parser, main
+from quire.config.foreign_flags import INSTEAD
 from tests.unit.cli.command import environment, quire_command
 
 
@@ -170,8 +170,24 @@ def test_unknown_flags_are_told_with_the_usage_of_their_verb(
         main(["serve", "--bogus", "x", "y"])
     assert caught.value.code == 2
     shown = capsys.readouterr().err
-    assert "usage: quire serve" in shown
-    assert "--bogus" in shown
+    assert shown == (
+        "quire serve: unknown arguments: --bogus y\nusage: quire serve --help tells it all\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--threads", "0"), "--threads is 0; at least 1 is needed"),
+        (("--request-timeout", "-1"), "--request-timeout is -1.0; at least 0.001 is needed"),
+        (("--port", "99999"), "--port is 99999; 0 to 65535 is allowed"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_flag(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 2
+    assert capsys.readouterr().err == f"quire serve: {told}\n"
 
 
 @pytest.mark.parametrize("flag", INSTEAD)

@@ -145,6 +145,40 @@ def test_keywords_take_field_and_flag_names_and_texts_of_sizes() -> None:
     assert engine_config({"max_model_len": None}) == EngineConfig()
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("trust_remote_code", "code that comes with a model is never run"),
+        ("tensor_parallel_size", "one process on one device"),
+        ("gpu_memory_utilization", "the KV cache's size is kv_cache_memory, as in 2GiB"),
+        ("max_seq_len", "is max_model_len"),
+    ],
+)
+def test_keywords_of_other_engines_are_refused_with_what_to_do_instead(
+    name: str, told: str
+) -> None:
+    with pytest.raises(SettingError, match=told) as caught:
+        engine_config({name: 1})
+    assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "in_flags"),
+    [
+        ("num_threads is 0; at least 1 is needed", "--threads is 0; at least 1 is needed"),
+        ("port is 99999; 0 to 65535 is allowed", "--port is 99999; 0 to 65535 is allowed"),
+        ("a port, and max_num_seqs 3", "a port, and --max-num-seqs 3"),
+        ("--max-model-len is 3", "--max-model-len is 3"),
+        ("grace_s is nan", "--grace-seconds is nan"),
+        ("max_body_bytes is 0", "--max-body is 0"),
+    ],
+)
+def test_an_error_about_a_setting_names_the_flag_on_a_command_line(
+    told: str, in_flags: str
+) -> None:
+    assert flags.in_flags(told) == in_flags
+
+
 def test_a_keyword_that_is_not_known_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(SettingError, match="did you mean 'max_num_seqs'"):
         engine_config({"max_num_seq": 3})

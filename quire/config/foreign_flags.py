@@ -6,6 +6,7 @@ Always holds: what a line recommends exists.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import MappingProxyType
 
@@ -47,6 +48,12 @@ INSTEAD = MappingProxyType(
         "-ngl": _ONE_DEVICE,
     }
 )
+
+
+def instead_of_setting(name: str) -> str:
+    """As `instead_of`, for a keyword of LLM, in the names that LLM takes."""
+    hint = instead_of([f"--{name.replace('_', '-')}"])
+    return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), hint)
 
 
 def instead_of(words: Sequence[str]) -> str:
