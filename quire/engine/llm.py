@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from numbers import Integral
 from types import TracebackType
 from typing import Any, cast
 
@@ -345,7 +346,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`."""
         await self.start()
-        ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else _listed(prompt)
         async with aclosing(self._stream(ids, sampling_params, request_id)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -454,10 +455,26 @@ def _completion(deltas: Sequence[TextDelta]) -> Completion:
     )
 
 
-def _prompts(given: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _prompts(given: object) -> Sequence[Prompt]:
     """One prompt or several, as several."""
     if isinstance(given, str):
         return [given]
-    if len(given) > 0 and not isinstance(given[0], str | Sequence):
+    entries = list(_listed(given))
+    if entries and isinstance(entries[0], Integral):
         return [cast("Sequence[int]", given)]
-    return cast("Sequence[Prompt]", given)
+    return [_prompt(entry) for entry in entries]
+
+
+def _prompt(given: object) -> Prompt:
+    return given if isinstance(given, str) else _listed(given)
+
+
+def _listed(given: object) -> Sequence[Any]:
+    """A list of whatever, or an array. Raises InvalidParameter for what a prompt cannot be."""
+    is_listed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if not is_listed or isinstance(given, str | bytes | bytearray | Mapping):
+        raise InvalidParameter(
+            f"prompt is {show(given)}; a text, a list of token ids, or a list of these is allowed",
+            param="prompt",
+        )
+    return cast("Sequence[Any]", given)

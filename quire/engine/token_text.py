@@ -58,6 +58,9 @@ class PromptLogprobs(Sequence[TokenText | None]):
     def __len__(self) -> int:
         return len(self._ids)
 
+    def __repr__(self) -> str:
+        return f"<log-probabilities of a prompt of {len(self)} tokens; made when they are read>"
+
     @overload
     def __getitem__(self, at: int) -> TokenText | None: ...
     @overload

@@ -100,6 +100,11 @@ class ChatTemplate:
         template = cls(sources, variables=tokenizer.special_tokens, now=now)
         if chosen is not None and DEFAULT in template.problems:
             raise SettingError(f"chat_template {chosen!r}: {template.problems[DEFAULT]}")
+        if chosen is not None and "messages" not in template._templates[DEFAULT].variables:
+            raise SettingError(
+                f"chat_template {chosen!r} never reads messages, so all conversations would look "
+                "alike; give a Jinja template of a chat model"
+            )
         return template
 
     @classmethod

@@ -130,7 +130,7 @@ class CompiledTemplate:
         else:
             message = (
                 f"{self._place(error)} cannot render these messages: "
-                f"{type(error).__name__}: {_cut(error)}; check their roles and contents"
+                f"{type(error).__name__}: {_cut(error)}; check roles, contents and tools"
             )
         return InvalidParameter(message, param="messages")
 

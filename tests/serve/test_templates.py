@@ -143,5 +143,5 @@ def test_a_template_that_was_asked_for_and_cannot_be_used_ends_the_start(
     server = RunningServer(tiny, "--threads", "1", "--chat-template", file, wait=False)
     with server:
         assert server.exit_code() == 2
-        assert "chat_template" in server.stderr()
+        assert "--chat-template" in server.stderr()
         assert ("line 2" if given == "broken.jinja" else "neither a file") in server.stderr()

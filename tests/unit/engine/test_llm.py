@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
@@ -264,6 +265,20 @@ def test_a_progress_bar_is_drawn_where_it_is_asked_for(
     assert quiet.out + quiet.err == ""
 
 
+@pytest.mark.parametrize("given", [5, None, ["a", 5], {"prompt": "a"}, b"a", [b"a"], [{"a": 1}]])
+def test_what_no_prompt_can_be_is_told_with_what_one_can(llm: LLM, given: Any) -> None:
+    with pytest.raises(InvalidParameter, match="a text, a list of token ids, or a list") as caught:
+        llm.generate(given, GREEDY)
+    assert caught.value.param == "prompt"
+
+
+def test_arrays_are_lists_of_ids(llm: LLM) -> None:
+    ids = np.array([5, 6])
+    [one] = llm.generate(ids, GREEDY)
+    assert [answer.prompt_ids for answer in llm.generate([ids, [7]], GREEDY)] == [(5, 6), (7,)]
+    assert one.prompt_ids == (5, 6)
+
+
 def test_a_chat_is_a_prompt_in_the_models_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     (answer,) = llm.chat(messages, GREEDY)
@@ -366,6 +381,8 @@ def test_the_async_engine_streams_the_same_and_can_be_left(model: Path, llm: LLM
             while engine.client.stats.running:
                 await asyncio.sleep(0.005)
             assert engine.client.stats.blocks_used == 0
+            with pytest.raises(InvalidParameter, match=r"prompt is 5; a text"):
+                await anext(engine.generate(5, GREEDY))  # type: ignore[arg-type]
             chat = [d async for d in engine.chat([{"role": "user", "content": "Hi"}], GREEDY)]
             assert chat[-1].finish_reason is FinishReason.LENGTH
 

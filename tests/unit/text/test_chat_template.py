@@ -14,6 +14,8 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.compiled_template import MAX_SOURCE_CHARS
 from tests.unit.text.made_tokenizers import NAMED, byte_level_json, made, write_folder
 
+# A template that is chosen must read messages.
+READS = "{% if messages %}{% endif %}"
 PLAIN = [{"role": "user", "content": "Hi <b> & 'x' 🦙\n"}]
 SEVERAL = [
     {"role": "user", "content": "Hi"},
@@ -255,11 +257,11 @@ def test_a_template_field_of_another_shape_is_refused(tmp_path: Path, wrong: obj
 
 
 def test_a_file_or_a_name_is_chosen_in_place_of_the_default(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "rag", "template": "rag"}]
+    named = [{"name": "default", "template": "plain"}, {"name": "rag", "template": "rag" + READS}]
     write_folder(tmp_path, byte_level_json(), {**NAMED, "chat_template": named})
     tokenizer = made(byte_level_json(), NAMED)
     file = tmp_path / "own.jinja"
-    file.write_text("{{ bos_token }}own")
+    file.write_text("{{ bos_token }}own" + READS)
     for chosen, text in ((str(file), "<s>own"), ("rag", "rag"), (None, "plain")):
         template = ChatTemplate.load(tmp_path, tokenizer, chosen=chosen)
         assert template is not None
@@ -270,6 +272,9 @@ def test_a_file_or_a_name_is_chosen_in_place_of_the_default(tmp_path: Path) -> N
     file.write_text("a\n{% if")
     with pytest.raises(SettingError, match="line 2"):
         ChatTemplate.load(tmp_path, tokenizer, chosen=str(file))
+    file.write_text("a text of another kind")
+    with pytest.raises(SettingError, match=r"own.jinja' never reads messages.*give a Jinja"):
+        ChatTemplate.load(tmp_path, tokenizer, chosen=str(file))
     file.write_bytes(b"\xff")
     with pytest.raises(SettingError, match="not valid UTF-8"):
         ChatTemplate.load(tmp_path, tokenizer, chosen=str(file))
@@ -278,7 +283,7 @@ def test_a_file_or_a_name_is_chosen_in_place_of_the_default(tmp_path: Path) -> N
 def test_a_template_beside_a_broken_config_can_be_chosen(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level_json(), {**NAMED, "chat_template": 3})
     file = tmp_path / "own.jinja"
-    file.write_text("own")
+    file.write_text("own" + READS)
     template = ChatTemplate.load(tmp_path, made(byte_level_json(), NAMED), chosen=str(file))
     assert template is not None
     assert template.render(PLAIN) == "own"
