@@ -164,7 +164,7 @@ UNSERVED: dict[str, Unserved] = {
     "prediction": Unserved(allowed=(), why="predicted outputs are not served"),
     "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
     "reasoning_effort": Unserved(
-        allowed=("none",), why="what a template reads is in chat_template_kwargs"
+        allowed=("none",), why="a template that reads it gets it in chat_template_kwargs"
     ),
     "verbosity": Unserved(allowed=("medium",), why="the model has no verbosity to set"),
     # Other programs send these with every request, mostly off.

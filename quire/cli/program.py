@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from quire.base.errors import InvalidParameter
+from quire.config.groups import DTYPE_NAMES
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.ops import DType
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=["auto", *DType],
+        choices=["auto", *map(str, DType), *DTYPE_NAMES],
         default="auto",
         help="what activations, weights and cache are held in (default: the checkpoint's)",
     )
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):
         _check(name, value, low, limit if name == "tokens" else 1_000_000)
     _check("depth", args.depth, 0, limit - args.tokens)
-    program = build_program(spec, dtype=compute_dtype(spec, args.dtype), max_positions=limit)
+    dtype = DTYPE_NAMES.get(args.dtype, args.dtype)
+    program = build_program(spec, dtype=compute_dtype(spec, dtype), max_positions=limit)
     program = quantize(program, args.quantization, head=args.head_precision, keep=args.keep)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))

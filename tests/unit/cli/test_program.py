@@ -11,6 +11,13 @@ from tests.tiny_models import tiny_config
 from tests.unit.cli.command import quire_command
 
 
+def test_a_dtype_has_the_names_it_has_elsewhere() -> None:
+    shown = {name: quire_command("program", "--dtype", name) for name in ("f32", "float32")}
+    assert shown["f32"].stdout == shown["float32"].stdout != ""
+    told = quire_command("program", "--dtype", "f16").stderr
+    assert "choose from 'auto', 'f32', 'bf16', 'float32', 'bfloat16'" in told
+
+
 def test_the_program_of_the_box_is_printed_without_a_model() -> None:
     done = quire_command("program")
     assert (done.returncode, done.stderr) == (0, "")
