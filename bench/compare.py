@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ from quire.bench.report import table
 from quire.bench.workloads import WORKLOADS
 from quire.config.machine import num_usable_cpus
 
+_SIDES = ("quire", "other")
 PEERS = ("llama.cpp", "llama.cpp tool", "openvino", "vllm", "transformers")
 RESULTS = REPOSITORY / "bench" / "results"
-LOAD_LIMIT_S = 600.0
+LOAD_LIMIT_S = 240.0
 
 
 class Comparison:
@@ -68,18 +69,23 @@ class Comparison:
         self.say(f"standard error of the engines: {self._log}")
         with ReadProbe(self._args.threads) as probe:
             for peer in self._args.peers:
-                if self.has_time():
-                    self._check_tokens(peer)
+                self._try(lambda peer=peer: self._check_tokens(peer))
             for workload in self._args.workloads:
                 for peer in self._args.peers:
-                    if self.has_time():
-                        self._measure(workload, peer, probe)
+                    self._try(lambda w=workload, peer=peer: self._measure(w, peer, probe))
 
-    def _check_tokens(self, peer: str) -> None:
+    def _try(self, work: Callable[[], bool]) -> None:
+        """Twice where it fails: an engine that hung once may run."""
+        for _ in range(2):
+            if not self.has_time() or work():
+                return
+
+    def _check_tokens(self, peer: str) -> bool:
+        """Whether that is done, as far as it can be."""
         engine = peer.removesuffix(TOOL_SUFFIX)
         checks = self._record.content["checks"]
         if engine in checks:
-            return
+            return True
         try:
             if self._quire_tokens is None:
                 self._quire_tokens = greedy_tokens("quire", self._args.threads, self._log)
@@ -87,19 +93,21 @@ class Comparison:
         except (PeerFailed, Unavailable) as error:
             self._record.add_failure("tokens", peer, str(error))
             self.say(f"tokens of {engine}: not checked: {error}")
-            return
+            return False
         checks[engine] = agreement(self._quire_tokens, theirs)
         self._record.save()
         self.say(f"tokens of {engine}: {checks[engine]}")
+        return True
 
-    def _measure(self, name: str, peer: str, probe: ReadProbe) -> None:
+    def _measure(self, name: str, peer: str, probe: ReadProbe) -> bool:
+        """Whether the engines ran."""
         kept = len(self._record.kept(name, peer))
         if kept >= self._args.pairs:
-            return
+            return True
         engine, precision = peer.removesuffix(TOOL_SUFFIX), self._args.precision
         if not self._record.content["checks"].get(engine, {}).get("ok"):
             self.say(f"{name} {peer}: left out, its tokens were not found to be Quire's")
-            return
+            return True
         settings = settings_for(engine, precision=precision, workload=name)
         if peer.endswith(TOOL_SUFFIX):
             settings["tools_only"] = True
@@ -141,6 +149,8 @@ class Comparison:
         except (PeerFailed, Unavailable) as error:
             self._record.add_failure(name, peer, str(error))
             self.say(f"{name} {peer}: {error}")
+            return False
+        return True
 
     def _note(
         self, peer: str, workload: str, told: dict[str, Any], settings: dict[str, Any], scheme: str
@@ -180,7 +190,19 @@ def quire_state() -> str:
 
 def summary_text(record: Record) -> str:
     """A line a workload and peer."""
-    headings = ("", "pairs", "Quire", "peer", "ratio", "least", "most", "floor", "GB/s", "KV")
+    headings = (
+        "",
+        "pairs",
+        "Quire",
+        "peer",
+        "ratio",
+        "least",
+        "most",
+        "floor",
+        "GB/s",
+        "cores",
+        "KV",
+    )
     rows = []
     for workload, entries in record.content["summary"].items():
         for peer, entry in entries.items():
@@ -199,6 +221,7 @@ def summary_text(record: Record) -> str:
                     ),
                     "-" if share is None else f"{100 * share:.0f} %",
                     f"{entry['quire_read_gb_per_s']:.1f}",
+                    "/".join(f"{entry.get(f'{side}_own_cores', 0):.1f}" for side in _SIDES),
                     str(record.content["engines"].get(peer, {}).get("kv_dtype", "")),
                 )
             )

@@ -72,7 +72,11 @@ class Record:
             }
 
     def add_pair(self, pair: dict[str, Any]) -> None:
-        """Keep a pair: workload, peer, quire and other (samples), kept, why."""
+        """Keep a pair: workload, peer, quire and other (samples), kept, why. It ran after all."""
+        key = pair["workload"], pair["peer"]
+        self.content["failures"] = [
+            one for one in self.content["failures"] if (one["workload"], one["peer"]) != key
+        ]
         self.content["pairs"].append(pair)
         self.save()
 
@@ -154,7 +158,7 @@ def _medians(pairs: list[dict[str, Any]], headline: str) -> dict[str, Any]:
         "ratio": _spread([ours / theirs for ours, theirs in zip(quire, other, strict=True)]),
     }
     for side in ("quire", "other"):
-        for name in ("floor_share", "read_gb_per_s", "peak_rss_bytes"):
+        for name in ("floor_share", "read_gb_per_s", "peak_rss_bytes", "own_cores"):
             values = [pair[side][name] for pair in pairs if pair[side].get(name) is not None]
             if values:
                 entry[f"{side}_{name}"] = statistics.median(values)

@@ -61,7 +61,7 @@ def greedy_tokens(engine: str, threads: int, log: Path) -> list[list[int]]:
     model = converted(engine, checkpoint, "f32")
     found = []
     with Peer(engine, threads, log) as peer:
-        peer.load(str(model), PLAIN[engine], limit_s=300)
+        peer.load(str(model), PLAIN[engine], limit_s=150)
         for prompt in PROMPTS:
             request = {"prompt_ids": tokenizer.encode(prompt), "output_tokens": OUTPUT_TOKENS}
             told = peer.ask({"do": "run", "requests": [request]}, limit_s=120)

@@ -122,6 +122,10 @@ class Peer:
         self._process.wait()
 
 
+def _listed_cpus(threads: int) -> str:
+    return ",".join(map(str, range(threads)))
+
+
 def end_cleanly_on_sigterm() -> None:
     """SIGTERM leaves by an exception, so that peers, which are in sessions of their own, end."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -139,6 +143,10 @@ def engine_environment(name: str, threads: int) -> dict[str, str]:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
+            # What its own manager of worker processes would set for Intel's OpenMP.
+            "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{_listed_cpus(threads)}]",
+            "KMP_BLOCKTIME": "5",
+            "KMP_TPAUSE": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
     if environment := SCRIPTS[name][1]:

@@ -26,8 +26,11 @@ class Vllm:
     def load(self, model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
         if self._engine is not None:
             raise Unsupported("vLLM cannot be loaded twice in a process")
+        import torch
         import vllm
         from vllm import EngineArgs, LLMEngine
+
+        set_threads = torch.set_num_threads  # vLLM puts a function that does nothing in its place
 
         defaults = {
             "dtype": "bfloat16",
@@ -37,8 +40,11 @@ class Vllm:
             "disable_log_stats": True,
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **(defaults | settings)))
+        # In one process it leaves torch with the one thread it took while it was loading.
+        set_threads(threads)
         return {
             "version": vllm.__version__,
+            "torch_threads": torch.get_num_threads(),
             "kv_dtype": str(settings.get("kv_cache_dtype", "bf16")),
             "scheme": str(settings.get("quantization", "bf16")),
             "pid": os.getpid(),
