@@ -1,14 +1,13 @@
 """NativeExecutor: runs a program with the compiled kernels on the CPU.
 
 Here a Program becomes what native/include/quire/program.h holds: buffers placed in an arena,
-views as numbers, weights packed from the checkpoint's mapped files. Each segment is then one
-native call without the GIL. Knows nothing of requests; adds no arithmetic of its own.
+views as numbers, weights packed (packing.py). Each segment is then one native call without the
+GIL. Knows nothing of requests; adds no arithmetic of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,15 +18,16 @@ from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.layout import lay_out
+from quire.execute.packing import pack
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Op, OpKind, Rows, View, Weight, WeightPart
+from quire.program.ops import Op, OpKind, Rows, View
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.native import choose
 from quire.sampling.native_scoring import score
 from quire.sampling.scoring import ScoreBatch, Scores
-from quire.weights.binding import Binding, bind
+from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.content import WeightsDigest
 
@@ -87,7 +87,7 @@ class NativeExecutor:
         try:
             self._native = _place_buffers(program, max_rows, self.pool)
             digest = WeightsDigest()
-            weights = _pack(program, binding, self.pool, digest, progress)
+            weights = pack(program, binding, self.pool, digest, progress)
             self.weights_digest = digest.hexdigest()
         except MemoryError as error:
             raise CapacityError(
@@ -262,65 +262,6 @@ def _place_buffers(
             dtype=str(buffer.dtype),
         )
     return native
-
-
-def _pack(
-    program: Program,
-    binding: Binding,
-    pool: _native.Pool,
-    digest: WeightsDigest,
-    progress: Progress | None,
-) -> dict[str, _native.Weight]:
-    """All weights in the kernels' layout; source pages are dropped after each tensor."""
-    packed: dict[str, _native.Weight] = {}
-    total, done = program.weight_bytes, 0
-    for name, weight in program.weights.items():
-        packed[name] = native = _empty_weight(weight)
-        first = 0
-        for part in _joined(weight.parts):
-            stored = binding.tensor(part)
-            content = native.fill(
-                pool,
-                first,
-                part.rows,
-                stored.raw,
-                stored.dtype,
-                weight.offset,
-                first_row=part.first_row,
-                of_rows=part.of_rows,
-                transposed=part.transposed,
-                digested=not digest.holds(stored),
-            )
-            if content is not None:
-                digest.add(stored, content)
-            binding.release(part)
-            first += part.rows
-            done += part.rows * weight.row_bytes
-            if progress is not None:
-                progress(done, total)
-    return packed
-
-
-def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:
-    """The same rows in fewer parts: those that follow each other in one source too are one."""
-    joined: list[WeightPart] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.source == part.source
-            and last.first_row + last.rows == part.first_row
-        ):
-            joined[-1] = replace(last, rows=last.rows + part.rows)
-        else:
-            joined.append(part)
-    return joined
-
-
-def _empty_weight(weight: Weight) -> _native.Weight:
-    return _native.Weight(
-        str(weight.form), str(weight.dtype), weight.rows, max(weight.columns, 1), weight.scheme
-    )
 
 
 def _triple(view: View) -> tuple[int, int, int]:
