@@ -3,6 +3,7 @@
 // Lengths that must agree are checked here, because pointers lose them; what lies inside the
 // arrays is for the interpreter to check. Arrays given to set_rope must outlive the program.
 
+#include "compute_time.h"
 #include "quire/program.h"
 
 #include <nanobind/nanobind.h>
@@ -79,6 +80,8 @@ void bind_pool(nb::module_& module) {
              },
              "n"_a, "body"_a, "body(begin, end, thread) over 0 .. n, chunks of one (for tests).")
         .def_prop_ro("num_threads", &quire::Pool::num_threads)
+        .def_prop_ro("num_forks", &quire::Pool::num_forks,
+                     "How often work was handed to more than the calling thread.")
         .def_prop_ro("isa", [](const quire::Pool& self) { return self.kernels().isa; });
 }
 
@@ -164,6 +167,7 @@ void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const I
     inputs.block_tables = block_tables.data();
     inputs.sample_rows = sample_rows.data();
     nb::gil_scoped_release release;
+    const ComputeTime counted;
     self.run(segment, inputs);
 }
 
@@ -224,6 +228,7 @@ void bind_interpreter(nb::module_& module) {
                      throw std::invalid_argument("copy_from and copy_to differ in length");
                  }
                  nb::gil_scoped_release release;
+                 const ComputeTime counted;
                  self.copy_blocks(from.data(), to.data(), static_cast<int64_t>(from.size()));
              },
              "copy_from"_a, "copy_to"_a)
@@ -231,6 +236,18 @@ void bind_interpreter(nb::module_& module) {
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a)
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
+        .def("set_timed", &quire::Program::set_timed, "timed"_a,
+             "Take the time of each unit from now on, beginning at zero; or no longer.")
+        .def("units",
+             [](const quire::Program& self, int64_t segment) {
+                 std::vector<std::tuple<size_t, size_t, int64_t>> units;
+                 for (const auto& unit : self.units(segment)) {
+                     units.emplace_back(unit.first, unit.count, unit.nanoseconds);
+                 }
+                 return units;
+             },
+             "segment"_a,
+             "What is computed as one: (first operation, how many, nanoseconds since set_timed).")
         .def("set_poison", &quire::Program::set_poison, "poison"_a,
              "Fill buffers with NaN before a segment writes them (for tests).")
         .def("array",

@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "compute_time.h"
 #include "quire/kernels.h"
 #include "quire/sampling.h"
 
@@ -104,6 +105,7 @@ void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Fl
     args.top_logprobs = top_logprobs.data();
     args.pool = &pool;
     nb::gil_scoped_release release;
+    const ComputeTime counted;
     pool.kernels().choose(args);
 }
 

@@ -2,6 +2,7 @@
 // released. Nothing is checked here beyond dtypes and dimensions: quire/sampling/native_scoring.py
 // has checked shapes and ids and made arrays contiguous.
 
+#include "compute_time.h"
 #include "quire/sampling_score.h"
 
 #include <nanobind/nanobind.h>
@@ -41,6 +42,7 @@ void score(quire::Pool& pool, Logits logits, Ints targets, Ints num_top, Ints li
     args.listed_logprobs = listed_logprobs.data();
     args.pool = &pool;
     nb::gil_scoped_release release;
+    const ComputeTime counted;
     pool.kernels().score(args);
 }
 

@@ -268,6 +268,7 @@ void Pool::deal_raw(int64_t n, int64_t grain, DealBody body, void* context) {
         FloatMode mode;
         return body(context, 0, n, 0);
     }
+    ++num_forks_;
     for (int thread = 0; thread < num_threads_; ++thread) {
         state_->runs[static_cast<size_t>(thread)].set(
             static_cast<uint32_t>(chunks * thread / num_threads_),

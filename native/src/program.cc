@@ -1,9 +1,12 @@
 // The interpreter: walks a segment's operations and calls the kernel of each. Decides nothing
 // about numbers; checks that indices from outside stay inside their arrays, since kernels trust
-// what they are given.
+// what they are given. Operations that keep to their rows and follow each other are computed row by
+// row together: the same kernels on the same rows, so the same bits.
 
 #include "quire/program.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -30,6 +33,30 @@ constexpr Arity kArities[] = {
 const Arity& arity_of(OpKind kind) { return kArities[static_cast<size_t>(kind)]; }
 
 bool within(size_t value, size_t low, size_t high) { return low <= value && value <= high; }
+
+// Whether row r of what it writes depends on nothing but row r of what it reads.
+bool keeps_to_rows(OpKind kind) {
+    return kind != OpKind::linear && kind != OpKind::attention && kind != OpKind::gather_rows;
+}
+
+// Rows that go through the operations of a unit together: few enough to stay in the caches, of few
+// rows in all some for each thread, and never so little that handing it out costs more.
+constexpr int64_t kUnitRows = 16;
+constexpr int64_t kUnitElements = 8192;
+
+int64_t rows_at_once(int64_t rows, int64_t width, int num_threads) {
+    const int64_t least = std::max<int64_t>(kUnitElements / width, 1);
+    return std::max(least, std::min(kUnitRows, rows / (4 * num_threads)));
+}
+
+int64_t nanoseconds() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+int64_t bytes_of(const BufferSpec& buffer) {
+    return buffer.max_rows * buffer.stride * type_bytes(buffer.type);
+}
 
 // What an embed looks up.
 const int32_t* ids_of(const OpSpec& op, const StepInputs& inputs) {
@@ -59,7 +86,8 @@ OpKind op_kind_named(const std::string& name) {
 }
 
 Program::Program(std::shared_ptr<Pool> pool, int64_t arena_bytes)
-    : pool_(std::move(pool)), arena_(static_cast<size_t>(arena_bytes)) {}
+    : pool_(std::move(pool)), alone_(1, pool_->kernels()),
+      arena_(static_cast<size_t>(arena_bytes)) {}
 
 const BufferSpec& Program::buffer_at(int64_t index) const {
     if (index < 0 || index >= static_cast<int64_t>(buffers_.size())) {
@@ -69,7 +97,7 @@ const BufferSpec& Program::buffer_at(int64_t index) const {
 }
 
 void Program::add_buffer(const BufferSpec& buffer) {
-    const int64_t bytes = buffer.max_rows * buffer.stride * type_bytes(buffer.type);
+    const int64_t bytes = bytes_of(buffer);
     if (buffer.offset_bytes < 0 || buffer.offset_bytes % 64 != 0 ||
         buffer.offset_bytes + bytes > static_cast<int64_t>(arena_.bytes())) {
         throw std::invalid_argument("buffer " + std::to_string(buffers_.size()) +
@@ -167,8 +195,52 @@ void Program::add_segment(std::vector<OpSpec> ops) {
             seen[buffer] = true;
         }
     }
+    segment.units = fuse(ops);
     segment.ops = std::move(ops);
     segments_.push_back(std::move(segment));
+}
+
+std::vector<Program::Unit> Program::fuse(const std::vector<OpSpec>& ops) const {
+    std::vector<Unit> units;
+    // The row count that all views share; none where they differ or the kind leaves its rows.
+    const auto rows_of = [&](const OpSpec& op) {
+        const RowCount rows = buffer_at(op.views[0].buffer).rows;
+        const bool same = std::all_of(op.views.begin(), op.views.end(), [&](const ViewSpec& view) {
+            return buffer_at(view.buffer).rows == rows;
+        });
+        return keeps_to_rows(op.kind) && same ? static_cast<int>(rows) : -1;
+    };
+    // Buffers reuse memory once nobody reads what was there; rows in turn might still.
+    const auto shares_memory = [&](const OpSpec& op, const Unit& unit) {
+        for (size_t i = 0; i < unit.count; ++i) {
+            for (const ViewSpec& other : ops[unit.first + i].views) {
+                for (const ViewSpec& view : op.views) {
+                    if (view.buffer != other.buffer && overlap(view.buffer, other.buffer)) {
+                        return true;
+                    }
+                }
+            }
+        }
+        return false;
+    };
+    int before = -1;
+    for (size_t i = 0; i < ops.size(); ++i) {
+        const int rows = rows_of(ops[i]);
+        if (rows >= 0 && rows == before && !shares_memory(ops[i], units.back())) {
+            ++units.back().count;
+        } else {
+            units.push_back({i, 1, 0});
+        }
+        before = rows;
+    }
+    return units;
+}
+
+bool Program::overlap(int64_t one, int64_t other) const {
+    const BufferSpec& a = buffer_at(one);
+    const BufferSpec& b = buffer_at(other);
+    return a.offset_bytes < b.offset_bytes + bytes_of(b) &&
+           b.offset_bytes < a.offset_bytes + bytes_of(a);
 }
 
 void Program::set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
@@ -304,90 +376,135 @@ void Program::poison(const Segment& segment) {
     for (int64_t index : segment.own_buffers) {
         const BufferSpec& buffer = buffer_at(index);
         std::memset(arena_.data() + buffer.offset_bytes, 0xff,
-                    static_cast<size_t>(buffer.max_rows * buffer.stride *
-                                        type_bytes(buffer.type)));
+                    static_cast<size_t>(bytes_of(buffer)));
+    }
+}
+
+const Program::Segment& Program::segment_at(int64_t index) const {
+    if (index < 0 || index >= static_cast<int64_t>(segments_.size())) {
+        throw std::invalid_argument("no segment " + std::to_string(index));
+    }
+    return segments_[static_cast<size_t>(index)];
+}
+
+void Program::set_timed(bool timed) {
+    timed_ = timed;
+    if (!timed) return;
+    for (Segment& segment : segments_) {
+        for (Unit& unit : segment.units) unit.nanoseconds = 0;
     }
 }
 
 void Program::run(int64_t segment_index, const StepInputs& inputs) {
-    if (segment_index < 0 || segment_index >= static_cast<int64_t>(segments_.size())) {
-        throw std::invalid_argument("no segment " + std::to_string(segment_index));
-    }
-    const Segment& segment = segments_[static_cast<size_t>(segment_index)];
-    check(segment, inputs);
+    check(segment_at(segment_index), inputs);
+    Segment& segment = segments_[static_cast<size_t>(segment_index)];
     if (poison_) poison(segment);
     struct Numbered {
         std::atomic<int64_t>& runs;
         const int64_t number = runs.fetch_add(1) + 1;
         ~Numbered() { runs.fetch_add(1); }
     } const run{runs_};
-    for (const OpSpec& op : segment.ops) {
+    int64_t last = timed_ ? nanoseconds() : 0;
+    for (Unit& unit : segment.units) {
         if (aborted_.load(std::memory_order_relaxed) == run.number) {
-            throw Aborted(std::string("the step was told to stop before ") + name_of(op.kind));
+            throw Aborted(std::string("the step was told to stop before ") +
+                          name_of(segment.ops[unit.first].kind));
         }
-        run_op(op, inputs);
-        ops_done_.fetch_add(1, std::memory_order_relaxed);
+        run_unit(segment, unit, inputs);
+        ops_done_.fetch_add(static_cast<int64_t>(unit.count), std::memory_order_relaxed);
+        if (!timed_) continue;
+        const int64_t now = nanoseconds();
+        unit.nanoseconds += now - last;
+        last = now;
     }
+}
+
+void Program::run_unit(const Segment& segment, const Unit& unit, const StepInputs& inputs) {
+    const OpSpec& op = segment.ops[unit.first];
+    if (!keeps_to_rows(op.kind)) return run_op(op, inputs);
+    const int64_t count = count_of(op.views[0], inputs);
+    if (unit.count == 1) return run_rows(op, inputs, 0, count, pool_.get());
+    int64_t width = 0;  // of all together
+    for (size_t i = 0; i < unit.count; ++i) width += segment.ops[unit.first + i].views[0].width;
+    const int64_t grain = rows_at_once(count, width, pool_->num_threads());
+    pool_->deal(count, grain, [&](int64_t begin, int64_t end, int) {
+        for (; begin < end; begin += grain) {  // all rows where nobody else takes part
+            const int64_t some = std::min(grain, end - begin);
+            for (size_t i = 0; i < unit.count; ++i) {
+                run_rows(segment.ops[unit.first + i], inputs, begin, some, &alone_);
+            }
+        }
+    });
 }
 
 void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
     const KernelTable& kernels = pool_->kernels();
     Pool* pool = pool_.get();
-    const Rows none{nullptr, 0, Type::f32, 0};
-    const Rows first = rows(op.views[0]);
-    const Rows second = op.views.size() > 1 ? rows(op.views[1]) : none;
-    const Rows third = op.views.size() > 2 ? rows(op.views[2]) : none;
+    const Rows x = rows(op.views[0]), y = rows(op.views[1]);
     const int64_t count = count_of(op.views[0], inputs);
+    const float* bias = op.weights.size() > 1 ? op.weights[1]->vector() : nullptr;
+    switch (op.kind) {
+        case OpKind::linear:
+            if (op.weights[0]->has_ints()) {
+                return kernels.linear_ints({x, y, count, op.weights[0]->ints(), bias, pool});
+            }
+            return kernels.linear({x, y, count, op.weights[0]->matrix(), bias, pool});
+        case OpKind::attention:
+            return kernels.attention({x, y, count, inputs.num_sequences, inputs.seq_starts,
+                                      inputs.positions, inputs.block_tables,
+                                      inputs.table_columns, layer_cache(op.ints[0]), shape_,
+                                      op.ints[1], static_cast<float>(op.floats[0]), op.ints[2],
+                                      static_cast<float>(op.floats[1]), pool});
+        case OpKind::gather_rows:
+            return kernels.gather_rows({x, y, count_of(op.views[1], inputs), inputs.sample_rows,
+                                        pool});
+        default:
+            throw std::invalid_argument(std::string(name_of(op.kind)) + " keeps to its rows");
+    }
+}
+
+// Rows first .. first + count of an operation that keeps to its rows.
+void Program::run_rows(const OpSpec& op, const StepInputs& inputs, int64_t first, int64_t count,
+                       Pool* pool) const {
+    const KernelTable& kernels = pool->kernels();
+    const auto view = [&](size_t i) {
+        if (i >= op.views.size()) return Rows{nullptr, 0, Type::f32, 0};
+        Rows all = rows(op.views[i]);
+        all.data = all.at(first);
+        return all;
+    };
+    const Rows x = view(0), second = view(1), third = view(2);
     const auto vector = [&](size_t i) {
         return i < op.weights.size() ? op.weights[i]->vector() : nullptr;
     };
     const auto real = [&](size_t i) { return static_cast<float>(op.floats[i]); };
-
     switch (op.kind) {
         case OpKind::embed: {
             const Weight& weight = *op.weights[0];
-            if (weight.has_ints()) {
-                return kernels.embed_ints({ids_of(op, inputs), count, weight.ints(), first, pool});
-            }
-            return kernels.embed({ids_of(op, inputs), count, weight.form() == Form::matrix,
-                                  weight.matrix(), first, pool});
+            const int32_t* ids = ids_of(op, inputs) + first;
+            if (weight.has_ints()) return kernels.embed_ints({ids, count, weight.ints(), x, pool});
+            return kernels.embed(
+                {ids, count, weight.form() == Form::matrix, weight.matrix(), x, pool});
         }
         case OpKind::norm:
-            return kernels.norm({first, third, second, count, op.ints[0] != 0, real(0), vector(0),
+            return kernels.norm({x, third, second, count, op.ints[0] != 0, real(0), vector(0),
                                  vector(1), op.ints[1], pool});
-        case OpKind::linear:
-            if (op.weights[0]->has_ints()) {
-                return kernels.linear_ints(
-                    {first, second, count, op.weights[0]->ints(), vector(1), pool});
-            }
-            return kernels.linear({first, second, count, op.weights[0]->matrix(), vector(1), pool});
         case OpKind::rope: {
             const Rope& rope = ropes_[static_cast<size_t>(op.ints[0])];
-            return kernels.rope({first, count, op.ints[1], op.ints[2], rope.half,
-                                 inputs.rope_positions, rope.cos, rope.sin, pool});
+            return kernels.rope({x, count, op.ints[1], op.ints[2], rope.half,
+                                 inputs.rope_positions + first, rope.cos, rope.sin, pool});
         }
         case OpKind::store_kv:
-            return kernels.store_kv({first, second, count, inputs.kv_slots,
+            return kernels.store_kv({x, second, count, inputs.kv_slots + first,
                                      layer_cache(op.ints[0]), shape_, pool});
-        case OpKind::attention:
-            return kernels.attention({first, second, count, inputs.num_sequences,
-                                      inputs.seq_starts, inputs.positions, inputs.block_tables,
-                                      inputs.table_columns, layer_cache(op.ints[0]), shape_,
-                                      op.ints[1], real(0), op.ints[2], real(1), pool});
         case OpKind::activation:
-            return kernels.activation({first, third, second, count,
-                                       static_cast<Activation>(op.ints[0]), pool});
-        case OpKind::add:
-            return kernels.add({first, second, count, pool});
-        case OpKind::scale:
-            return kernels.scale({first, count, real(0), pool});
-        case OpKind::soft_cap:
-            return kernels.soft_cap({first, count, real(0), pool});
-        case OpKind::copy:
-            return kernels.copy({first, second, count, pool});
-        case OpKind::gather_rows:
-            return kernels.gather_rows({first, second, count_of(op.views[1], inputs),
-                                        inputs.sample_rows, pool});
+            return kernels.activation(
+                {x, third, second, count, static_cast<Activation>(op.ints[0]), pool});
+        case OpKind::add: return kernels.add({x, second, count, pool});
+        case OpKind::scale: return kernels.scale({x, count, real(0), pool});
+        case OpKind::soft_cap: return kernels.soft_cap({x, count, real(0), pool});
+        case OpKind::copy: return kernels.copy({x, second, count, pool});
+        default: throw std::invalid_argument(std::string(name_of(op.kind)) + " leaves its rows");
     }
 }
 

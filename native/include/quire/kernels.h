@@ -210,6 +210,21 @@ struct AttentionArgs {
     Pool* pool;
 };
 
+// What the machine can do at most: bytes read, operations (a multiplication and an addition are
+// two), or pieces of work handed to all threads. `done` says how much it was; 0: there is no such
+// loop in this instruction set.
+enum class Limit : int32_t {
+    read, fma_f32, dot_bf16, dot_int8, tile_bf16, tile_int8, fork_join
+};
+struct LimitArgs {
+    Limit limit;
+    const void* data;  // of `read`
+    int64_t bytes;
+    int64_t chunks;  // of all others
+    int64_t* done;
+    Pool* pool;
+};
+
 struct ChooseArgs;  // token choice: quire/sampling.h
 struct ScoreArgs;   // scores of known tokens: quire/sampling_score.h
 
@@ -229,6 +244,7 @@ struct ScoreArgs;   // scores of known tokens: quire/sampling_score.h
     KERNEL(gather_rows, GatherRowsArgs)     \
     KERNEL(store_kv, StoreKvArgs)           \
     KERNEL(attention, AttentionArgs)        \
+    KERNEL(limit, LimitArgs)                \
     KERNEL(choose, ChooseArgs)              \
     KERNEL(score, ScoreArgs)
 

@@ -81,6 +81,12 @@ class Program {
   public:
     Program(std::shared_ptr<Pool> pool, int64_t arena_bytes);
 
+    // What is computed as one: an operation, or some that follow each other (see fuse()).
+    struct Unit {
+        size_t first, count;  // operations of the segment
+        int64_t nanoseconds;  // that all its runs took while times were taken
+    };
+
     void add_buffer(const BufferSpec& buffer);
     void add_segment(std::vector<OpSpec> ops);
     // Angles [positions, half] of rope `index`; the caller keeps them alive.
@@ -99,6 +105,10 @@ class Program {
     void abort() { aborted_.store(runs_.load()); }
     int64_t ops_done() const { return ops_done_.load(); }
 
+    // Take the time of each unit from now on, beginning at zero; or no longer.
+    void set_timed(bool timed);
+    const std::vector<Unit>& units(int64_t segment) const { return segment_at(segment).units; }
+
     // Fill the buffers a segment writes first with NaN before each of its runs.
     void set_poison(bool poison) { poison_ = poison; }
 
@@ -116,27 +126,35 @@ class Program {
     };
     struct Segment {
         std::vector<OpSpec> ops;
+        std::vector<Unit> units;  // all operations, in order
         std::vector<int64_t> own_buffers;  // written first here
         bool uses_cache = false, uses_samples = false;
     };
 
     const BufferSpec& buffer_at(int64_t index) const;
+    const Segment& segment_at(int64_t index) const;
+    std::vector<Unit> fuse(const std::vector<OpSpec>& ops) const;
+    bool overlap(int64_t one, int64_t other) const;  // in memory
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
     void check(const Segment& segment, const StepInputs& inputs) const;
     void check_op(const OpSpec& op) const;        // when the program is built
     void check_cache_op(const OpSpec& op) const;  // once there is a cache
+    void run_unit(const Segment& segment, const Unit& unit, const StepInputs& inputs);
     void run_op(const OpSpec& op, const StepInputs& inputs);
+    void run_rows(const OpSpec& op, const StepInputs& inputs, int64_t first, int64_t count,
+                  Pool* pool) const;
     void poison(const Segment& segment);
     char* layer_cache(int64_t layer) const;
 
     std::shared_ptr<Pool> pool_;
+    Pool alone_;  // hands out nothing: its caller does all, as many at once as there are
     Memory arena_, cache_;
     std::vector<BufferSpec> buffers_;
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};
     int64_t layers_ = 0, num_blocks_ = 0;
-    bool poison_ = false;
+    bool poison_ = false, timed_ = false;
     // Twice the runs ended, and one more during a run: an abort outside of any names none.
     std::atomic<int64_t> runs_{0}, aborted_{-1};
     std::atomic<int64_t> ops_done_{0};

@@ -1,0 +1,26 @@
+// Time that this process has spent inside native calls that compute: what is left of a run is
+// Python's. Knows no call by name. Always holds: it only grows, and calls of several threads at
+// once count each.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+inline std::atomic<int64_t> compute_nanoseconds{0};
+
+// Counts while it lives.
+class ComputeTime {
+  public:
+    ComputeTime() = default;
+    ~ComputeTime() {
+        const auto spent = std::chrono::steady_clock::now() - began_;
+        compute_nanoseconds +=
+            std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
+    }
+    ComputeTime(const ComputeTime&) = delete;
+    ComputeTime& operator=(const ComputeTime&) = delete;
+
+  private:
+    std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};

@@ -1,0 +1,132 @@
+"""Operations that keep to their rows are computed together, with the bits each has alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire import _native
+from tests.kernels.one_op import ISAS, draw, packed
+
+HEADS, HEAD_DIM, VOCAB, BLOCK = 3, 16, 50, 16
+WIDTH, MAX_ROWS = HEADS * HEAD_DIM, 96
+X, QKV, OUT = 0, 1, 2
+ANGLES = np.random.default_rng(6).uniform(0, 6, (MAX_ROWS, HEAD_DIM // 2)).astype(np.float32)
+COS, SIN = np.cos(ANGLES), np.sin(ANGLES)  # the program does not keep them alive
+Ops = list[tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]]
+
+
+def _ops(pool: _native.Pool) -> Ops:
+    """What lies between two products of a layer, and what follows the embedding."""
+    rng = np.random.default_rng(5)
+    table = packed(pool, "table", "f32", draw(rng, VOCAB, WIDTH))
+    wide, each = (packed(pool, "vector", "f32", draw(rng, n)) for n in (WIDTH, HEAD_DIM))
+    x, out = (X, 0, WIDTH), (OUT, 0, WIDTH)
+    q, k, v = ((QKV, i * WIDTH, WIDTH) for i in range(3))
+    return [
+        ("embed", [x], [0], [], [table]),
+        ("norm", [x, q], [0, 0], [1e-6], [wide]),
+        ("norm", [x, k], [0, 0], [1e-6], [wide]),
+        ("copy", [x, v], [], [], []),
+        ("norm", [q, q], [0, HEAD_DIM], [1e-6], [each]),
+        ("rope", [q], [0, HEADS, HEAD_DIM], [], []),
+        ("rope", [k], [0, HEADS, HEAD_DIM], [], []),
+        ("store_kv", [k, v], [0], [], []),
+        ("activation", [q, out, k], [0], [], []),
+        ("scale", [out], [], [0.7], []),
+        ("add", [x, out], [], [], []),
+    ]
+
+
+def _program(isa: str, threads: int, *, apart: bool, shared: bool = False) -> _native.Program:
+    """One segment; or one of each operation. shared: OUT lies where X does."""
+    pool = _native.Pool(threads, isa=isa)
+    narrow, wide = MAX_ROWS * WIDTH * 4, MAX_ROWS * 3 * WIDTH * 2
+    offsets = {X: 0, QKV: narrow, OUT: 0 if shared else narrow + wide}
+    program = _native.Program(pool, 2 * narrow + wide)
+    program.add_buffer(0, offsets[X], WIDTH, MAX_ROWS, "f32")
+    program.add_buffer(0, offsets[QKV], 3 * WIDTH, MAX_ROWS, "bf16")
+    program.add_buffer(0, offsets[OUT], WIDTH, MAX_ROWS, "f32")
+    ops = _ops(pool)[: 9 if shared else None]
+    for segment in [[op] for op in ops] if apart else [ops]:
+        program.add_segment(segment)
+    program.set_rope(0, COS, SIN)
+    program.allocate_cache(
+        dtype="bf16",
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK,
+        layers=1,
+        num_blocks=MAX_ROWS // BLOCK,
+    )
+    return program
+
+
+def _run(program: _native.Program, segments: int, rows: int) -> list[NDArray[Any]]:
+    rng = np.random.default_rng(7)
+    positions = np.arange(rows, dtype=np.int32)
+    slots = rng.permutation(MAX_ROWS)[:rows].astype(np.int32)
+    slots[rows // 2] = -1
+    batch: dict[str, Any] = {
+        "token_ids": rng.integers(0, VOCAB, rows).astype(np.int32),
+        "positions": positions,
+        "rope_positions": positions,
+        "kv_slots": slots,
+        "seq_starts": np.array([0, rows], np.int32),
+        "block_tables": np.arange(MAX_ROWS // BLOCK, dtype=np.int32)[None],
+        "sample_rows": np.empty(0, np.int32),
+    }
+    for segment in range(segments):
+        program.run(segment, **batch)
+    widths = {X: WIDTH, QKV: 3 * WIDTH, OUT: WIDTH}
+    arrays = [program.array((index, 0, width), rows) for index, width in widths.items()]
+    return [array.copy() for array in (*arrays, program.cache)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 96])
+def test_together_or_apart_the_bits_are_the_same(isa: str, rows: int) -> None:
+    apart = _program(isa, 1, apart=True)
+    alone = _run(apart, 11, rows)
+    for threads in (1, 2, 3):
+        together = _program(isa, threads, apart=False)
+        assert [unit[:2] for unit in together.units(0)] == [(0, 11)]
+        for found, expected in zip(_run(together, 1, rows), alone, strict=True):
+            assert found.tobytes() == expected.tobytes()
+
+
+def test_what_shares_memory_is_not_computed_together() -> None:
+    program = _program("", 2, apart=False, shared=True)
+    assert [unit[:2] for unit in program.units(0)] == [(0, 8), (8, 1)]
+    found = _run(program, 1, 96)[OUT]
+    expected = _run(_program("", 1, apart=True), 9, 96)[OUT]
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_times_are_taken_when_asked_for() -> None:
+    program = _program("", 2, apart=True)
+    _run(program, 1, 16)
+    assert [unit[2] for unit in program.units(0)] == [0]
+    program.set_timed(True)
+    _run(program, 1, 16)
+    assert all(unit[2] > 0 for unit in program.units(0))
+    program.set_timed(True)
+    assert [unit[2] for unit in program.units(0)] == [0]
+    program.set_timed(False)
+
+
+def test_the_pool_counts_how_often_it_handed_out_work() -> None:
+    pool = _native.Pool(2)
+    pool.deal(1, lambda *_: None)
+    assert pool.num_forks == 0
+    pool.deal(5, lambda *_: None)
+    assert pool.num_forks == 1
+
+
+def test_time_spent_computing_is_counted() -> None:
+    before = _native.compute_ns()
+    _run(_program("", 1, apart=False), 1, 16)
+    assert _native.compute_ns() > before
