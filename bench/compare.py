@@ -23,7 +23,6 @@ from typing import Any
 
 from bench.checkpoints import SHAPES, random_checkpoint
 from bench.floors import workload_work
-from bench.limits import machine_limits, peak_gflops
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed, end_cleanly_on_sigterm
 from bench.peers.convert import PRECISIONS, SCHEMES, Unavailable, converted
@@ -32,6 +31,7 @@ from bench.peers.settings import settings_for
 from bench.record import HEADLINES, MIN_PAIRS, TOOL_SUFFIX, Record, RecordMismatch, Subject
 from bench.token_check import agreement, greedy_tokens
 from quire.bench.floor import program_of
+from quire.bench.limits import machine_limits, peak_gflops
 from quire.bench.machine import machine_card
 from quire.bench.reading import ReadProbe
 from quire.bench.report import table

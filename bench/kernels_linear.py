@@ -3,7 +3,7 @@
 The weights of a shape are there so many times over that none stays in a cache; one sample goes
 through all copies once, after a read of memory beside it (memory speed drifts). Told are medians:
 microseconds a product, the share of the read that its weights' bytes come to, and of the
-arithmetic peak of its precision (bench/limits.py) where a C compiler is there. Knows no model.
+arithmetic peak of its precision (quire/bench/limits.py). Knows no model.
 Run: python -m bench.kernels_linear [--precisions bf16,int8,int4-g32] [--rows 1,16,2048]
      [--shapes 1024x4096] [--threads N] [--isa NAME] [--samples 7] [--out FILE]
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.limits import machine_limits, peak_gflops
 from quire import _native
+from quire.bench.limits import machine_limits, peak_gflops
 from quire.bench.machine import machine_card
 from quire.bench.reading import ReadProbe
 from quire.config.machine import num_usable_cpus

@@ -1,51 +1,43 @@
 """How fast memory can be read right now: the floor under everything that streams weights.
 
-Each thread reads its own part of a block far larger than any cache, by a NumPy reduction (which
-lets go of the GIL); on the machines it was held against, a C loop over vector registers reads no
-faster. Memory speed drifts on shared machines, so this is asked again before each sample.
+All threads together read a block far larger than any cache, by a plain loop of the compiled module
+(native/src/limits.cc). Memory speed drifts on shared machines, so this is asked again before each
+sample.
 """
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 from numpy.typing import NDArray
+
+from quire import _native
 
 BLOCK_BYTES = 1 << 30
 
 
 class ReadProbe:
-    """Holds the block of memory that is read, and a thread for each part. Close it when done."""
+    """Holds the block of memory that is read, and the threads that read it. Close it when done."""
 
-    def __init__(self, num_threads: int, *, num_bytes: int = BLOCK_BYTES) -> None:
-        elements = max(num_bytes // 8 // num_threads, 1)
-        self._parts: list[NDArray[np.int64]] = [
-            np.ones(elements, np.int64) for _ in range(num_threads)
-        ]
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-read")
-        self._num_bytes = 8 * elements * num_threads
+    def __init__(self, num_threads: int, *, num_bytes: int = BLOCK_BYTES, isa: str = "") -> None:
+        block: NDArray[np.uint8] = np.ones(num_bytes + 64, np.uint8)
+        first = -block.ctypes.data % 64  # no load may touch two lines
+        self._block = block[first : first + num_bytes]
+        self._pool: _native.Pool | None = _native.Pool(num_threads, isa=isa)
 
     def gb_per_s(self, *, rounds: int = 3) -> float:
         """The best of a few rounds, 10^9 bytes a second, all threads together."""
-        best_s = min(self._round_s() for _ in range(rounds))
-        return self._num_bytes / best_s / 1e9
+        assert self._pool is not None, "the probe is closed"
+        read = [_native.limit(self._pool, "read", 1, self._block) for _ in range(rounds)]
+        assert all(num_bytes == self._block.nbytes for num_bytes, _ in read), "all of it was read"
+        return self._block.nbytes / min(seconds for _, seconds in read) / 1e9
 
     def close(self) -> None:
         """End the threads and free the memory."""
-        self._threads.shutdown()
-        self._parts = []
+        self._pool = None
+        self._block = np.empty(0, np.uint8)
 
     def __enter__(self) -> ReadProbe:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _round_s(self) -> float:
-        begin = time.perf_counter()
-        read = list(self._threads.map(np.bitwise_or.reduce, self._parts))
-        seconds = time.perf_counter() - begin
-        assert all(value == 1 for value in read), "all of it was read"
-        return seconds

@@ -191,53 +191,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     return _show(arguments, outcome, serving_text)
 
 
-# ---- kernels
-
-
-def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="",
-        metavar="MODEL",
-        help="folder; default: the model in the box",
-    )
-    _add_count(parser, "--tokens", 1, "token rows of each sequence in the step")
-    parser.add_argument(
-        "--depth", type=int, default=0, help="positions already in the cache (default 0)"
-    )
-    _add_count(parser, "--sequences", 1, "sequences in the step")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "f32", "bf16"), help="as for quire serve"
-    )
-    parser.add_argument(
-        "--threads", type=int, metavar="NUM", help="default: the CPUs this process may use"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="how long to measure (default 3)"
-    )
-    parser.add_argument(
-        "--peak-gflops",
-        type=float,
-        metavar="NUM",
-        help="the machine's arithmetic limit; shares of it are told then",
-    )
-
-
-def _kernels(arguments: argparse.Namespace) -> int:
-    from quire.bench.kernels import Step, kernels_text, measure_kernels
-
-    outcome = measure_kernels(
-        arguments.model,
-        Step(tokens=arguments.tokens, depth=arguments.depth, sequences=arguments.sequences),
-        dtype=arguments.dtype,
-        num_threads=arguments.threads,
-        seconds=arguments.seconds,
-        peak_gflops=arguments.peak_gflops,
-    )
-    return _show(arguments, outcome, kernels_text)
-
-
 # ---- startup
 
 
@@ -325,13 +278,11 @@ _VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "latency": ("one request alone: first token, time per token, share of the floor", _add_latency),
     "throughput": ("many requests at once, batched continuously or statically", _add_throughput),
     "serve": ("a server under rising load: percentiles, goodput, the knee", _add_serve),
-    "kernels": ("where a step's time goes, by kind of operation", _add_kernels),
     "startup": ("from the start of a server to its first token", _add_startup),
 }
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "latency": _latency,
     "throughput": _throughput,
     "serve": _serve,
-    "kernels": _kernels,
     "startup": _startup,
 }

@@ -86,13 +86,29 @@ def _run(
     scored: bool = False,
 ) -> None:
     """One step: row i computes counts[i] tokens from `start` on, in slot i."""
-    num_rows, block_size = len(counts), runner.tables.block_size
-    slots = np.arange(num_rows, dtype=np.int32)
-    ends = np.array(counts, np.int32) + np.int32(start)
+    starts = [start] * len(counts)
+    plan = made_up_plan(counts, starts, runner.tables.block_size, sampling, scored=scored)
+    runner.collect(runner.submit(plan))
+
+
+def made_up_plan(
+    counts: Sequence[int],
+    starts: Sequence[int],
+    block_size: int,
+    sampling: SamplingParams,
+    *,
+    scored: bool = False,
+) -> StepPlan:
+    """A step whose row i, admitted in slot i, computes counts[i] tokens after starts[i] others.
+
+    Row 0 takes the pool's first blocks, row 1 those after them, and so on.
+    """
+    slots = np.arange(len(counts), dtype=np.int32)
+    ends = np.array(counts, np.int32) + np.array(starts, np.int32)
     columns = -(-ends // block_size)
     row_of = np.repeat(slots, columns)
     firsts = np.cumsum(columns) - columns
-    plan = StepPlan(
+    return StepPlan(
         step=0,
         admissions=tuple(
             Admission(
@@ -103,7 +119,7 @@ def _run(
                 num_prompt_tokens=int(end),
                 stop_ids=(),
                 sampling=sampling,
-                scores_from=start if scored else None,
+                scores_from=starts[slot] if scored else None,
             )
             for slot, end in enumerate(ends.tolist())
         ),
@@ -111,9 +127,8 @@ def _run(
         table_columns=(np.arange(len(row_of)) - firsts[row_of]).astype(np.int32),
         table_blocks=np.arange(len(row_of), dtype=np.int32),
         slots=slots,
-        starts=np.full(num_rows, start, np.int32),
+        starts=np.array(starts, np.int32),
         counts=np.array(counts, np.int32),
-        store_from=np.full(num_rows, start, np.int32),
-        samples=np.ones(num_rows, np.bool_),
+        store_from=np.array(starts, np.int32),
+        samples=np.ones(len(counts), np.bool_),
     )
-    runner.collect(runner.submit(plan))

@@ -161,6 +161,21 @@ class NativeExecutor:
         return score(logits, batch, self.pool)
 
     @property
+    def program(self) -> Program:
+        """What it runs."""
+        return self._program
+
+    def set_timed(self, timed: bool) -> None:
+        """Take times of operations from now on, beginning at zero; or no longer."""
+        self._native.set_timed(timed)
+
+    def times(self, segment: str) -> list[tuple[tuple[Op, ...], float]]:
+        """Operations that are computed as one, and the seconds they took since set_timed."""
+        ops = self._program.segments[segment]
+        units = self._native.units(SEGMENTS.index(segment))
+        return [(ops[first : first + count], 1e-9 * ns) for first, count, ns in units]
+
+    @property
     def ops_done(self) -> int:
         """Operations finished so far, asked from any thread: progress within a step."""
         return self._native.ops_done

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 from bench import pairs, readme_table
 from bench.checkpoints import SHAPES, checkpoint_config, tensor_shapes, tokenizer_json
 from bench.floors import Work, workload_work
-from bench.limits import peak_gflops
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed
 from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject
 from quire.bench.floor import program_of
 from quire.bench.foreign import CpuUse
+from quire.bench.limits import peak_gflops
 from quire.bench.reading import ReadProbe
 from quire.bench.workloads import WORKLOADS, Lengths, Workload
 from quire.program.cost import StepShape, step_cost

@@ -13,7 +13,6 @@ import pytest
 from quire.base.errors import SettingError, WorkerError
 from quire.bench import throughput
 from quire.bench.floor import decode_bytes, prefill_bytes, program_of
-from quire.bench.kernels import Step, kernels_text, measure_kernels
 from quire.bench.latency import latency_text, measure_latency
 from quire.bench.local import LocalEngine
 from quire.bench.machine import machine_card
@@ -110,30 +109,6 @@ def test_different_answers_alone_and_together_are_refused() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("step", [Step(), Step(tokens=5, depth=20, sequences=3)])
-def test_kernels_tell_every_kind_with_the_programs_own_counts(step: Step) -> None:
-    outcome: dict[str, Any] = measure_kernels(
-        "", step, num_threads=1, seconds=0.3, peak_gflops=100.0
-    )
-    program, kinds = program_of(""), outcome["kinds"]
-    assert sum(one["num_ops"] for one in kinds) == sum(map(len, program.segments.values()))
-    cost = step_cost(program, step.shape)
-    assert sum(one["memory_bytes"] for one in kinds) == cost.memory_bytes
-    assert sum(one["operations"] for one in kinds) == cost.operations
-    assert sum(one["share"] for one in kinds) == pytest.approx(1)
-    assert sum(one["looks"] for one in kinds) > 0
-    assert {"attention", "norm", "embed", "linear 256 -> 2048"} <= {one["kind"] for one in kinds}
-    assert "linear 256 -> 2048" in kernels_text(outcome)
-
-
-@pytest.mark.parametrize(
-    "step", [Step(tokens=0), Step(sequences=0), Step(depth=512), Step(depth=-1)]
-)
-def test_steps_that_cannot_be_are_refused(step: Step) -> None:
-    with pytest.raises(SettingError):
-        measure_kernels("", step, num_threads=1)
-
-
 def test_startup_counts_its_starts_and_stops_each_server() -> None:
     outcome: dict[str, Any] = measure_startup(["--kv-cache-memory", "16MiB"], starts=1)
     assert outcome["ready_s"]["least"] <= outcome["ready_s"]["most"]
@@ -162,7 +137,7 @@ def test_json_is_one_object_with_the_machine_card() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "kernels", "startup"])
+@pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "startup"])
 def test_every_measurement_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", verb, "--help"])

@@ -1,0 +1,53 @@
+"""`quire profile MODEL`: where a step's time goes, and what the machine would allow.
+
+Arguments and printing only; quire/bench/profile.py measures, and is imported when the verb runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from quire.cli.options import add_engine_arguments, engine_settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments: the steps, then the engine's."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        default=512,
+        metavar="NUM",
+        help="tokens in the cache before a decoding row, as far as it goes (default 512)",
+    )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=16,
+        metavar="NUM",
+        help="rows of the mixed step: all but one decode (default 16)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        metavar="NUM",
+        help="how long each step is measured (default 3)",
+    )
+    add_engine_arguments(parser, skip=frozenset({"chat_template", "served_model_name"}))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print. Raises what the measurement raises."""
+    from quire.bench.profile import measure_profile, profile_text
+    from quire.bench.report import show
+
+    outcome = measure_profile(
+        arguments.model,
+        engine_settings(arguments),
+        depth=arguments.depth,
+        sequences=arguments.sequences,
+        seconds=arguments.seconds,
+    )
+    show(outcome, profile_text(outcome), as_json=arguments.json)
+    return 0
