@@ -8,7 +8,7 @@
 //
 // Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
 
-#include "quire/amx_tiles.h"
+#include "quire/amx_linear.h"
 #include "quire/kernels.h"
 #include "quire/vec.h"
 
@@ -179,154 +179,81 @@ void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64
 
 #if defined(QUIRE_AMX)
 
-constexpr int64_t kRowBytes = 5 << 18;  // of packed x: what stays in the second-level cache
+constexpr int64_t kRowBytes = 5 << 17;  // of packed x: what stays in the second-level cache
 constexpr int64_t kMostRows = 1024;     // of x in one block
-constexpr int64_t kPairRows = 2 * kTileRows;
-constexpr int64_t kResidentSteps = 8;  // of K: the weights of so many stay in the first level
-constexpr int64_t kPanelStepBytes = kTileRows * kStepBytes;
-
-QUIRE_VEC int64_t steps_of(int64_t k) { return (k + kTileStep - 1) / kTileStep; }
+constexpr int64_t kPanelsAtOnce = 8;
 
 QUIRE_VEC int64_t amx_block_rows(int64_t k) {
-    const int64_t rows = kRowBytes / (steps_of(k) * kTileStep * 2) / kPairRows * kPairRows;
-    return rows < 2 * kPairRows ? 2 * kPairRows : rows > kMostRows ? kMostRows : rows;
+    const int64_t rows = kRowBytes / (steps_of(k) * kTileStep * 2) / kGroupRows * kGroupRows;
+    return rows < kGroupRows ? kGroupRows : rows > kMostRows ? kMostRows : rows;
 }
 
-// Steps of K, their weights, whether sums are gone on with, and whether they are finished then.
-struct Stretch {
-    int64_t first, count;
-    const char* weights;
-    bool resume, last;
-};
-
-// Where finished rows of one block and panel go.
-struct Place {
-    const LinearArgs& args;
-    int64_t first_row, panel;
-
-    __attribute__((always_inline)) int64_t columns() const {
-        const int64_t left = args.weight.n - panel * kPanel;
-        return left < kPanel ? left : kPanel;
-    }
-    // The lines that `count` rows from `row` on will be written to come near while they are made.
-    __attribute__((always_inline)) void fetch(int64_t row, int64_t count) const {
-        for (int64_t i = 0; i < count; ++i) {
-            const char* y = static_cast<const char*>(args.y.at(first_row + row + i));
-            y += panel * kPanel * type_bytes(args.y.type);
-            __builtin_prefetch(y, 1, 3);
-            if (args.y.type == Type::f32) __builtin_prefetch(y + 64, 1, 3);
-        }
-    }
-    // Adds the bias and rounds: to bf16 as the processor does, denormals to zero.
-    __attribute__((always_inline)) void finish(const float* sums, int64_t row,
-                                               int64_t count) const {
-        if (args.y.type == Type::f32 || columns() < kPanel) {
-            return QUIRE_ISA_NS::finish(sums, count, args, first_row + row, panel);
-        }
-        const float* bias = args.bias == nullptr ? nullptr : args.bias + panel * kPanel;
-        for (int64_t i = 0; i < count; ++i) {
-            Vec low = load(sums + i * kPanel), high = load(sums + i * kPanel + kLanes);
-            if (bias != nullptr) {
-                low = add(low, load(bias));
-                high = add(high, load(bias + kLanes));
-            }
-            bf16* y = static_cast<bf16*>(args.y.at(first_row + row + i)) + panel * kPanel;
-            _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
-        }
-    }
-};
-
-// A stretch of K for all (packed) rows of a block: sums [rows, up to 31 more][32]. Returns how
-// far it has fetched ahead: the next panel's beginning where rows take more than one pass.
-template <Ahead fetch>
-QUIRE_VEC const char* amx_stretch(const bf16* packed, int64_t rows, int64_t steps,
-                                  const Stretch& stretch, float* sums, const Place& place,
-                                  const char* ahead) {
-    configure_tiles(kTileRows, kTileRows);
-    for (int64_t row = 0; row < rows; row += kPairRows) {
-        const int64_t count = rows - row < kPairRows ? rows - row : kPairRows;
-        const bool two = count > kTileRows;
-        if (count < kPairRows) configure_tiles(two ? kTileRows : count, count - kTileRows);
-        const bf16* upper = packed + row * steps * kTileStep + stretch.first * kTileElements;
-        const auto multiply =
-            two ? (stretch.resume ? multiply_tiles<true, true, fetch>
-                                  : multiply_tiles<true, false, fetch>)
-                : (stretch.resume ? multiply_tiles<false, true, fetch>
-                                  : multiply_tiles<false, false, fetch>);
-        float* out = sums + row * kPanel;
-        if (stretch.last) place.fetch(row, count);
-        multiply(upper, upper + steps * kTileElements, stretch.weights, stretch.count, out,
-                 out + kTileRows * kPanel, ahead);
-        if (stretch.last) place.finish(out, row, count);
-        if (fetch == Ahead::next_panel) ahead += stretch.count * 256;
-    }
-    return ahead;
+// All rows of x as the matrix unit reads them, in memory that all threads see.
+const bf16* amx_pack(const LinearArgs& args) {
+    const int64_t k = args.weight.k, steps = steps_of(k);
+    const int64_t packs = (args.rows + kTileRows - 1) / kTileRows;
+    const int64_t pack_elements = steps * kTileElements;
+    // An odd number of packs leaves half a pair, which the unit may be pointed at.
+    char* packed = args.pool->shared((packs + 1) * pack_elements * 2);
+    bf16* to = reinterpret_cast<bf16*>(packed);
+    const int64_t grain = pack_elements < 16384 ? 16384 / pack_elements : 1;
+    args.pool->deal(packs, grain, [&](int64_t begin, int64_t end, int) {
+        const int64_t first = begin * kTileRows, last = end * kTileRows;
+        pack_rows(static_cast<const bf16*>(args.x.at(first)), args.x.stride,
+                  (last < args.rows ? last : args.rows) - first, k, to + begin * pack_elements);
+    });
+    return to;
 }
 
-// All rows of one block (packed) by one panel. The last step of K is filled up with zeros: behind
-// a panel lies the next, and 0 times an infinity is not 0.
-void amx_panel(const bf16* packed, int64_t rows, const char* panel, int64_t k, float* sums,
-               const Place& place) {
-    const int64_t steps = steps_of(k), pairs = (k + 1) / 2;
-    const int64_t whole = pairs / kTileRows;  // steps whose weights are all there
-    const bool tail = whole < steps;
-    const char* ahead = panel + pairs * kStepBytes;
-    if (rows <= kPairRows) {
-        const Stretch all{0, whole, panel, false, !tail};
-        amx_stretch<Ahead::same_stream>(packed, rows, steps, all, sums, place,
-                                        panel + kAheadBytes);
-    } else {
-        for (int64_t first = 0; first < whole; first += kResidentSteps) {
-            const int64_t left = whole - first;
-            const Stretch part{first, left < kResidentSteps ? left : kResidentSteps,
-                               panel + first * kPanelStepBytes, first > 0,
-                               !tail && left <= kResidentSteps};
-            ahead = amx_stretch<Ahead::next_panel>(packed, rows, steps, part, sums, place, ahead);
+// Up to kFewRows rows: bound by memory, each thread walks one run of panels.
+void few_linear(const LinearArgs& args) {
+    const int64_t k = args.weight.k, stride = steps_of(k) * kTileStep;
+    float* x = reinterpret_cast<float*>(args.pool->shared(args.rows * stride * 4));
+    for (int64_t row = 0; row < args.rows; ++row) {
+        const bf16* from = static_cast<const bf16*>(args.x.at(row));
+        for (int64_t c = 0; c < stride; c += kLanes) {
+            const int64_t left = k - c;
+            const int n = static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
+            store(x + row * stride + c, load_n(from + c, n));
         }
     }
-    if (!tail) return;
-    alignas(64) char last[kPanelStepBytes];
-    const int64_t bytes = (pairs - whole * kTileRows) * kStepBytes;
-    for (int64_t i = 0; i < kPanelStepBytes; i += 64) {
-        const char* from = panel + whole * kPanelStepBytes + i;
-        _mm512_store_si512(last + i,
-                           i < bytes ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
-    }
-    const Stretch rest{whole, 1, last, whole > 0, true};
-    amx_stretch<Ahead::none>(packed, rows, steps, rest, sums, place, nullptr);
+    const int64_t panels = (args.weight.n + kPanel - 1) / kPanel;
+    const int64_t work = k * kPanel * args.rows;
+    args.pool->deal(panels, work > 0 && work < 65536 ? 65536 / work : 1,
+                    [&](int64_t begin, int64_t end, int) {
+        if (args.rows == 1) few_panels<1>(args, x, begin, end);
+        if (args.rows == 2) few_panels<2>(args, x, begin, end);
+    });
 }
 
-// As `linear` deals it, with x packed once by each thread and block of rows.
+// As `linear` deals it, with x packed once.
 void amx_linear(const LinearArgs& args) {
+    if (args.rows == 0) return;
+    if (args.rows <= kFewRows) return few_linear(args);
     const int64_t k = args.weight.k, n = args.weight.n, steps = steps_of(k);
     const int64_t block_rows = amx_block_rows(k);
     const int64_t panels = (n + kPanel - 1) / kPanel;
     const int64_t blocks = (args.rows + block_rows - 1) / block_rows;
-    const int64_t bytes = panel_bytes(k, Type::bf16);
     const int64_t most = args.rows < block_rows ? args.rows : block_rows;
-    const int64_t padded = round_up(most, kPairRows);
-    const int64_t packed_bytes = padded * steps * kTileStep * 2;
+    const bf16* packed = amx_pack(args);
+    // Panels that follow each other overlap; still there are some chunks for each thread.
     const int64_t panel_work = k * kPanel * most;
-    const int64_t grain = panel_work > 0 && panel_work < 131072 ? 131072 / panel_work : 1;
-    const int64_t ticket = args.pool->ticket();
-    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int thread) {
-        char* scratch = args.pool->scratch(thread, 64 + packed_bytes + padded * kPanel * 4);
-        int64_t* held = reinterpret_cast<int64_t*>(scratch);  // ticket and block of what is packed
-        bf16* packed = reinterpret_cast<bf16*>(scratch + 64);
-        float* sums = reinterpret_cast<float*>(scratch + 64 + packed_bytes);
-        for (int64_t task = begin; task < end; ++task) {
-            const int64_t block = task / panels, panel = task % panels;
-            const int64_t first_row = block * block_rows;
-            const int64_t left = args.rows - first_row;
-            const int64_t rows = left < block_rows ? left : block_rows;
-            if (held[0] != ticket || held[1] != block) {
-                pack_rows(static_cast<const bf16*>(args.x.at(first_row)), args.x.stride, rows, k,
-                          packed);
-                held[0] = ticket;
-                held[1] = block;
-            }
-            const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
-            amx_panel(packed, rows, weights, k, sums, {args, first_row, panel});
+    const int64_t least = panel_work > 0 && panel_work < 131072 ? 131072 / panel_work : 1;
+    const int64_t share = panels * blocks / (8 * args.pool->num_threads());
+    const int64_t some = share < kPanelsAtOnce ? share : kPanelsAtOnce;
+    args.pool->deal(panels * blocks, some > least ? some : least,
+                    [&](int64_t begin, int64_t end, int thread) {
+        const AmxScratch scratch =
+            AmxScratch::at(args.pool->scratch(thread, AmxScratch::kBytes));
+        while (begin < end) {
+            const int64_t block = begin / panels, left = (block + 1) * panels - begin;
+            const int64_t count = end - begin < left ? end - begin : left;
+            const int64_t first = block * block_rows, rest = args.rows - first;
+            amx_panels({args, packed + first * steps * kTileStep, first,
+                        rest < block_rows ? rest : block_rows, begin % panels,
+                        begin % panels + count},
+                       scratch);
+            begin += count;
         }
         release_tiles();
     });

@@ -50,3 +50,26 @@ def test_a_product_is_the_recipe_bit_for_bit(k: int, rows: int) -> None:
     )
     found = product({0: x}, num_rows=rows)[1]
     np.testing.assert_array_equal(found, product_by_recipe(x, w))
+
+
+@pytest.mark.parametrize("scale", [1e-19, 1e-30, 1e-39])
+def test_one_row_flushes_denormals_as_many_rows_do(scale: float) -> None:
+    rng = np.random.default_rng(3)
+    x, w = (
+        round_to_bf16((scale * rng.standard_normal(shape)).astype(np.float32))
+        for shape in ((33, 70), (40, 70))
+    )
+    x[0, :3], x[1, 4] = (np.inf, 0, -np.inf), np.nan
+    x[2] = round_to_bf16(rng.standard_normal(70).astype(np.float32) * 1e30)
+    product = OneOp(
+        "linear",
+        [Operand(70, "bf16"), Operand(40, "f32")],
+        isa="amx",
+        weights=[("matrix", "bf16", w)],
+    )
+    together = product({0: x}, num_rows=len(x))[1]
+    for row in range(len(x)):
+        alone = product({0: x[row : row + 1]}, num_rows=1)[1]
+        np.testing.assert_array_equal(alone[0], together[row])
+    pairs = product({0: x[5:7]}, num_rows=2)[1]
+    np.testing.assert_array_equal(pairs, together[5:7])

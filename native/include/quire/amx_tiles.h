@@ -63,65 +63,6 @@ QUIRE_VEC void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k,
     }
 }
 
-enum class Ahead { none, same_stream, next_panel };
-
-// sums [rows][32] of 16 upper and (where two) 16 lower rows, over `steps` steps of K: from zero,
-// or from what is in `sums`. w: pairs of K by 32 columns, as packed.
-template <bool two, bool resume, Ahead fetch>
-__attribute__((noinline)) void multiply_tiles(const bf16* upper, const bf16* lower, const char* w,
-                                              int64_t steps, float* upper_sums,
-                                              float* lower_sums, const char* ahead) {
-    constexpr int kStride = 128;  // bytes of a pair's 32 columns, and of a row of sums
-    memory_barrier();
-    if constexpr (resume) {
-        _tile_loadd(0, upper_sums, kStride);
-        _tile_loadd(1, upper_sums + 16, kStride);
-        if constexpr (two) {
-            _tile_loadd(2, lower_sums, kStride);
-            _tile_loadd(3, lower_sums + 16, kStride);
-        }
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (two) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    }
-    for (int64_t s = 0; s < steps; ++s) {
-        if constexpr (fetch == Ahead::same_stream) {
-#pragma GCC unroll 32
-            for (int line = 0; line < 32; ++line) prefetch_l1(ahead + 64 * line);
-            ahead += 2048;
-        }
-        if constexpr (fetch == Ahead::next_panel) {
-#pragma GCC unroll 4
-            for (int line = 0; line < 4; ++line) prefetch_l2(ahead + 64 * line);
-            ahead += 256;
-        }
-        _tile_loadd(6, w, kStride);
-        _tile_loadd(4, upper, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 64, kStride);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (two) {
-            _tile_loadd(5, lower, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-            lower += kTileElements;
-        }
-        upper += kTileElements;
-        w += kTileRows * kStride;
-    }
-    _tile_stored(0, upper_sums, kStride);
-    _tile_stored(1, upper_sums + 16, kStride);
-    if constexpr (two) {
-        _tile_stored(2, lower_sums, kStride);
-        _tile_stored(3, lower_sums + 16, kStride);
-    }
-    memory_barrier();
-}
-
 }  // namespace
 
 }  // namespace quire::QUIRE_ISA_NS
