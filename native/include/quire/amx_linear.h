@@ -23,6 +23,7 @@ constexpr int64_t kPairRows = 2 * kTileRows;
 constexpr int64_t kGroupRows = 128;
 constexpr int64_t kStretchSteps = 8;
 constexpr int64_t kPanelStepBytes = kTileRows * 128;  // of weights: 16 pairs of 32 columns
+constexpr unsigned kNoDenormals = 0x8040;             // as the matrix unit: zeros, in and out
 constexpr int64_t kNearBytes = 8192;                  // how far ahead one stream is fetched
 
 QUIRE_VEC int64_t steps_of(int64_t k) { return (k + kTileStep - 1) / kTileStep; }
@@ -171,16 +172,6 @@ __attribute__((noinline)) void multiply_pair(const bf16* upper, const bf16* lowe
     memory_barrier();
 }
 
-// Denormals are zero while it lives, as they are to the matrix unit.
-class NoDenormals {
-  public:
-    __attribute__((always_inline)) NoDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-    __attribute__((always_inline)) ~NoDenormals() { _mm_setcsr(saved_); }
-
-  private:
-    unsigned saved_;
-};
-
 // What the matrix unit does to kRows rows and some steps of K, by vectors. x: [rows][steps][32] in
 // f32, a step's even and odd columns beside each other.
 template <int kRows>
@@ -288,22 +279,24 @@ __attribute__((noinline)) void few_panels(const LinearArgs& args, const float* x
     Finishing finishing{args};
     for (int64_t panel = first; panel < end; ++panel) {
         const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
-        {
-            const NoDenormals mode;
-            Vec sums[kRows][2];
+        const unsigned mode = _mm_getcsr();
+        _mm_setcsr(mode | kNoDenormals);
+        memory_barrier();  // arithmetic stays between the two
+        Vec sums[kRows][2];
 #pragma GCC unroll 4
-            for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = zero();
-            few_steps<kRows>(x, stride, weights, whole, sums);
-            if (whole < steps) {
-                copy_tail(weights, pairs, whole, tail);
-                few_steps<kRows>(x + whole * kTileStep, stride, tail, 1, sums);
-            }
-#pragma GCC unroll 4
-            for (int i = 0; i < kRows; ++i) {
-                store(out + i * kPanel, sums[i][0]);
-                store(out + i * kPanel + kLanes, sums[i][1]);
-            }
+        for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = zero();
+        few_steps<kRows>(x, stride, weights, whole, sums);
+        if (whole < steps) {
+            copy_tail(weights, pairs, whole, tail);
+            few_steps<kRows>(x + whole * kTileStep, stride, tail, 1, sums);
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; ++i) {
+            store(out + i * kPanel, sums[i][0]);
+            store(out + i * kPanel + kLanes, sums[i][1]);
+        }
+        memory_barrier();
+        _mm_setcsr(mode);
         finishing.begin(out, 0, panel, kRows);
         finishing.some(kRows);
     }
