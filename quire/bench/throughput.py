@@ -3,17 +3,20 @@
 With static batching the same requests are computed in fixed groups, each until its longest answer
 is done, as engines without continuous batching do: the difference is what continuous batching
 brings. Both are run in turn on the same requests, so that a drift of the machine meets both.
+Time in which nothing was computed natively is Python's: of scheduling, of the runner, of outputs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from quire import _native
 from quire.base.errors import WorkerError
 from quire.bench.local import Answered, LocalEngine
 from quire.bench.report import Progress, result, table
@@ -49,8 +52,11 @@ def measure_throughput(
                     progress.say(f"{mode} batching, repetition {number + 1} of {repeats}")
                     asks = workload.draw(engine.vocab_size, rng)
                     static = workload.max_running if mode == "static" else 0
+                    began_s, computed_ns = time.perf_counter(), _native.compute_ns()
                     answered = await engine.run(asks, static_batch=static)
-                    samples[mode].append(_sample(answered))
+                    wall_s = time.perf_counter() - began_s
+                    python_s = max(wall_s - 1e-9 * (_native.compute_ns() - computed_ns), 0.0)
+                    samples[mode].append({**_sample(answered), "python_share": python_s / wall_s})
                     if number == 0:
                         [alone] = await engine.run(asks[:1])
                         _check_same(alone, answered[0])
@@ -92,10 +98,12 @@ def throughput_text(outcome: Mapping[str, Any]) -> str:
             f"{median['total_tokens_per_s']:.1f}",
             f"{median['output_tokens_per_s']:.1f}",
             f"{median['ttft_s']:.2f} s",
+            f"{100 * median['python_share']:.1f} %",
         )
         for mode, median in outcome["median"].items()
     ]
-    return f"{title}\n" + table(("", "wall", "tokens/s", "output tokens/s", "median TTFT"), rows)
+    headings = ("", "wall", "tokens/s", "output tokens/s", "median TTFT", "in Python")
+    return f"{title}\n{table(headings, rows)}"
 
 
 def _sample(answered: list[Answered]) -> dict[str, object]:
