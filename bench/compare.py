@@ -36,7 +36,7 @@ from quire.bench.machine import machine_card
 from quire.bench.reading import ReadProbe
 from quire.bench.report import table
 from quire.bench.workloads import WORKLOADS
-from quire.config.machine import num_usable_cpus
+from quire.config.machine import num_usable_cores
 
 _SIDES = ("quire", "other")
 PEERS = ("llama.cpp", "llama.cpp tool", "openvino", "vllm", "transformers")
@@ -246,7 +246,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help="kept pairs wanted of each")
     parser.add_argument("--minutes", type=float, default=60.0, help="time budget (default 60)")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds a sample may take")
-    parser.add_argument("--threads", type=int, default=num_usable_cpus())
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument(
         "--most-foreign", type=float, default=0.12, help="cores others may use in a kept sample"
     )

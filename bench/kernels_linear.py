@@ -23,7 +23,7 @@ from quire import _native
 from quire.bench.limits import machine_limits, peak_gflops
 from quire.bench.machine import machine_card
 from quire.bench.reading import ReadProbe
-from quire.config.machine import num_usable_cpus
+from quire.config.machine import num_usable_cores
 from quire.quant.scheme import SCHEMES, canonical
 
 # K x N of a 0.6B model: qkv, o, gate and up, down, and a part of the head.
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--precisions", default=PRECISIONS)
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--threads", type=int, default=num_usable_cpus())
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--isa", default="")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--out", type=Path)

@@ -31,7 +31,7 @@ from quire.bench.plots import check_plots, plot_serving
 from quire.bench.serve import GIVE_UP_SHARE, Load, measure_serving, serving_text
 from quire.bench.timing import Goals, knee
 from quire.bench.workloads import mixed_lengths
-from quire.config.machine import num_usable_cpus
+from quire.config.machine import num_usable_cores
 from quire.models.registry import open_model
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--rates", default="0.25,0.5,0.75,1,1.5,2,3,4")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--threads", type=int, default=num_usable_cpus())
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     end_cleanly_on_sigterm()

@@ -28,7 +28,7 @@ from bench.record import HEADLINES
 from quire.bench.machine import machine_card
 from quire.bench.timing import RequestTimes, run_rates
 from quire.bench.workloads import WORKLOADS
-from quire.config.machine import num_usable_cpus
+from quire.config.machine import num_usable_cores
 from quire.models.registry import open_model
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=30.0, help="time budget (default 30)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds a run may take")
-    parser.add_argument("--threads", type=int, default=num_usable_cpus())
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
     args = parser.parse_args()
     end_cleanly_on_sigterm()
     end_s = time.monotonic() + 60 * args.minutes

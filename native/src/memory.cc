@@ -14,7 +14,7 @@ namespace quire {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kWorthHugePages = std::size_t{8} << 20;
+constexpr std::size_t kWorthHugePages = 2 * kHugePage;  // one at least, wherever it begins
 constexpr std::size_t kSlack = 64;
 
 }  // namespace

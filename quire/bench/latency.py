@@ -19,7 +19,7 @@ from quire.bench.reading import ReadProbe
 from quire.bench.report import Progress, result, table
 from quire.bench.timing import RequestTimes
 from quire.bench.workloads import Lengths, Workload
-from quire.config.machine import num_usable_cpus
+from quire.config.machine import num_usable_cores
 
 
 def measure_latency(
@@ -41,7 +41,7 @@ def measure_latency(
         lengths=(Lengths(prompt=prompt_tokens, output=output_tokens),),
         max_running=1,
     )
-    threads = settings.get("num_threads") or num_usable_cpus()
+    threads = settings.get("num_threads") or num_usable_cores()
     samples: list[dict[str, float]] = []
 
     async def run() -> dict[str, object]:

@@ -29,7 +29,7 @@ from quire.bench.limits import FORK_JOIN, READ, machine_limits, peak_gflops
 from quire.bench.reading import ReadProbe
 from quire.bench.report import Progress, result, table
 from quire.config.flags import engine_config
-from quire.config.machine import num_usable_cpus
+from quire.config.machine import num_usable_cores
 from quire.engine.assemble import assemble
 from quire.engine.warm_up import made_up_plan
 from quire.execute.native import SEGMENTS, NativeExecutor
@@ -120,7 +120,7 @@ def measure_profile(
         "profile",
         {"model": card.name, "depth": depth, "sequences": sequences, **settings},
         threads=threads,
-        usable_cpus=num_usable_cpus(),
+        usable_cores=num_usable_cores(),
         recipe=card.recipe,
         dtype=card.dtype,
         quantization=card.quantization,
@@ -214,9 +214,9 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"fewer bits: the floor of the decode step is {1e3 * floors['none']:.2f} ms, {told}"
             )
-    if threads < outcome["usable_cpus"]:
+    if threads < outcome["usable_cores"]:
         lines.append(
-            f"more threads: {threads} of the {outcome['usable_cpus']} CPUs this process may use "
+            f"more threads: {threads} of the {outcome['usable_cores']} cores this process may use "
             "compute (--threads)"
         )
     half, full = (outcome["limits"][str(n)] for n in (max(threads // 2, 1), threads))

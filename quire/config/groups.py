@@ -134,7 +134,7 @@ class ExecutorConfig:
         "native", "native: compiled kernels; reference: NumPy, slow and obvious"
     )
     num_threads: int | None = setting(
-        None, "threads that compute; default: the CPUs this process may use", flag="threads"
+        None, "threads that compute; default: the cores this process may use", flag="threads"
     )
     record_plans: str | None = setting(
         None, "write every step's plan and result to this file, to be replayed later"

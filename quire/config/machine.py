@@ -1,4 +1,4 @@
-"""What this machine lets the process use: memory and CPUs, control groups included.
+"""What this machine lets the process use: memory and cores, control groups included.
 
 Reads /proc and /sys/fs/cgroup (versions 1 and 2, the process's own group and all above it); where
 they do not exist, as outside Linux, falls back to what the system tells. Reads only. `root` lets
@@ -33,17 +33,30 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     return least
 
 
-def num_usable_cpus(root: Path = Path("/")) -> int:
-    """CPUs this process may run on, cut to the control group's quota (rounded up); at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+def num_usable_cores(root: Path = Path("/")) -> int:
+    """Cores this process may run on, cut to the control group's quota (rounded up); at least 1.
+
+    CPUs of one core share its arithmetic units and caches: kernels that fill them gain nothing from
+    a second thread there, and wait for each other.
+    """
+    count = _num_cores(root)
     for folder in _group_folders(root, "cpu"):
         quota = _quota_cpus(folder)
         if quota is not None:
             count = min(count, math.ceil(quota))
     return max(count, 1)
+
+
+def _num_cores(root: Path) -> int:
+    """Cores among the CPUs this process may run on; of a CPU whose core is not told, itself."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    folder = root / "sys" / "devices" / "system" / "cpu"
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = _lines(folder / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        cores.add(siblings[0] if siblings else str(cpu))
+    return len(cores)
 
 
 def _free_memory_bytes(root: Path) -> int:

@@ -20,7 +20,7 @@ from quire.base.errors import SettingError
 from quire.base.report import Report
 from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig
-from quire.config.machine import machine_memory, num_usable_cpus
+from quire.config.machine import machine_memory, num_usable_cores
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
@@ -102,7 +102,7 @@ def _assembled(
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_samples=MAX_SAMPLES,
         max_sequences=config.scheduler.max_num_seqs,
-        num_threads=config.executor.num_threads or num_usable_cpus(),
+        num_threads=config.executor.num_threads or num_usable_cores(),
         progress=progress,
     )
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)

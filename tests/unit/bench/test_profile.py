@@ -60,10 +60,10 @@ def test_the_text_has_limits_steps_and_advice(outcome: dict[str, Any]) -> None:
 def test_settings_that_waste_are_named(outcome: dict[str, Any]) -> None:
     limits = {"1": {READ: 9.9, FORK_JOIN: 0.0}, "2": {READ: 10.0, FORK_JOIN: 1.0}}
     floors = {"none": 0.01, "int8": 0.005, "int4-g32": 0.003}
-    wasteful = {**outcome, "usable_cpus": 4, "limits": limits, "decode_floors_s": floors}
+    wasteful = {**outcome, "usable_cores": 4, "limits": limits, "decode_floors_s": floors}
     text = profile_text(wasteful)
     assert "5.00 ms with --quantization int8" in text
-    assert "2 of the 4 CPUs" in text
+    assert "2 of the 4 cores" in text
     assert "decoding gains little from more than 1 of the threads" in text
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from quire.config.machine import machine_memory, num_usable_cpus
+import pytest
+
+from quire.config.machine import machine_memory, num_usable_cores
 
 MIB = 2**20
 
@@ -86,12 +89,27 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 def test_a_quota_of_cpu_time_cuts_the_cpus_and_is_rounded_up(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/cpu.max": "50000 100000\n"}
     root = _machine(tmp_path / "half", free_mib=1, files=files, groups="0::/\n")
-    assert num_usable_cpus(root) == 1
+    assert num_usable_cores(root) == 1
     files = {"sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n"}
     root = _machine(tmp_path / "none", free_mib=1, files=files, groups="1:cpu,cpuacct:/\n")
-    assert num_usable_cpus(root) == num_usable_cpus(tmp_path / "nothing here")
+    assert num_usable_cores(root) == num_usable_cores(tmp_path / "nothing here")
+
+
+def test_cpus_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    siblings = {cpu: f"{cpu % 4},{cpu % 4 + 4}\n" for cpu in range(8)}
+    files = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": text
+        for cpu, text in siblings.items()
+    }
+    root = _machine(tmp_path / "pairs", free_mib=1, files=files, groups="0::/\n")
+    assert num_usable_cores(root) == 2
+    files["sys/fs/cgroup/cpu.max"] = "100000 100000\n"
+    root = _machine(tmp_path / "quota", free_mib=1, files=files, groups="0::/\n")
+    assert num_usable_cores(root) == 1
+    assert num_usable_cores(tmp_path / "nothing told") == 4
 
 
 def test_this_machine_has_memory_and_a_cpu() -> None:
     assert machine_memory().available_bytes > 0
-    assert num_usable_cpus() >= 1
+    assert num_usable_cores() >= 1
