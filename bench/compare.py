@@ -25,7 +25,13 @@ from bench.checkpoints import SHAPES, random_checkpoint
 from bench.floors import workload_work
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed, end_cleanly_on_sigterm
-from bench.peers.convert import PRECISIONS, SCHEMES, Unavailable, converted
+from bench.peers.convert import (
+    PRECISIONS,
+    QUIRE_SETTINGS,
+    Unavailable,
+    converted,
+    scheme_of,
+)
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
 from bench.record import HEADLINES, MIN_PAIRS, TOOL_SUFFIX, Record, RecordMismatch, Subject
@@ -37,6 +43,8 @@ from quire.bench.reading import ReadProbe
 from quire.bench.report import table
 from quire.bench.workloads import WORKLOADS
 from quire.config.machine import num_usable_cores
+from quire.program.quantize import quantize
+from quire.quant.scheme import PLAIN
 
 _SIDES = ("quire", "other")
 PEERS = ("llama.cpp", "llama.cpp tool", "openvino", "vllm", "transformers")
@@ -112,6 +120,7 @@ class Comparison:
         if peer.endswith(TOOL_SUFFIX):
             settings["tools_only"] = True
         ours = settings_for("quire", precision=precision, workload=name)
+        ours |= QUIRE_SETTINGS.get(precision, {})
         try:
             model = converted(engine, self._checkpoint, precision)
             with (
@@ -122,7 +131,7 @@ class Comparison:
                 vocab_size = int(told.pop("vocab_size"))
                 self._note("quire", name, told, ours, precision)
                 told = other.load(str(model), settings, limit_s=LOAD_LIMIT_S)
-                self._note(peer, name, told, settings, SCHEMES[engine][precision])
+                self._note(peer, name, told, settings, scheme_of(engine, precision))
                 run = PairRun(
                     quire,
                     other,
@@ -161,16 +170,18 @@ class Comparison:
         entry["scheme"] = scheme if peer != "quire" else str(told["scheme"])
         entry["settings"][workload] = settings
 
-    def _floor(self, name: str) -> Floor | None:
-        """Known where the checkpoint's own program is what Quire runs."""
-        if self._args.precision not in ("f32", "bf16"):
-            return None
-        program = program_of(str(self._checkpoint), self._args.precision)
+    def _floor(self, name: str) -> Floor:
+        """Of the program Quire runs. An integer precision's peak counts for all operations, also
+        for those of attention, which are not integers: the true floor is higher."""
+        precision = self._args.precision
+        scheme = QUIRE_SETTINGS.get(precision, {}).get("quantization", PLAIN)
+        dtype = "f32" if precision == "f32" else "bf16"
+        program = quantize(program_of(str(self._checkpoint), dtype), scheme)
         limits = self._record.content.setdefault("limits", machine_limits(self._args.threads))
         return Floor(
             whole=workload_work(program, WORKLOADS[name]),
             decode=workload_work(program, WORKLOADS[name], decode_only=True),
-            peak_gflops=peak_gflops(limits, self._args.precision),
+            peak_gflops=peak_gflops(limits, precision[:4]),
         )
 
 

@@ -12,14 +12,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from bench.checkpoints import cache_folder, random_checkpoint
 from bench.peers.places import environment_python, llama_source, llama_tool
 
-PRECISIONS = ("f32", "bf16", "int8", "int4")
+PRECISIONS = ("f32", "bf16", "int8", "int4", "int4-g128")
+# What Quire is told for a precision; "int4-g128" has the groups of OpenVINO's int4, "int4" those
+# of Q4_0 (32). The head is int8 in both, as OpenVINO's.
+QUIRE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "int8": {"quantization": "int8"},
+        "int4": {"quantization": "int4-g32"},
+        "int4-g128": {"quantization": "int4-g128"},
+    }
+)
+_SAME_FILES = MappingProxyType({"int4-g128": "int4"})
 # What each engine calls the scheme that stands for a precision. "-" would be: it has none.
 SCHEMES = MappingProxyType(
     {
@@ -59,10 +69,16 @@ class Unavailable(Exception):
     """The engine has no scheme for the precision, or the conversion failed."""
 
 
+def scheme_of(engine: str, precision: str) -> str:
+    """What the engine calls the scheme of a precision."""
+    return SCHEMES[engine][_SAME_FILES.get(precision, precision)]
+
+
 def converted(engine: str, checkpoint: Path, precision: str) -> Path:
     """What `engine` loads for a checkpoint in a precision; converted if it is not there yet."""
     if engine == "quire":
         return checkpoint
+    precision = _SAME_FILES.get(precision, precision)
     if precision not in SCHEMES[engine]:
         raise Unavailable(f"{engine} has no scheme for {precision} here")
     if engine == "llama.cpp":

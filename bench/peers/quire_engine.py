@@ -29,8 +29,8 @@ class Quire:
         described = self._engine.description
         return {
             "version": str(described["fingerprint"]),
-            "scheme": str(settings.get("scheme", described["dtype"])),
-            "kv_dtype": str(settings.get("kv_dtype", described["dtype"])),
+            "scheme": str(settings.get("quantization", described["dtype"])),
+            "kv_dtype": str(settings.get("kv_cache_dtype", described["dtype"])),
             "recipe": str(described["recipe"]),
             "vocab_size": self._engine.vocab_size,
             "pid": os.getpid(),
