@@ -94,7 +94,7 @@ def measure_profile(
         executor = runner.executor
         assert isinstance(executor, NativeExecutor)
         threads = executor.pool.num_threads
-        budget = config.scheduler.max_num_batched_tokens
+        budget = engine.step_tokens
         steps = _steps(
             depth,
             min(sequences, card.max_num_seqs),

@@ -101,7 +101,11 @@ class SchedulerConfig:
     """How much runs at once."""
 
     max_num_seqs: int = setting(64, "most requests computed in one step")
-    max_num_batched_tokens: int = setting(512, "most tokens computed in one step")
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "most tokens computed in one step; default: what fills the kernels and no more (256 with "
+        "AMX, else 128), and two for each of --max-num-seqs",
+    )
     plans_in_flight: int = setting(
         1, "plans handed out before the first one's result is back: 1, or 2 to overlap"
     )
@@ -114,10 +118,12 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
         _at_least("max_queued_requests", self.max_queued_requests, 1)
         _at_least("step_budget_ms", self.step_budget_ms, 0)
+        if self.max_num_batched_tokens is None:
+            return
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SettingError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "

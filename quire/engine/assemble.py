@@ -53,6 +53,7 @@ class Engine:
     core: EngineCore
     card: ModelCard
     notes: tuple[str, ...]
+    step_tokens: int  # most of one step
 
 
 def assemble(
@@ -94,12 +95,13 @@ def _assembled(
     longest = with_precision(_longest_program(config.model, spec), config.model, folder)
     make = _executor_class(config.executor)
     make.check_program(longest)
-    memory = _memory(config, spec, longest, make)
+    step_tokens = _step_tokens(config, make)
+    memory = _memory(config, spec, longest, make, step_tokens)
     program = replace(longest, max_positions=memory.max_model_len)
     executor = make(
         program,
         checkpoint,
-        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_tokens=step_tokens,
         max_samples=MAX_SAMPLES,
         max_sequences=config.scheduler.max_num_seqs,
         num_threads=config.executor.num_threads or num_usable_cores(),
@@ -117,7 +119,7 @@ def _assembled(
     )
     limits = SchedulerLimits(
         max_num_seqs=num_slots,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=step_tokens,
         max_model_len=memory.max_model_len,
         plans_in_flight=config.scheduler.plans_in_flight,
         max_queued_requests=config.scheduler.max_queued_requests,
@@ -143,7 +145,15 @@ def _assembled(
     scheduler = Scheduler(limits, cache, FirstCome(), cost=cost)
     card = _card(config, spec, program, folder, executor, memory, max_num_seqs=num_slots)
     core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)
-    return Engine(core=core, card=card, notes=tuple(memory.text().splitlines()))
+    notes = tuple(memory.text().splitlines())
+    return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)
+
+
+def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:
+    """As asked for; else what fills the executor, and for each running request a token and one of
+    somebody's prompt. More would only make those that run wait longer between tokens."""
+    given = config.scheduler.max_num_batched_tokens
+    return given or max(make.full_step_tokens(), 2 * config.scheduler.max_num_seqs)
 
 
 def _longest_program(config: ModelConfig, spec: ModelSpec) -> Program:
@@ -159,12 +169,12 @@ def _longest_program(config: ModelConfig, spec: ModelSpec) -> Program:
 
 
 def _memory(
-    config: EngineConfig, spec: ModelSpec, program: Program, make: ExecutorClass
+    config: EngineConfig, spec: ModelSpec, program: Program, make: ExecutorClass, step_tokens: int
 ) -> MemoryPlan:
     held = make.memory_for(
         program,
         {
-            Rows.TOKENS: config.scheduler.max_num_batched_tokens,
+            Rows.TOKENS: step_tokens,
             Rows.SAMPLES: MAX_SAMPLES,
             Rows.SEQUENCES: config.scheduler.max_num_seqs,
         },

@@ -43,6 +43,10 @@ class ExecutorClass(Protocol):
     def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """What one takes for steps of at most `max_rows`."""
 
+    def full_step_tokens(self) -> int:
+        """Rows from which a step computes about as many a second as any larger one. Raises
+        SettingError where the machine lacks the instruction set that was asked for."""
+
     def __call__(
         self,
         program: Program,

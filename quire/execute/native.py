@@ -37,6 +37,9 @@ NativeOp = tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_
 
 SEGMENTS = ("trunk", "head")
 MAX_ROPES = 256
+# Where products reach their peak: later on the matrix unit, which takes rows in blocks of 32.
+FEWEST_FULL_TOKENS = 128
+FULL_STEP_TOKENS: Mapping[str, int] = MappingProxyType({"amx": 256})
 ROW_CODES: Mapping[Rows, int] = MappingProxyType(
     {Rows.TOKENS: 0, Rows.SAMPLES: 1, Rows.SEQUENCES: 2}
 )
@@ -208,6 +211,14 @@ class NativeExecutor:
             + _int_row_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
+
+    @staticmethod
+    def full_step_tokens() -> int:
+        """See ExecutorClass."""
+        try:
+            return FULL_STEP_TOKENS.get(_native.isa(), FEWEST_FULL_TOKENS)
+        except RuntimeError as error:  # its words name the instruction sets
+            raise SettingError(str(error)) from error
 
     # ---- private
 

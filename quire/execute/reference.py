@@ -143,6 +143,11 @@ class ReferenceExecutor:
         """NumPy holds whatever a program can say."""
 
     @staticmethod
+    def full_step_tokens() -> int:
+        """See ExecutorClass."""
+        return 128
+
+    @staticmethod
     def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """Everything in float32, each buffer by itself, whatever the program's dtypes."""
         weights = sum(weight.size for weight in program.weights.values())

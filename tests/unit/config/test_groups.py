@@ -25,7 +25,7 @@ from quire.config.groups import (
         (CacheConfig, "block_size", (16, 128), (0, 8, 17, 144)),
         (CacheConfig, "kv_cache_memory_bytes", (1, None), (0, -5)),
         (SchedulerConfig, "max_num_seqs", (1, 512), (0, -1)),
-        (SchedulerConfig, "max_num_batched_tokens", (64,), (0, 63)),
+        (SchedulerConfig, "max_num_batched_tokens", (64, None), (0, 63)),
         (SchedulerConfig, "plans_in_flight", (1, 2), (0, 3)),
         (SchedulerConfig, "max_queued_requests", (1,), (0,)),
         (SchedulerConfig, "step_budget_ms", (0, 0.5), (-0.1, float("nan"))),

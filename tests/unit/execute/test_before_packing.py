@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import _native
-from quire.base.errors import ModelError
+from quire.base.errors import ModelError, SettingError
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -80,3 +80,14 @@ def test_the_native_executor_takes_the_programs_dtypes(tmp_path: Path) -> None:
     )
     executor.allocate_cache(2, 16)
     assert np.asarray(executor._native.cache).nbytes == 32 * narrow.token_bytes
+
+
+def test_a_full_step_is_larger_where_products_come_in_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for isa in _native.available_isas():
+        monkeypatch.setenv("QUIRE_ISA", isa)
+        assert NativeExecutor.full_step_tokens() == (256 if isa == "amx" else 128)
+    monkeypatch.setenv("QUIRE_ISA", "z80")
+    with pytest.raises(SettingError, match="z80"):
+        NativeExecutor.full_step_tokens()
