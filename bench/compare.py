@@ -140,7 +140,9 @@ class Comparison:
                     vocab_size=vocab_size,
                     probe=probe,
                     conditions=Conditions(
-                        most_foreign_cores=self._args.most_foreign, limit_s=self._args.limit
+                        most_foreign_cores=self._args.most_foreign,
+                        most_stolen_cores=self._args.most_stolen,
+                        limit_s=self._args.limit,
                     ),
                     floor=self._floor(name),
                 )
@@ -260,6 +262,12 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument(
         "--most-foreign", type=float, default=0.12, help="cores others may use in a kept sample"
+    )
+    parser.add_argument(
+        "--most-stolen",
+        type=float,
+        default=0.1,
+        help="cores the hypervisor may take away in a kept sample",
     )
     parser.add_argument("--out", type=Path, help="default: bench/results/cpu-SHAPE-PRECISION.json")
     parser.add_argument("--fresh", action="store_true", help="begin the file anew")
