@@ -11,6 +11,7 @@ _View = tuple[int, int, int]
 
 MAX_HEAD_DIM: int
 MAX_SCORE_TOP: int
+PACKED_LAYOUT: int
 
 class Aborted(RuntimeError): ...
 
@@ -26,7 +27,13 @@ class Pool:
 
 class Weight:
     def __init__(
-        self, form: str, dtype: str, rows: int, columns: int, scheme: str = ""
+        self,
+        form: str,
+        dtype: str,
+        rows: int,
+        columns: int,
+        scheme: str = "",
+        packed: NDArray[np.uint8] = ...,
     ) -> None: ...
     def fill(
         self,
@@ -49,6 +56,8 @@ class Weight:
     def columns(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def packed(self) -> NDArray[np.uint8]: ...
 
 class Program:
     def __init__(self, pool: Pool, arena_bytes: int) -> None: ...
@@ -98,7 +107,7 @@ def choose(pool: Pool, *, rare: dict[str, NDArray[Any]] | None, **arrays: NDArra
 def score(pool: Pool, **arrays: NDArray[Any]) -> None: ...
 def limit(pool: Pool, name: str, chunks: int, memory: NDArray[np.uint8]) -> tuple[int, float]: ...
 def compute_ns() -> int: ...
-def content_digest(content: NDArray[np.uint8]) -> tuple[int, int]: ...
+def content_digest(content: NDArray[np.uint8], pool: Pool | None = None) -> tuple[int, int]: ...
 def siphash128(message: bytes, key: bytes) -> tuple[int, int]: ...
 def hash_chains(
     tokens: _Int32s,

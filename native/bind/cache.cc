@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "quire/hash.h"
+#include "quire/pool.h"
 
 namespace nb = nanobind;
 
@@ -67,11 +68,18 @@ Digests hash_chains(Int32Table tokens, Int32s rows, Int32s firsts, Int32s counts
     return Digests(reinterpret_cast<uint64_t*>(owned), {static_cast<size_t>(total), 2}, owner);
 }
 
-nb::tuple content_digest(const Bytes& bytes) {
+nb::tuple content_digest(const Bytes& bytes, quire::Pool* pool) {
     quire::Content content(bytes.data(), static_cast<int64_t>(bytes.size()));
     {
         nb::gil_scoped_release release;
-        for (int64_t piece = 0; piece < content.pieces(); ++piece) content.take(piece);
+        const auto take = [&](int64_t begin, int64_t end, int) {
+            for (int64_t piece = begin; piece < end; ++piece) content.take(piece);
+        };
+        if (pool == nullptr) {
+            take(0, content.pieces(), 0);
+        } else {
+            pool->deal(content.pieces(), 1, take);
+        }
     }
     const quire::Digest digest = content.digest();
     return nb::make_tuple(digest.low, digest.high);
@@ -88,5 +96,6 @@ void bind_cache(nb::module_& module) {
                "Chained digests of token blocks, uint64 [sum(counts), 2]; see\n"
                "quire.cache.digest.HashChains.");
     module.def("content_digest", &content_digest, nb::arg("content"),
+               nb::arg("pool").none() = nb::none(),
                "128 bits over every byte of uint8 [n]: (low, high), as Weight.fill returns.");
 }

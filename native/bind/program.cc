@@ -85,6 +85,13 @@ void bind_pool(nb::module_& module) {
         .def_prop_ro("isa", [](const quire::Pool& self) { return self.kernels().isa; });
 }
 
+nb::object packed_of(nb::handle self) {
+    const auto& weight = nb::cast<const quire::Weight&>(self);
+    const size_t shape[1] = {static_cast<size_t>(weight.bytes())};
+    return nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(weight.data(), 1, shape,
+                                                                       self));
+}
+
 void bind_weight(nb::module_& module) {
     nb::class_<quire::Weight>(module, "Weight", "A weight in the kernels' layout.")
         .def("__init__",
@@ -94,6 +101,18 @@ void bind_weight(nb::module_& module) {
                                           scheme_named(scheme));
              },
              "form"_a, "dtype"_a, "rows"_a, "columns"_a, "scheme"_a = "")
+        .def("__init__",
+             [](quire::Weight* self, const std::string& form, const std::string& dtype,
+                int64_t rows, int64_t columns, const std::string& scheme, const Bytes& packed) {
+                 new (self) quire::Weight(form_named(form), type_named(dtype), rows, columns,
+                                          scheme_named(scheme),
+                                          reinterpret_cast<const char*>(packed.data()),
+                                          static_cast<int64_t>(packed.size()));
+             },
+             "form"_a, "dtype"_a, "rows"_a, "columns"_a, "scheme"_a, "packed"_a,
+             nb::keep_alive<1, 7>(),
+             "packed: uint8 [num_bytes] that `packed` of such a weight gave, aligned to 64 and "
+             "followed by 64 readable bytes; used where it lies.")
         .def("fill",
              [](quire::Weight& self, quire::Pool& pool, int64_t first, int64_t count,
                 const Bytes& source, const std::string& source_dtype, float offset,
@@ -128,7 +147,9 @@ void bind_weight(nb::module_& module) {
         .def("row", &quire::Weight::row, "row"_a, "One row as floats, for checks.")
         .def_prop_ro("rows", &quire::Weight::rows)
         .def_prop_ro("columns", &quire::Weight::columns)
-        .def_prop_ro("num_bytes", &quire::Weight::bytes);
+        .def_prop_ro("num_bytes", &quire::Weight::bytes)
+        .def_prop_ro("packed", &packed_of, "All bytes as they lie, a read-only view.");
+    module.attr("PACKED_LAYOUT") = quire::kPackedLayout;
 }
 
 quire::ViewSpec view_of(const View& view) {

@@ -34,6 +34,13 @@ Memory::Memory(std::size_t bytes) : bytes_(bytes) {
 #endif
 }
 
+Memory Memory::borrowed(const char* data, std::size_t bytes) {
+    Memory memory;
+    memory.data_ = const_cast<char*>(data);
+    memory.bytes_ = bytes;
+    return memory;
+}
+
 Memory::~Memory() { release(); }
 
 Memory::Memory(Memory&& other) noexcept { *this = std::move(other); }

@@ -273,14 +273,28 @@ Weight::Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme in
     if (has_ints() && form != Form::matrix) {
         throw std::invalid_argument("only a matrix can be of integers");
     }
-    const int64_t bytes = has_ints()            ? int_packed_bytes(rows_, columns_, ints_)
-                          : form == Form::matrix ? packed_bytes(rows_, columns_, type_)
-                                                 : rows_ * columns_ * type_bytes(type_);
-    memory_ = Memory(static_cast<std::size_t>(bytes));
+    memory_ = Memory(static_cast<std::size_t>(packed_size()));
+}
+
+Weight::Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
+               const char* packed, int64_t bytes)
+    : Weight(form, type, rows, columns, ints) {
+    if (bytes != packed_size() || reinterpret_cast<std::uintptr_t>(packed) % 64 != 0) {
+        throw std::invalid_argument("packed bytes: " + std::to_string(bytes) + "; " +
+                                    std::to_string(packed_size()) + " are needed, aligned to 64");
+    }
+    memory_ = Memory::borrowed(packed, static_cast<std::size_t>(bytes));
+}
+
+int64_t Weight::packed_size() const {
+    if (has_ints()) return int_packed_bytes(rows_, columns_, ints_);
+    if (form_ == Form::matrix) return packed_bytes(rows_, columns_, type_);
+    return rows_ * columns_ * type_bytes(type_);
 }
 
 void Weight::fill(Pool& pool, int64_t first, int64_t count, const SourceRows& source,
                   float offset) {
+    if (memory_.is_borrowed()) throw std::logic_error("this weight was packed before");
     if (source.first_row < 0 || source.first_row + count > source.of_rows) {
         throw std::out_of_range("rows " + std::to_string(source.first_row) + " to " +
                                 std::to_string(source.first_row + count) + " of a source of " +

@@ -95,12 +95,13 @@ class GgufTensor:
 class GgufFile:
     """An open file: `metadata` and `tensors`, by key and by name.
 
-    Metadata values are int, float, bool, str or GgufArray. Raises WeightsError.
+    `opened` is what the system knew of it then. Metadata values are int, float, bool, str or
+    GgufArray. Raises WeightsError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map, self.opened = _map_file(path)
         cursor = _Cursor(path, self._map)
         num_tensors, num_entries = _read_start(cursor)
         self.metadata = _read_metadata(cursor, num_entries)
@@ -162,14 +163,15 @@ class _Cursor:
             raise self.broken(f"{what} is {raw[:40]!r}, not UTF-8 ({error})", begin) from None
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            opened = os.fstat(file.fileno())
+            size = opened.st_size
             start = file.read(8)
             if size < FIXED_BYTES or start[:4] != MAGIC:
                 raise WeightsError(_why_no_gguf(path, start, size))
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), opened
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
 

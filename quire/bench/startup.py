@@ -1,8 +1,9 @@
 """`quire bench startup`: from the start of the server's process to ready, and to the first token.
 
 Each start is a process of its own, asked over HTTP as callers ask. The first one warms the page
-cache and is not counted. All starts are asked the same greedy question: where they answer it
-differently, nothing is reported. Knows the command line and HTTP only.
+cache, fills a pack cache where one is given, and is not counted. All starts are asked the same
+greedy question: where they answer it differently, nothing is reported. Knows the command line and
+HTTP only.
 """
 
 from __future__ import annotations

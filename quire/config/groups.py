@@ -142,6 +142,11 @@ class ExecutorConfig:
     num_threads: int | None = setting(
         None, "threads that compute; default: the cores this process may use", flag="threads"
     )
+    pack_cache: str | None = setting(
+        None,
+        "folder in which weights are kept as the kernels want them, in a file as large as they "
+        "are: the next start maps it; default: packed at each start",
+    )
     record_plans: str | None = setting(
         None, "write every step's plan and result to this file, to be replayed later"
     )
@@ -152,6 +157,8 @@ class ExecutorConfig:
             _at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
+        if self.pack_cache == "":
+            raise SettingError("pack_cache is empty; give a folder, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from quire.base.clock import Clock
 from quire.base.errors import SettingError
+from quire.base.log import Log
 from quire.base.report import Report
 from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig
@@ -41,6 +42,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from quire.weights.checkpoint import open_checkpoint
+from quire.weights.pack_cache import PackCache
 
 # Rows of one slice of the head: logits of more are never in memory at once.
 MAX_SAMPLES = 64
@@ -89,6 +91,7 @@ def _assembled(
     beat: Callable[[int], None] | None,
     record: BinaryIO | None,
 ) -> Engine:
+    cache_of_weights = _pack_cache(config.executor)
     folder = model_folder(config.model)
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)
@@ -106,6 +109,7 @@ def _assembled(
         max_sequences=config.scheduler.max_num_seqs,
         num_threads=config.executor.num_threads or num_usable_cores(),
         progress=progress,
+        pack_cache=cache_of_weights,
     )
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
     num_slots = min(config.scheduler.max_num_seqs, memory.num_blocks)
@@ -190,6 +194,12 @@ def _memory(
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
     )
     return plan_memory(needs, machine_memory())
+
+
+def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
+    if settings.pack_cache is None:
+        return None
+    return PackCache(Path(settings.pack_cache).expanduser(), Log("engine"))
 
 
 def _executor_class(settings: ExecutorConfig) -> ExecutorClass:

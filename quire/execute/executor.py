@@ -19,6 +19,7 @@ from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.pack_cache import PackCache
 
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -57,6 +58,7 @@ class ExecutorClass(Protocol):
         max_sequences: int,
         num_threads: int = 1,
         progress: Progress | None = None,
+        pack_cache: PackCache | None = None,
     ) -> Executor: ...
 
 

@@ -18,7 +18,7 @@ from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.layout import lay_out
-from quire.execute.packing import pack
+from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Op, OpKind, Rows, View
@@ -29,7 +29,7 @@ from quire.sampling.native_scoring import score
 from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.content import WeightsDigest
+from quire.weights.pack_cache import PackCache
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
@@ -51,10 +51,10 @@ ACTIVATION_CODES: Mapping[str, int] = MappingProxyType(
 class NativeExecutor:
     """An Executor (see executor.py). max_tokens, max_samples, max_sequences bound a step.
 
-    isa: an instruction set by name; empty takes QUIRE_ISA, else the machine's best. poison fills
-    buffers with NaN before each run, for tests. Raises WeightsError where the checkpoint is not
-    what the program needs, CapacityError where memory does not suffice, SettingError for an
-    instruction set this machine does not have.
+    pack_cache: where packed weights are kept, and found. isa: an instruction set by name; empty
+    takes QUIRE_ISA, else the machine's best. poison fills buffers with NaN before each run, for
+    tests. Raises WeightsError where the checkpoint is not what the program needs, CapacityError
+    where memory does not suffice, SettingError for an instruction set this machine does not have.
     """
 
     name = "native"
@@ -69,6 +69,7 @@ class NativeExecutor:
         max_sequences: int,
         num_threads: int = 1,
         progress: Progress | None = None,
+        pack_cache: PackCache | None = None,
         isa: str = "",
         poison: bool = False,
     ) -> None:
@@ -89,9 +90,7 @@ class NativeExecutor:
         }
         try:
             self._native = _place_buffers(program, max_rows, self.pool)
-            digest = WeightsDigest()
-            weights = pack(program, binding, self.pool, digest, progress)
-            self.weights_digest = digest.hexdigest()
+            weights, self.weights_digest = load(program, binding, self.pool, progress, pack_cache)
         except MemoryError as error:
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "

@@ -1,14 +1,20 @@
-"""Packing: a program's weights in the kernels' layout, from a checkpoint's mapped files.
+"""Packing: a program's weights in the kernels' layout, from a checkpoint's mapped files, or from a
+file in which they were kept packed (quire/weights/pack_cache.py).
 
 Knows parts, sources and their order; how elements are laid out and rounded is native/src/weight.cc.
 Always holds: every byte of every tensor is digested once, on the way, and a tensor's pages are
-given back when it was read.
+given back when it was read; packed bytes are the same on every instruction set and for any number
+of threads, so a file serves all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire import _native
 from quire.execute.executor import Progress
@@ -16,17 +22,167 @@ from quire.program.ops import Weight, WeightPart
 from quire.program.program import Program
 from quire.weights.binding import Binding
 from quire.weights.content import WeightsDigest
+from quire.weights.pack_cache import (
+    PackCache,
+    PackWriter,
+    Recipe,
+    Unusable,
+    read_packed,
+    stamp_of,
+)
+
+Weights = dict[str, _native.Weight]
+
+
+def load(
+    program: Program,
+    binding: Binding,
+    pool: _native.Pool,
+    progress: Progress | None,
+    cache: PackCache | None,
+) -> tuple[Weights, str]:
+    """All weights, and the digest of what they were made of. With a cache its file is mapped, or
+    made where it cannot be used."""
+    if cache is None:
+        return pack(program, binding, pool, progress)
+    recipe = _recipe(program, binding.checkpoint.path)
+    path = cache.path(recipe, binding.checkpoint.path)
+    try:
+        found = _mapped(path, recipe, program, binding, pool, progress)
+    except FileNotFoundError:
+        pass
+    except Unusable as why:
+        cache.log.warning("packed weights are made anew", file=str(path), reason=str(why))
+    else:
+        cache.log.event("packed weights are mapped", file=str(path))
+        return found
+    writer = _Keeper(cache, path, recipe, program, binding)
+    try:
+        weights, digest = pack(program, binding, pool, progress, writer)
+        writer.finish(digest)
+        return weights, digest
+    finally:
+        writer.end()
+
+
+class _Keeper:
+    """Writes weights to a cache's file while they are packed; where that fails, says so once."""
+
+    def __init__(
+        self, cache: PackCache, path: Path, recipe: Recipe, program: Program, binding: Binding
+    ) -> None:
+        self._cache, self._path = cache, path
+        self._writer: PackWriter | None = None
+        try:
+            self._writer = PackWriter(
+                path,
+                recipe,
+                total_bytes=program.weight_bytes,
+                stamp=stamp_of(binding.checkpoint.files),
+            )
+        except OSError as error:
+            self._give_up(error)
+
+    def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> None:
+        """Append a weight that is packed."""
+        if self._writer is not None:
+            packed = weight.packed
+            try:
+                self._writer.add(name, packed, _native.content_digest(packed, pool))
+            except OSError as error:
+                self._give_up(error)
+
+    def finish(self, weights_digest: str) -> None:
+        """All weights were added."""
+        if self._writer is not None:
+            try:
+                self._writer.finish(weights_digest)
+                self._cache.log.event(
+                    "packed weights are kept",
+                    file=str(self._path),
+                    num_bytes=self._writer.num_bytes,
+                )
+                self._writer = None
+            except OSError as error:
+                self._give_up(error)
+
+    def end(self) -> None:
+        """Remove what was not finished."""
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def _give_up(self, error: OSError) -> None:
+        self.end()
+        self._writer = None
+        self._cache.log.warning(
+            "packed weights cannot be kept; the next start packs again",
+            file=str(self._path),
+            reason=error.strerror or str(error),
+        )
+
+
+def _mapped(
+    path: Path,
+    recipe: Recipe,
+    program: Program,
+    binding: Binding,
+    pool: _native.Pool,
+    progress: Progress | None,
+) -> tuple[Weights, str]:
+    """The weights where they lie in a file."""
+    total, done = program.weight_bytes, 0
+
+    def digest(content: NDArray[np.uint8]) -> tuple[int, int]:
+        nonlocal done
+        if progress is not None:
+            progress(min(done, total), total)
+        done += len(content)
+        return _native.content_digest(content, pool)
+
+    found = read_packed(
+        path,
+        recipe,
+        sizes={name: _empty_weight(weight).num_bytes for name, weight in program.weights.items()},
+        stamp=stamp_of(binding.checkpoint.files),
+        weights_digest=lambda: _digest_of_sources(program, binding, pool),
+        digest=digest,
+    )
+    if progress is not None:
+        progress(total, total)
+    weights = {
+        name: _native.Weight(*_shape(weight), found.weights[name])
+        for name, weight in program.weights.items()
+    }
+    return weights, found.weights_digest
+
+
+def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -> str:
+    """What `pack` would give, without packing."""
+    digest = WeightsDigest()
+    for weight in program.weights.values():
+        for part in weight.parts:
+            if not digest.holds(stored := binding.tensor(part)):
+                digest.add(stored, _native.content_digest(stored.raw, pool))
+            binding.release(part)
+    return digest.hexdigest()
+
+
+def _recipe(program: Program, checkpoint: Path) -> Recipe:
+    # A weight's repr has all that says how its elements become bytes.
+    text = "\n".join(repr(weight) for weight in program.weights.values())
+    return Recipe(model=checkpoint.resolve().name, layout=_native.PACKED_LAYOUT, text=text)
 
 
 def pack(
     program: Program,
     binding: Binding,
     pool: _native.Pool,
-    digest: WeightsDigest,
     progress: Progress | None,
-) -> dict[str, _native.Weight]:
+    keeper: _Keeper | None = None,
+) -> tuple[Weights, str]:
     """All weights in the kernels' layout; source pages are dropped after each tensor."""
-    packed: dict[str, _native.Weight] = {}
+    packed: Weights = {}
+    digest = WeightsDigest()
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
         packed[name] = native = _empty_weight(weight)
@@ -52,7 +208,9 @@ def pack(
             done += part.rows * weight.row_bytes
             if progress is not None:
                 progress(done, total)
-    return packed
+        if keeper is not None:
+            keeper.add(name, native, pool)
+    return packed, digest.hexdigest()
 
 
 def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:
@@ -71,7 +229,15 @@ def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:
     return joined
 
 
-def _empty_weight(weight: Weight) -> _native.Weight:
-    return _native.Weight(
-        str(weight.form), str(weight.dtype), weight.rows, max(weight.columns, 1), weight.scheme
+def _shape(weight: Weight) -> tuple[str, str, int, int, str]:
+    return (
+        str(weight.form),
+        str(weight.dtype),
+        weight.rows,
+        max(weight.columns, 1),
+        weight.scheme,
     )
+
+
+def _empty_weight(weight: Weight) -> _native.Weight:
+    return _native.Weight(*_shape(weight))

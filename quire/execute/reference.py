@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import CapacityError, WorkerError
+from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
@@ -31,6 +31,7 @@ from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.content import WeightsDigest
 from quire.weights.dtypes import round_to_bf16
+from quire.weights.pack_cache import PackCache
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
@@ -55,7 +56,13 @@ class ReferenceExecutor:
         max_sequences: int,
         num_threads: int = 1,
         progress: Progress | None = None,
+        pack_cache: PackCache | None = None,
     ) -> None:
+        if pack_cache is not None:
+            raise SettingError(
+                "pack_cache: the reference executor packs nothing; leave it out, or take the "
+                "native executor"
+            )
         binding = bind(program, checkpoint)
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}; at least 1 is allowed")

@@ -34,23 +34,23 @@ class Binding:
     """A checkpoint that holds what a program needs, asked by the parts of its weights."""
 
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._names = names  # the checkpoint's, by the program's
 
     def tensor(self, part: WeightPart) -> StoredTensor:
         """The whole tensor that `part` is cut from, as stored."""
-        return self._checkpoint.tensor(self._names[part.source])
+        return self.checkpoint.tensor(self._names[part.source])
 
     def read_f32(self, part: WeightPart) -> NDArray[np.float32]:
         """A fresh float32 copy of the part's rows: [rows, columns], or [rows] of a vector."""
         name, rows = self._names[part.source], slice(part.first_row, part.first_row + part.rows)
         if part.transposed:
-            return np.ascontiguousarray(self._checkpoint.read_f32(name)[:, rows].T)
-        return self._checkpoint.read_f32(name, rows)
+            return np.ascontiguousarray(self.checkpoint.read_f32(name)[:, rows].T)
+        return self.checkpoint.read_f32(name, rows)
 
     def release(self, part: WeightPart) -> None:
         """Drop the pages of the tensor that `part` is cut from."""
-        self._checkpoint.release(self._names[part.source])
+        self.checkpoint.release(self._names[part.source])
 
 
 def bind(program: Program, checkpoint: Checkpoint) -> Binding:

@@ -8,6 +8,8 @@ names and shapes with a program.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +43,10 @@ class Checkpoint(Protocol):
     def total_bytes(self) -> int:
         """Bytes of all tensors in their files."""
 
+    @property
+    def files(self) -> Mapping[Path, os.stat_result]:
+        """The files that hold tensors, and what the system knew of them when they were opened."""
+
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of a tensor, whose values are not looked at. Raises WeightsError."""
 
@@ -72,6 +78,11 @@ class SafetensorsCheckpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(len(self.tensor(name).raw) for name in self._holders)
+
+    @property
+    def files(self) -> dict[Path, os.stat_result]:
+        """The files, and what the system knew of them when they were opened."""
+        return {file.path: file.opened for file in self._holders.values()}
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the tensor `name`."""

@@ -9,6 +9,7 @@ what cannot be read is refused when the file is opened, by name and type.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -74,6 +75,11 @@ class GgufCheckpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors in the file."""
         return sum(held.stored.end - held.stored.start for held in self._held.values())
+
+    @property
+    def files(self) -> dict[Path, os.stat_result]:
+        """The model's files, and what the system knew of them when they were opened."""
+        return {file.path: file.opened for file in self._model.files}
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the tensor `name` as it is handed out."""

@@ -62,11 +62,14 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """An open file. Raises WeightsError, all problems of the header listed together."""
+    """An open file; `opened`: what the system knew of it then.
+
+    Raises WeightsError, all problems of the header listed together.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map, self.opened = _map_file(path)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._entries = _read_entries(path, self._bytes)
 
@@ -89,15 +92,16 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, entry.end - start)
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            opened = os.fstat(file.fileno())
+            size = opened.st_size
             if size < LENGTH_BYTES:
                 raise WeightsError(
                     f"{path}: the file has {size} bytes, too short for safetensors; fetch it again"
                 )
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), opened
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
 

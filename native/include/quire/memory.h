@@ -14,6 +14,8 @@ class Memory {
     // Throws std::bad_alloc. The base is aligned to at least 64 bytes. At least 64 readable
     // bytes follow the last one asked for.
     explicit Memory(std::size_t bytes);
+    // Bytes of somebody else (a mapped file), who keeps them longer than this lives.
+    static Memory borrowed(const char* data, std::size_t bytes);
     ~Memory();
     Memory(Memory&& other) noexcept;
     Memory& operator=(Memory&& other) noexcept;
@@ -22,6 +24,7 @@ class Memory {
 
     char* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
+    bool is_borrowed() const { return data_ != nullptr && mapped_ == nullptr; }  // read, never write
 
   private:
     void release();

@@ -27,20 +27,31 @@ struct SourceRows {
     Content* content;  // the whole tensor's, taken on the way; null: it was digested before
 };
 
+// Raised when bytes of a packed weight come to mean something else, or the same elements become
+// other bytes: packed weights of another number are not read.
+constexpr int64_t kPackedLayout = 1;
+
 class Weight {
   public:
     // matrix: panels (see PackedMatrix); table: [rows, columns]; vector: f32 [rows].
     // A matrix may be of integers: it is quantized while it is filled, each row by itself.
     Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints = {});
 
+    // The weight that was packed into `bytes` bytes at `packed`, which outlive it, are aligned to 64
+    // and followed by 64 readable bytes. Throws std::invalid_argument where they do not fit.
+    Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
+           const char* packed, int64_t bytes);
+
     // Converts `count` rows of `source` into rows first .. first + count, adding `offset` to each
-    // element in f32. Throws std::out_of_range past the last row, of the weight or the source.
+    // element in f32. Throws std::out_of_range past the last row, of the weight or the source, and
+    // std::logic_error where the weight was packed before.
     void fill(Pool& pool, int64_t first, int64_t count, const SourceRows& source, float offset);
 
     Form form() const { return form_; }
     Type type() const { return type_; }
     int64_t rows() const { return rows_; }
     int64_t columns() const { return columns_; }
+    const char* data() const { return memory_.data(); }
     int64_t bytes() const { return static_cast<int64_t>(memory_.bytes()); }
     PackedMatrix matrix() const { return {memory_.data(), rows_, columns_, type_}; }
     bool has_ints() const { return ints_.bits != 0; }
@@ -51,6 +62,8 @@ class Weight {
     std::vector<float> row(int64_t row) const;
 
   private:
+    int64_t packed_size() const;
+
     Form form_;
     Type type_;
     int64_t rows_, columns_;

@@ -1,0 +1,343 @@
+"""Packed weights in a file, so that the next start maps them instead of packing anew.
+
+    head   64 bytes: MAGIC, u64 layout, u64 start and u64 size of the index, its digest (16 bytes),
+           the stamp (16 bytes)
+    data   each weight as it lies in memory, at a multiple of 4096
+    index  JSON: what the file was made for, the digest of its checkpoint, and of each weight the
+           place and a digest of its bytes
+
+What is read is checked: the head and the index by cryptographic digests, each weight by a digest of
+all its bytes, by all threads, which is also what brings the pages in. A file that is found wanting,
+for whatever reason, is made anew, and says why.
+
+Whose weights they are is a matter of their bytes: the index has the digest of every tensor they
+were made of. Reading those again would cost what a cold disk costs, so the stamp says what the
+system knew of the checkpoint's files when they were opened: names, numbers, sizes, times of the
+last changes. While that stays the same, so do they; where it differs, or was too fresh to be told
+from a change at the same moment, the checkpoint is read and compared.
+
+Nothing is run that is read here, and a digest is no signature: whoever may write to the folder may
+change answers. So a folder or file that others may write to is not used. Knows no program and no
+layout: who packs hands over bytes and a text that says what for.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import SettingError
+from quire.base.log import Log
+from quire.base.strict_json import parse_object
+
+Bytes = NDArray[np.uint8]
+Digest = Callable[[Bytes], tuple[int, int]]
+
+MAGIC = b"QuirePak"
+HEAD = struct.Struct("<8sQQQ16s16s")
+STAMP_AT = HEAD.size - 16
+NO_STAMP = bytes(16)
+ALIGNMENT = 4096
+SLACK_BYTES = 64  # readable behind the last weight: kernels may look ahead
+MAX_INDEX_BYTES = 64 << 20
+# Pages of the size the system maps at once are made where it is written in such runs.
+RUN_BYTES = 2 << 20
+# Changes within this time may have one and the same date.
+SETTLED_S = 2.0
+SUFFIX = ".packed"
+
+
+class Unusable(Exception):
+    """Why a file cannot be used; it is made anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What packed weights are made for: the number of the layout, and a text of all they depend on
+    but the checkpoint's bytes. `model` names the file for people."""
+
+    model: str
+    layout: int
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits over the text."""
+        return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFile:
+    """Checked weights, views of the mapped file, and the digest of the checkpoint they are of."""
+
+    weights: Mapping[str, Bytes]
+    weights_digest: str
+
+
+class PackCache:
+    """A folder of such files. Raises SettingError where it is none, or others may write to it.
+
+    log: told what becomes of its files.
+    """
+
+    def __init__(self, folder: Path, log: Log) -> None:
+        self.folder, self.log = folder, log
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+        except OSError as error:
+            raise SettingError(
+                f"pack_cache: {folder} cannot be used as a folder: {error.strerror}"
+            ) from error
+        if why := _danger(found):
+            raise SettingError(
+                f"pack_cache: {folder}: {why}, who could change a model's answers unseen; take a "
+                "folder of your own, or chmod 700 it"
+            )
+
+    def path(self, recipe: Recipe, checkpoint: Path) -> Path:
+        """Where weights of this recipe from this checkpoint lie: one file for each place and
+        recipe, whatever the layout's number and the checkpoint's content are."""
+        place = f"{checkpoint.resolve()}\0{recipe.text}".encode()
+        name = re.sub(r"[^\w.-]", "_", recipe.model)[:80].lstrip(".")
+        key = hashlib.blake2b(place, digest_size=8).hexdigest()
+        return self.folder / f"{name or 'model'}-{key}{SUFFIX}"
+
+
+def stamp_of(files: Mapping[Path, os.stat_result]) -> bytes:
+    """16 bytes over what the system knew of files when they were opened; NO_STAMP where that was
+    too fresh."""
+    digest = hashlib.blake2b(digest_size=16)
+    newest_ns = 0
+    for file, found in sorted(files.items()):
+        newest_ns = max(newest_ns, found.st_mtime_ns, found.st_ctime_ns)
+        known = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        digest.update(f"{file}\0{known}\0".encode(errors="surrogateescape"))
+    return digest.digest() if newest_ns < (time.time() - SETTLED_S) * 1e9 else NO_STAMP
+
+
+def read_packed(
+    path: Path,
+    recipe: Recipe,
+    *,
+    sizes: Mapping[str, int],
+    stamp: bytes,
+    weights_digest: Callable[[], str],
+    digest: Digest,
+) -> PackedFile:
+    """The weights in `path`. Raises Unusable, and FileNotFoundError where there is no file.
+
+    sizes: bytes of each weight. weights_digest: reads the checkpoint, where its stamp does not
+    tell. digest: 128 bits over bytes.
+    """
+    descriptor = _open(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < HEAD.size + SLACK_BYTES:
+            raise Unusable(f"it has {size} bytes, too few for packed weights")
+        mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # this system maps files by small pages only
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        content: Bytes = np.frombuffer(mapped, np.uint8)
+        index, found_stamp = _read_index(content, recipe)
+        weights = _checked_weights(content, index, sizes, digest)
+        if found_stamp == NO_STAMP or found_stamp != stamp:
+            if weights_digest() != index["weights_digest"]:
+                raise Unusable("it is of other weights: the checkpoint has changed since")
+            _restamp(path, stamp)
+        return PackedFile(weights=weights, weights_digest=index["weights_digest"])
+    finally:
+        os.close(descriptor)
+
+
+class PackWriter:
+    """A file in the making. Raises OSError where it cannot be written; `abandon` removes it."""
+
+    def __init__(self, path: Path, recipe: Recipe, *, total_bytes: int, stamp: bytes) -> None:
+        self._path, self._recipe, self._stamp = path, recipe, stamp
+        _remove_left_behind(path)
+        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        self._held = bytearray()  # what does not fill a run yet
+        self._tensors: dict[str, list[Any]] = {}
+        self._size = 0
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _check_room(self._file, total_bytes)
+            self._append(memoryview(bytes(ALIGNMENT)))  # the head's place
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes so far."""
+        return self._size
+
+    def add(self, name: str, packed: Bytes, digest: tuple[int, int]) -> None:
+        """Append a weight."""
+        self._append(memoryview(bytes(-self._size % ALIGNMENT)))
+        self._tensors[name] = [self._size, len(packed), *_hex(digest)]
+        self._append(packed.data)
+
+    def finish(self, weights_digest: str) -> None:
+        """Write the index and the head, and put the file in its place, in one move."""
+        self._append(memoryview(bytes(SLACK_BYTES)))
+        index = json.dumps(
+            {
+                "recipe": self._recipe.digest,
+                "weights_digest": weights_digest,
+                "tensors": self._tensors,
+            }
+        ).encode()
+        start = self._size
+        self._append(memoryview(index))
+        _write_all(self._file, memoryview(self._held))
+        self._held.clear()
+        os.ftruncate(self._file, self._size)
+        head = HEAD.pack(
+            MAGIC, self._recipe.layout, start, len(index), _index_digest(index), self._stamp
+        )
+        os.pwrite(self._file, head, 0)
+        os.replace(self._part, self._path)
+        os.close(self._file)
+        self._file = -1
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            with suppress(OSError):
+                self._part.unlink()
+
+    def _append(self, content: memoryview) -> None:
+        self._size += len(content)
+        if self._held:
+            room = RUN_BYTES - len(self._held)
+            self._held += content[:room]
+            content = content[room:]
+            if len(self._held) < RUN_BYTES:
+                return
+            _write_all(self._file, memoryview(self._held))
+            self._held = bytearray()
+        whole = len(content) - len(content) % RUN_BYTES
+        _write_all(self._file, content[:whole])
+        self._held += content[whole:]
+
+
+def _open(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unusable(f"it cannot be opened: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    why = "it is no plain file" if not stat.S_ISREG(found.st_mode) else _danger(found)
+    if why:
+        os.close(descriptor)
+        raise Unusable(why)
+    return descriptor
+
+
+def _danger(found: os.stat_result) -> str:
+    """Who else may write there, if anyone."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user ({found.st_uid})"
+    if found.st_mode & 0o022:
+        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _read_index(content: Bytes, recipe: Recipe) -> tuple[dict[str, Any], bytes]:
+    magic, layout, start, size, digest, stamp = HEAD.unpack(content[: HEAD.size].tobytes())
+    if magic != MAGIC:
+        raise Unusable("it holds no packed weights, or was never finished")
+    if layout != recipe.layout:
+        raise Unusable(f"it was packed by another version (layout {layout}, not {recipe.layout})")
+    if size > MAX_INDEX_BYTES or start + size != len(content):
+        raise Unusable(f"it has {len(content)} bytes, its head says {start + size}: it was cut")
+    raw = content[start:].tobytes()
+    if _index_digest(raw) != digest:
+        raise Unusable("its index was changed: the digest differs")
+    index = parse_object(raw, limit_bytes=MAX_INDEX_BYTES)
+    if index["recipe"] != recipe.digest:
+        raise Unusable("it was packed for another program")
+    return index, stamp
+
+
+def _checked_weights(
+    content: Bytes, index: Mapping[str, Any], sizes: Mapping[str, int], digest: Digest
+) -> dict[str, Bytes]:
+    tensors = index["tensors"]
+    if {name: entry[1] for name, entry in tensors.items()} != dict(sizes):
+        raise Unusable("it holds other weights than the program has")
+    weights: dict[str, Bytes] = {}
+    for name, (start, size, *said) in tensors.items():
+        weights[name] = content[start : start + size]
+        if list(_hex(digest(weights[name]))) != said:
+            raise Unusable(f"the bytes of {name} were changed: the digest differs")
+    return weights
+
+
+def _restamp(path: Path, stamp: bytes) -> None:
+    """Note that the checkpoint's files, as they are now, are those of the weights."""
+    with suppress(OSError):  # the folder may be read-only: then they are read each time
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            os.pwrite(descriptor, stamp, STAMP_AT)
+        finally:
+            os.close(descriptor)
+
+
+def _hex(digest: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f"{word:016x}" for word in digest)
+
+
+def _index_digest(index: bytes) -> bytes:
+    return hashlib.blake2b(index, digest_size=16).digest()
+
+
+def _check_room(file: int, num_bytes: int) -> None:
+    """Raises OSError where the disk has less room."""
+    free = os.fstatvfs(file)
+    if free.f_bavail * free.f_frsize < num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{num_bytes} bytes are needed, {free.f_bavail * free.f_frsize} are free",
+        )
+
+
+def _write_all(file: int, content: memoryview) -> None:
+    while len(content):
+        content = content[os.write(file, content) :]
+
+
+def _remove_left_behind(path: Path) -> None:
+    """Unfinished files whose writers are gone; a living one holds a lock."""
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        with suppress(OSError):
+            descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(descriptor)
