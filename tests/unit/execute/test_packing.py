@@ -1,0 +1,57 @@
+"""Loading holds one copy of the weights: bytes of memory are counted at each piece of progress."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.execute.native import NativeExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType
+from quire.program.quantize import quantize
+from quire.weights.checkpoint import open_checkpoint
+from tests.tiny_models import write_tiny_llama
+
+# Wide enough that weights are most of what grows: 36 M elements.
+SHAPE = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "head_dim": 128,
+    "num_key_value_heads": 4, "vocab_size": 2048, "num_hidden_layers": 2,
+}  # fmt: skip
+MOST = 1.15
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    status = Path("/proc/self/status").read_text()
+    (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.M)
+    return int(kilobytes) * 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("wide"), dtype="bf16", shards=2, **SHAPE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux tells of a process")
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
+def test_memory_never_exceeds_the_weights_by_much(folder: Path, scheme: str) -> None:
+    plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=64)
+    program, checkpoint = quantize(plain, scheme), open_checkpoint(folder)
+    counted: list[tuple[int, int]] = []
+    before = anonymous_bytes()
+    executor = NativeExecutor(
+        program,
+        checkpoint,
+        max_tokens=4,
+        max_samples=1,
+        max_sequences=1,
+        num_threads=2,
+        progress=lambda done, _: counted.append((done, anonymous_bytes() - before)),
+    )
+    executor.close()
+    assert [done for done, _ in counted] == sorted(done for done, _ in counted)
+    assert counted[-1][0] == program.weight_bytes
+    assert max(held for _, held in counted) <= MOST * program.weight_bytes
