@@ -11,13 +11,16 @@ import sys
 from pathlib import Path
 
 from quire.base.errors import InvalidParameter
+from quire.base.gguf_model import find_gguf
 from quire.config.groups import DTYPE_NAMES
+from quire.engine.precision import with_precision
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.ops import DType
-from quire.program.quantize import quantize
+from quire.program.quantize import AUTO
 from quire.program.table import format_program
 from quire.quant.scheme import scheme_names
+from quire.weights.checkpoint import open_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quantization",
-        choices=scheme_names(),
-        default="none",
-        help="precision the weights of products are brought to (default none)",
+        choices=(AUTO, *scheme_names()),
+        default=AUTO,
+        help="precision the weights of products are brought to (default: as a quantized GGUF file "
+        "has them, else none)",
     )
     parser.add_argument(
         "--head-precision", default="auto", help="the same for the head (default auto)"
@@ -67,14 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Raises ConfigError, SettingError or InvalidParameter."""
-    spec = open_model(args.model or box_path())
+    path = args.model or box_path()
+    spec, gguf = open_model(path), find_gguf(path)
     limit = spec.max_positions
     for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):
         _check(name, value, low, limit if name == "tokens" else 1_000_000)
     _check("depth", args.depth, 0, limit - args.tokens)
     dtype = DTYPE_NAMES.get(args.dtype, args.dtype)
     program = build_program(spec, dtype=compute_dtype(spec, dtype), max_positions=limit)
-    program = quantize(program, args.quantization, head=args.head_precision, keep=args.keep)
+    program = with_precision(
+        program,
+        args.quantization,
+        None if gguf is None else open_checkpoint(gguf),
+        head=args.head_precision,
+        keep=args.keep,
+    )
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

@@ -23,7 +23,7 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # The names of quire/quant/scheme.py, which a room of this row does not read.
 QUANTIZATIONS = (
-    *("none", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"),
+    *("auto", "none", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"),
     *("int4-zp", "int4-g32-zp", "int4-g64-zp", "int4-g128-zp"),
 )
 
@@ -37,9 +37,10 @@ class ModelConfig:
         "auto", "dtype of weights, products and KV cache; auto: as the checkpoint (f16 becomes f32)"
     )
     quantization: str = setting(
-        "none",
+        "auto",
         "precision the weights of products are brought to while they load: int8, or int4 in groups "
-        "of 32 (also plain int4), 64 or 128, -zp with zero points; none: --dtype",
+        "of 32 (also plain int4), 64 or 128, -zp with zero points; none: --dtype; auto: as a "
+        "quantized GGUF file has them, else none",
     )
     head_precision: str = setting(
         "auto", "the same for the product that gives the logits; auto: int8 where the rest is int4"

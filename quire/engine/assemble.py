@@ -95,7 +95,13 @@ def _assembled(
     folder = model_folder(config.model)
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)
-    longest = with_precision(_longest_program(config.model, spec), config.model, folder)
+    longest = with_precision(
+        _longest_program(config.model, spec),
+        config.model.quantization,
+        checkpoint,
+        head=config.model.head_precision,
+        keep=config.model.keep,
+    )
     make = _executor_class(config.executor)
     make.check_program(longest)
     step_tokens = _step_tokens(config, make)

@@ -1,46 +1,71 @@
 """The precision of a model's weights, as it was asked for: where settings meet the program.
 
 Knows the settings' names and what a model's file says of itself; the rewrite is
-quire/program/quantize.py. Always holds: a checkpoint that is quantized already is never quantized
-a second time.
+quire/program/quantize.py. Always holds: weights that their file has quantized are kept in the
+precision made for its types, or multiplied out; they are never brought to another one.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from quire.base.errors import SettingError
-from quire.base.gguf_model import GgufModel, find_gguf
-from quire.config.groups import ModelConfig
+from quire.program.ops import WeightForm
 from quire.program.program import Program
-from quire.program.quantize import quantize
+from quire.program.quantize import AUTO, quantize
+from quire.weights.checkpoint import Checkpoint
 
-PLAIN_TYPES = ("F32", "F16", "BF16")
+# Q4_0 is 4 bits with a scale for 32 elements, and so is int4-g32: codes stay, only scales are
+# rounded (to bf16, 0.2 % of an element at most). All others go into 8 bits with a scale a row,
+# whose error is small beside what their own rounding lost. docs/gguf.md has the numbers.
+FOUR_BITS = "Q4_0"
+MOST_ALIKE: Mapping[bool, str] = {True: "int4-g32", False: "int8"}
 
 
-def with_precision(program: Program, config: ModelConfig, folder: Path) -> Program:
+def with_precision(
+    program: Program,
+    quantization: str,
+    checkpoint: Checkpoint | None,
+    *,
+    head: str = AUTO,
+    keep: Sequence[str] = (),
+) -> Program:
     """The program with the weights' precision that the settings ask for.
 
-    Raises SettingError for what is no precision, a rule that matches nothing, and a file whose
-    weights are quantized already.
+    quantization: a scheme, "none", or "auto": as the checkpoint has them (None: it is not there
+    yet). Raises SettingError for what is no precision, a rule that matches nothing, and what would
+    quantize weights a second time.
     """
-    made = quantize(program, config.quantization, head=config.head_precision, keep=config.keep)
-    if any(weight.scheme for weight in made.weights.values()):
-        _check_unquantized(folder)
+    types = {} if checkpoint is None else _types_of_products(program, checkpoint)
+    stored = {
+        name: MOST_ALIKE[found == {FOUR_BITS}]
+        for name, found in types.items()
+        if found and "" not in found
+    }
+    made = quantize(program, quantization, head=head, keep=keep, stored=stored)
+    twice = {
+        kind
+        for name, found in types.items()
+        for kind in found
+        if kind and made.weights[name].scheme not in ("", stored.get(name, ""))
+    }
+    if twice:
+        where = checkpoint.path if checkpoint is not None else program.name
+        raise SettingError(
+            f"{where}: its weights are quantized already ({', '.join(sorted(twice))}); rounding "
+            "them again would lose more than either does: leave --quantization, --head-precision "
+            "and --keep out, let them say none, or take the model's original checkpoint"
+        )
     return made
 
 
-def _check_unquantized(folder: Path) -> None:
-    """Safetensors that are quantized are refused where their config.json is read."""
-    path = find_gguf(folder)
-    if path is None:
-        return
-    tensors = GgufModel(path).tensors.values()
-    found = {tensor.type.name for tensor in tensors if len(tensor.shape) > 1}
-    quantized = sorted(found.difference(PLAIN_TYPES))
-    if quantized:
-        raise SettingError(
-            f"{path}: its weights are quantized already ({', '.join(quantized)}); rounding them "
-            "again would lose more than either does: leave --quantization out, or take the "
-            "model's original checkpoint"
-        )
+def _types_of_products(program: Program, checkpoint: Checkpoint) -> dict[str, set[str]]:
+    """The types of blocks that each matrix is made of, "" where a part is of plain numbers."""
+    held = set(checkpoint.names)
+    return {
+        weight.name: {
+            checkpoint.block_type(part.source) for part in weight.parts if part.source in held
+        }
+        for weight in program.weights.values()
+        if weight.form is WeightForm.MATRIX
+    }

@@ -10,8 +10,9 @@ load. Always holds: a rule that matches nothing is an error, and of several the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from quire.base.errors import SettingError
 from quire.program.ops import OpKind, Weight, WeightForm
@@ -22,21 +23,34 @@ AUTO = "auto"
 
 
 def quantize(
-    program: Program, scheme: str, *, head: str = AUTO, keep: Sequence[str] = ()
+    program: Program,
+    scheme: str,
+    *,
+    head: str = AUTO,
+    keep: Sequence[str] = (),
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
     """The program with schemes on its matrices.
 
-    scheme: of all products, as scheme_names() lists them. head: of the product that gives the
-    logits; "auto" is int8 for int4, else as the rest. keep: rules "PATTERN=PRECISION" over weight
-    names. Where a program's own dtype is meant, "none" says so, or its name (bf16, f32).
-    Raises SettingError for what is no precision, or a rule that matches no product.
+    scheme: of all products, as scheme_names() lists them, or "auto": as `stored` says, schemes by
+    the names of weights that are quantized in their file already, and none where it says nothing.
+    head: of the product that gives the logits; "auto" is int8 for int4, else as the rest. keep:
+    rules "PATTERN=PRECISION" over weight names. Where a program's own dtype is meant, "none" says
+    so, or its name (bf16, f32). Raises SettingError for what is no precision, or a rule that
+    matches no product.
     """
-    rest = _precision(program, scheme, "quantization")
+    if scheme == AUTO:
+        rest = head_rest = {name: stored.get(name, "") for name in program.weights}
+    else:
+        same = _precision(program, scheme, "quantization")
+        rest = dict.fromkeys(program.weights, same)
+        head_rest = dict.fromkeys(program.weights, _head_default(same))
+    if head != AUTO:
+        head_rest = dict.fromkeys(program.weights, _precision(program, head, "head_precision"))
     heads = _heads(program)
-    of_head = _head_default(rest) if head == AUTO else _precision(program, head, "head_precision")
     rules = [_rule(program, text) for text in keep]
     weights = {
-        name: _with_scheme(weight, of_head if name in heads else rest, rules)
+        name: _with_scheme(weight, (head_rest if name in heads else rest)[name], rules)
         for name, weight in program.weights.items()
     }
     return replace(program, weights=weights)

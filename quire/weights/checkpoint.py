@@ -50,6 +50,9 @@ class Checkpoint(Protocol):
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of a tensor, whose values are not looked at. Raises WeightsError."""
 
+    def block_type(self, name: str) -> str:
+        """The type of a quantized tensor's blocks, "" of a plain one."""
+
     def tensor(self, name: str) -> StoredTensor:
         """The tensor, a view of the file where possible. WeightsError for an unknown name."""
 
@@ -88,6 +91,10 @@ class SafetensorsCheckpoint:
         """Dtype and shape of the tensor `name`."""
         stored = self.tensor(name)
         return stored.dtype, stored.shape
+
+    def block_type(self, name: str) -> str:
+        """Safetensors that are quantized are refused where their config.json is read."""
+        return ""
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor as stored, a view of the file. Raises WeightsError for an unknown name."""

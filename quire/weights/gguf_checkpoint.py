@@ -103,6 +103,11 @@ class GgufCheckpoint:
             return from_bf16_bits(stored.array[rows])
         return np.array(stored.array[rows], np.float32, order="C")
 
+    def block_type(self, name: str) -> str:
+        """The type of a quantized tensor's blocks, "" of a plain one."""
+        kind = self._known(name).stored.type.name
+        return "" if kind in PLAIN else kind
+
     def quantized(self, name: str) -> QuantizedRows | None:
         """The blocks of a quantized tensor, None of a plain one.
 

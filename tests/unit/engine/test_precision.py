@@ -66,7 +66,7 @@ def test_card_and_fingerprint_tell_the_precision(folders: dict[str, Path]) -> No
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantization": "int3"}, "quantization is 'int3'; allowed: none, int8, int4, "),
+        ({"quantization": "int3"}, "quantization is 'int3'; allowed: auto, none, int8, "),
         ({"quantization": "int8", "head_precision": "q8_0"}, "head_precision: 'q8_0' is no prec"),
         ({"quantization": "int8", "keep": ["lm_head=none"]}, "'lm_head' matches no product of"),
         ({"quantization": "int8", "keep": ["head=bf16"]}, "'bf16' is no precision; .* f32 is what"),
@@ -87,15 +87,19 @@ def test_a_file_that_is_quantized_already_is_refused_by_what_it_is(
     assert answer(plain, quantization="int8")[:2] == as_checkpoint[:2]
     even = write_tiny_llama(tmp_path / "even", hidden_size=64, head_dim=32, intermediate_size=96)
     quantized = write_gguf_of(even, tmp_path / "tiny.Q8_0.gguf", kind="Q8_0")
-    with pytest.raises(SettingError, match=r"quantized already \(Q8_0\); .* --quantization out"):
-        LLM(quantized, quantization="int4")
-    assert answer(quantized)[1] == "none"
+    for settings in ({"quantization": "int4"}, {"head_precision": "int4"}, {"keep": ["*.o=int4"]}):
+        with pytest.raises(SettingError, match=r"quantized already \(Q8_0\); .* --quantization, "):
+            LLM(quantized, **settings)
+    assert answer(quantized)[1] == "int8"
+    assert answer(quantized, quantization="none")[1] == "none"
+    kept = answer(quantized, keep=["layers.0.*=none"], head_precision="int8")
+    assert kept[1] == "int8 (layers.0.qkv and 3 more: none)"
 
 
 def test_the_settings_names_are_those_of_the_schemes() -> None:
-    for name in scheme_names():
+    for name in ("auto", *scheme_names()):
         assert ModelConfig(quantization=name).quantization == name
     with pytest.raises(SettingError) as told:
         ModelConfig(quantization="int3")
     listed = str(told.value).rpartition("allowed: ")[2].split(", ")
-    assert sorted(listed) == sorted(scheme_names())
+    assert sorted(listed) == sorted(("auto", *scheme_names()))
