@@ -8,6 +8,18 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
+// sum_lanes, in its order, without the way through memory: heads are short, and wait for it.
+QUIRE_VEC float fold_lanes(Vec a) {
+#if defined(QUIRE_ZMM)
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return sum_lanes(a);
+#endif
+}
+
 // term(column, n) summed over all columns; lanes beyond n must come back zero.
 template <class Term>
 QUIRE_VEC float sum_columns(int64_t width, Term term) {
@@ -21,7 +33,7 @@ QUIRE_VEC float sum_columns(int64_t width, Term term) {
         const int64_t left = width - c;
         sums[i] = add(sums[i], term(c, static_cast<int>(left < kLanes ? left : kLanes)));
     }
-    return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    return fold_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
 template <class X, class D>
