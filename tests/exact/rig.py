@@ -44,6 +44,10 @@ MAX_SEQUENCES = 16
 # Of log-probabilities, as a share of how far a row's lie apart; bf16 rounds activations to 8
 # bits, and so do products of integers; each executor sums in an order of its own.
 TOLERANCES = {DType.F32: 3e-6, DType.BF16: 0.015}
+# Most rows of integer products agree to the last bit. Where a last bit before them differs, an
+# activation may become the next of 127 integers: rare, and then more than bf16's own rounding
+# (0.015 at most in 480 rows, 0.019 in some thousand).
+INTEGER_TOLERANCE = 0.03
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class Model:
         self.name = f"{folder.name} {dtype} {precision}"
         self.folder = folder
         self.dtype = dtype
-        self.tolerance = TOLERANCES[DType.BF16 if precision != "none" else dtype]
+        self.tolerance = INTEGER_TOLERANCE if precision != "none" else TOLERANCES[dtype]
         spec = open_model(folder)
         self.vocab_size = spec.vocab_size
         plain = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
