@@ -1,10 +1,11 @@
 """What precisions cost in quality: perplexity, and divergence from f32, on stories.
 
 Trained models, teacher-forced: each token of a text is predicted from those before it, by the
-native executor. For each precision: perplexity, its ratio to f32's, the mean Kullback-Leibler
-divergence of its next-token distributions from f32's (nats), and how often both find the same
-token likeliest. stories260K reads the first stories, the model in the box those that its training
-left out. Knows no engine and no sampling. Run: python -m bench.quality [--stories 40]
+native executor. For each precision of weights and of the KV cache: perplexity, its ratio to
+f32's, the mean Kullback-Leibler divergence of its next-token distributions from f32's (nats), and
+how often both find the same token likeliest. stories260K reads the first stories, the model in the
+box those that its training left out. Knows no engine and no sampling.
+Run: python -m bench.quality [--stories 40]
      [--precisions int8,int4-g32] [--out bench/results/quality.json]
 """
 
@@ -25,6 +26,7 @@ from quire.bench.machine import machine_card
 from quire.execute.native import NativeExecutor
 from quire.models.registry import box_path, build_program, open_model
 from quire.program.batch import ForwardBatch
+from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.ops import DType
 from quire.program.quantize import precision_text, quantize
 from quire.quant.scheme import SCHEMES
@@ -46,11 +48,13 @@ class Setting:
     dtype: DType
     scheme: str = "none"
     head: str = "auto"
+    kv_cache_dtype: str = "auto"
 
     @property
     def name(self) -> str:
         head = "" if self.head == "auto" else f" head {self.head}"
-        return f"{self.scheme if self.scheme != 'none' else 'plain'}{head}, {self.dtype}"
+        kept = "" if self.kv_cache_dtype == "auto" else f" KV {self.kv_cache_dtype}"
+        return f"{self.scheme if self.scheme != 'none' else 'plain'}{head}{kept}, {self.dtype}"
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -66,6 +70,7 @@ def next_logprobs(
     """What the precision is called, and of each text log-probabilities [tokens - 1, vocab]."""
     plain = build_program(open_model(folder), dtype=setting.dtype, max_positions=STORY_TOKENS + 1)
     program = quantize(plain, setting.scheme, head=setting.head)
+    program = with_kv_cache_dtype(program, setting.kv_cache_dtype)
     executor = NativeExecutor(
         program,
         open_checkpoint(folder),
@@ -147,11 +152,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = [Setting(dtype=DType.F32), Setting(dtype=DType.BF16)]
-    for scheme in args.precisions.split(","):
+    for scheme in filter(None, args.precisions.split(",")):
         settings.append(Setting(dtype=DType.F32, scheme=scheme))
     settings.append(Setting(dtype=DType.F32, scheme="int4-g32", head="none"))
     settings.append(Setting(dtype=DType.F32, scheme="int4-g32", head="int4-g32"))
     settings += [Setting(dtype=DType.BF16, scheme=scheme) for scheme in ("int8", "int4-g32")]
+    settings += [Setting(dtype=DType.F32, kv_cache_dtype=kept) for kept in ("bf16", "int8")]
+    settings.append(Setting(dtype=DType.BF16, kv_cache_dtype="int8"))
     stories = json.loads(outside("text/tinystories_1000.json").read_text())
     models = {
         "stories260K": (outside("stories260K"), stories[: args.stories]),

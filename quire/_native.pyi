@@ -77,6 +77,7 @@ class Program:
         block_size: int,
         layers: int,
         num_blocks: int,
+        ints: bool = False,
     ) -> None: ...
     def copy_blocks(self, copy_from: _Int32s, copy_to: _Int32s) -> None: ...
     def run(

@@ -237,12 +237,13 @@ void bind_interpreter(nb::module_& module) {
              "index"_a, "cos"_a, "sin"_a, "The caller keeps the arrays alive.")
         .def("allocate_cache",
              [](quire::Program& self, const std::string& dtype, int kv_heads, int head_dim,
-                int block_size, int64_t layers, int64_t num_blocks) {
-                 self.allocate_cache({type_named(dtype), kv_heads, head_dim, block_size}, layers,
-                                     num_blocks);
+                int block_size, int64_t layers, int64_t num_blocks, bool ints) {
+                 self.allocate_cache({type_named(dtype), kv_heads, head_dim, block_size, ints},
+                                     layers, num_blocks);
              },
              nb::kw_only(), "dtype"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "layers"_a,
-             "num_blocks"_a)
+             "num_blocks"_a, "ints"_a = false,
+             "dtype: of queries, keys and values. ints: keep them as int8 with a scale a row.")
         .def("copy_blocks",
              [](quire::Program& self, const Int32s& from, const Int32s& to) {
                  if (from.size() != to.size()) {

@@ -6,6 +6,8 @@
 //   m = the largest t, p = 2^(t - m), l = the sum of p: lane by lane in order, then the lanes
 //   p rounded to the cache's type, o = sum of p v in order of position, from zero
 // then pieces are merged in order: with m' the larger m, l and o are weighed by 2^(m - m').
+// Of a cache of integers a score is multiplied by its key's scale first, and p by its value's
+// scale before it is rounded; l is the sum of p without.
 // A score is one chain over head_dim. What the row does not see (later positions, before its
 // window, and the unseen half of a bf16 pair) takes no part in a product: slots hold anything.
 //
@@ -15,6 +17,7 @@
 #include "quire/amx_attention.h"
 #include "quire/attention_tiles.h"
 #include "quire/kernels.h"
+#include "quire/kv_ints.h"
 #include "quire/vec.h"
 
 namespace quire::QUIRE_ISA_NS {
@@ -27,14 +30,14 @@ constexpr int kRows = 96;  // rows that share a walk through the cache
 template <class T>
 class Walk {
   public:
-    Walk(const AttentionArgs& args, int64_t sequence, int64_t kv_head)
+    // scratch: Expanded<T>::bytes(), for a cache of integers.
+    Walk(const AttentionArgs& args, int64_t sequence, int64_t kv_head, char* scratch)
         : args_(args), table_(args.block_tables + sequence * args.table_columns),
           stride_(round_up(args.shape.head_dim, kLanes)),
           block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
-          head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head) {
-        const bool capped = args.soft_cap != 0.0f;
-        scale_.factor = capped ? args.scale / args.soft_cap : args.scale * kLog2E;
-        scale_.capped = capped ? args.soft_cap * kLog2E : 0.0f;
+          head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head),
+          scale_(scale_of(args)), expanded_(args.shape, scratch) {
+        if (args.shape.ints) expanded_.lend_scales(scale_);
         values_.dim = args.shape.head_dim;
     }
 
@@ -86,13 +89,18 @@ class Walk {
             if (position + kGroup <= first || position >= end) continue;
             const char* block = head_ + table_[position / block_size] * block_bytes_;
             const int64_t within = position % block_size;
-            const T* keys = reinterpret_cast<const T*>(block) +
-                            within * round_up(values_.dim, kStep<T>);
+            const T *keys, *values;
+            if (args_.shape.ints) {
+                expanded_.group(block, block + part_bytes_, within, i, &keys, &values);
+            } else {
+                keys = reinterpret_cast<const T*>(block) +
+                       within * round_up(values_.dim, kStep<T>);
+                values = reinterpret_cast<const T*>(block + part_bytes_) + within * values_.dim;
+            }
             for (int j = 0; j < kGroup / kLanes; ++j) {
                 keys_[i / kLanes + j] = keys + j * kLanes * kStep<T>;
             }
-            values_.groups[i / kGroup] =
-                reinterpret_cast<const T*>(block + part_bytes_) + within * values_.dim;
+            values_.groups[i / kGroup] = values;
         }
     }
 
@@ -150,6 +158,7 @@ class Walk {
     const int64_t block_bytes_, part_bytes_;
     const char* const head_;
     Scale scale_;
+    Expanded<T> expanded_;
     Values<T> values_;
     const T* keys_[kPiece / kLanes];
 
@@ -175,9 +184,9 @@ template <class T> struct WalkOf { using type = Walk<T>; };
 // Tokens begin..end of a sequence, one KV head.
 template <class T>
 void attend(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t begin,
-            int64_t end) {
+            int64_t end, char* scratch) {
     const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
-    typename WalkOf<T>::type walk(args, sequence, kv_head);
+    typename WalkOf<T>::type walk(args, sequence, kv_head, scratch);
     int64_t first = begin * group;  // rows are numbered token * group + head within the group
     for (int64_t row = first; row < end * group; ++row) {
         walk.add_row(row / group, kv_head * group + row % group);
@@ -207,7 +216,13 @@ void attention(const AttentionArgs& args) {
     for (int64_t s = 0; s < args.num_sequences; ++s) {
         num_tiles += (args.seq_starts[s + 1] - args.seq_starts[s] + tokens - 1) / tokens;
     }
-    args.pool->deal(num_tiles * kv_heads, 1, [&](int64_t begin, int64_t end, int) {
+    const bool wide = args.shape.type == Type::f32;
+    args.pool->deal(num_tiles * kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+        char* scratch = nullptr;
+        if (args.shape.ints) {
+            scratch = args.pool->scratch(
+                thread, wide ? Expanded<float>::bytes(args.shape) : Expanded<bf16>::bytes(args.shape));
+        }
         int64_t sequence = 0, before = 0;  // tiles of earlier sequences
         for (int64_t item = begin; item < end; ++item) {
             const int64_t tile = item / kv_heads;
@@ -220,11 +235,8 @@ void attention(const AttentionArgs& args) {
             const int64_t first = args.seq_starts[sequence] + (tile - before) * tokens;
             const int64_t stop = args.seq_starts[sequence + 1];
             const int64_t last = first + tokens < stop ? first + tokens : stop;
-            if (args.shape.type == Type::f32) {
-                attend<float>(args, sequence, item % kv_heads, first, last);
-            } else {
-                attend<bf16>(args, sequence, item % kv_heads, first, last);
-            }
+            const auto walk = wide ? attend<float> : attend<bf16>;
+            walk(args, sequence, item % kv_heads, first, last, scratch);
         }
     });
 }

@@ -47,6 +47,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.max_model_len,
         "dtype": card.dtype,
         "quantization": card.quantization,
+        "kv_cache_dtype": card.kv_cache_dtype,
         "system_fingerprint": card.fingerprint,
     }
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.base.errors import SettingError
+from quire.config.groups import DTYPE_NAMES
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape, step_cost
+from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 
 
-def program_of(model: str, dtype: str = "auto") -> Program:
+def program_of(model: str, dtype: str = "auto", kv_cache_dtype: str = "auto") -> Program:
     """The program the engine runs for the model in folder `model` (empty: the one in the box)."""
     spec = open_model(Path(model).expanduser() if model else box_path())
-    return build_program(spec, dtype=compute_dtype(spec, dtype), max_positions=spec.max_positions)
+    computed_in = compute_dtype(spec, dtype)
+    program = build_program(spec, dtype=computed_in, max_positions=spec.max_positions)
+    return with_kv_cache_dtype(program, DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype))
 
 
 def decode_bytes(program: Program, *, prompt_tokens: int, output_tokens: int) -> int:

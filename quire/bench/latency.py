@@ -33,7 +33,8 @@ def measure_latency(
 ) -> dict[str, object]:
     """The result object. Raises SettingError, ModelError or CapacityError."""
     progress = progress or Progress()
-    program = program_of(model, settings.get("dtype", "auto"))
+    kv_cache_dtype = settings.get("kv_cache_dtype", "auto")
+    program = program_of(model, settings.get("dtype", "auto"), kv_cache_dtype)
     read_bytes = decode_bytes(program, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     workload = Workload(
         name="latency",

@@ -57,6 +57,7 @@ class LocalEngine:
         return {
             "model": card.name,
             "dtype": card.dtype,
+            "kv_cache_dtype": card.kv_cache_dtype,
             "recipe": card.recipe,
             "fingerprint": card.fingerprint,
             "num_blocks": card.num_blocks,

@@ -16,6 +16,7 @@ from quire.config.groups import DTYPE_NAMES
 from quire.engine.precision import with_precision
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
+from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.ops import DType
 from quire.program.quantize import AUTO
 from quire.program.table import format_program
@@ -45,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", *map(str, DType), *DTYPE_NAMES],
         default="auto",
-        help="what activations, weights and cache are held in (default: the checkpoint's)",
+        help="what activations and weights are held in (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=[*KV_CACHE_DTYPES, *DTYPE_NAMES],
+        default=AUTO,
+        help="what keys and values are kept in (default: as --dtype)",
     )
     parser.add_argument(
         "--quantization",
@@ -86,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         head=args.head_precision,
         keep=args.keep,
     )
+    kv_cache_dtype = DTYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    program = with_kv_cache_dtype(program, kv_cache_dtype)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

@@ -119,8 +119,10 @@ def _serve(
 def _block(client: EngineClient, url: str) -> str:
     """What is served, where, in how much memory, and how long it took to get here."""
     card = client.card
+    kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
     lines = [
-        f"model    {card.name} ({card.dtype}, {card.recipe}), context {card.max_model_len} tokens",
+        f"model    {card.name} ({card.dtype}{kept}, {card.recipe}), "
+        f"context {card.max_model_len} tokens",
         *(f"memory   {note}" for note in client.notes),
         *(f"chats    not served: {why}" for why in _template_problems(client)),
         f"address  {url}",

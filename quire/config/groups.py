@@ -19,6 +19,8 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# The names of quire/program/kv_cache.py, which a room of this row does not read.
+KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8")
 # The names checkpoints and other engines use.
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # The names of quire/quant/scheme.py, which a room of this row does not read.
@@ -34,7 +36,7 @@ class ModelConfig:
 
     model: str = setting("", "folder of the model, or a GGUF file; empty: the model in the box")
     dtype: Literal["auto", "f32", "bf16", "float32", "bfloat16"] = setting(
-        "auto", "dtype of weights, products and KV cache; auto: as the checkpoint (f16 becomes f32)"
+        "auto", "dtype of weights and products; auto: as the checkpoint (f16 becomes f32)"
     )
     quantization: str = setting(
         "auto",
@@ -84,6 +86,10 @@ class CacheConfig:
         "memory of the KV cache, as in 2GiB; default: a share of what the machine has free",
         flag="kv-cache-memory",
     )
+    kv_cache_dtype: Literal["auto", "f32", "bf16", "int8", "float32", "bfloat16"] = setting(
+        "auto",
+        "precision of keys and values; int8: a scale for each head's row; auto: as --dtype",
+    )
     enable_prefix_caching: bool = setting(
         True, "keep the KV of finished requests and share it with requests that begin alike"
     )
@@ -93,6 +99,9 @@ class CacheConfig:
             raise SettingError(
                 f"block_size is {self.block_size}; a multiple of 16 from 16 to 128 is allowed"
             )
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, (*KV_CACHE_DTYPES, *DTYPE_NAMES))
+        own_name = DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", own_name)
         if self.kv_cache_memory_bytes is not None:
             _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
 

@@ -33,6 +33,7 @@ from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.models.spec import ModelSpec
+from quire.program.kv_cache import kv_cache_text, with_kv_cache_dtype
 from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.program.quantize import precision_text
@@ -102,6 +103,7 @@ def _assembled(
         head=config.model.head_precision,
         keep=config.model.keep,
     )
+    longest = with_kv_cache_dtype(longest, config.cache.kv_cache_dtype)
     make = _executor_class(config.executor)
     make.check_program(longest)
     step_tokens = _step_tokens(config, make)
@@ -246,6 +248,7 @@ def _card(
         banned_sequences=spec.banned_sequences,
         dtype=compute_dtype(spec, config.model.dtype).value,
         quantization=precision_text(program),
+        kv_cache_dtype=kv_cache_text(program),
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,

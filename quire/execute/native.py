@@ -112,6 +112,7 @@ class NativeExecutor:
         try:
             self._native.allocate_cache(
                 dtype=str(spec.dtype),
+                ints=bool(spec.scheme),
                 kv_heads=spec.kv_heads,
                 head_dim=spec.head_dim,
                 block_size=block_size,

@@ -18,7 +18,7 @@ from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
-from quire.execute.reference_attention import attention
+from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
@@ -80,18 +80,18 @@ class ReferenceExecutor:
             np.full((self._limits[buffer.rows], buffer.width), np.nan, np.float32)
             for buffer in program.buffers
         ]
-        self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+        self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
         self.ops_done = 0  # operations finished so far; read by other threads
         self._is_closed = False
         self._counts: Mapping[Rows, int] = {}
         self._sample_rows: Int32s = np.empty(0, np.int32)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """Two float32 arrays [layers, blocks, block_size, kv_heads, head_dim] of zeros."""
+        """Keys and values [layers, blocks, block_size, kv_heads, head_dim] of zeros, in float32."""
         spec = self._program.caches[0]
         shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
         try:
-            self._cache_k, self._cache_v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+            self._cache_k, self._cache_v = PagedRows.zeros(*shape), PagedRows.zeros(*shape)
         except MemoryError as error:
             raise CapacityError(
                 f"{num_blocks} cache blocks of {block_size} tokens need "
@@ -102,8 +102,8 @@ class ReferenceExecutor:
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, one after the other."""
         for source, target in zip(copy_from, copy_to, strict=True):
-            self._cache_k[:, target] = self._cache_k[:, source]
-            self._cache_v[:, target] = self._cache_v[:, source]
+            self._cache_k.copy_block(source, target)
+            self._cache_v.copy_block(source, target)
 
     def run_trunk(self, batch: ForwardBatch) -> None:
         """Run the trunk segment on all token rows."""
@@ -113,8 +113,8 @@ class ReferenceExecutor:
         check_batch(
             batch,
             vocab_size=self._program.vocab_size,
-            num_blocks=self._cache_k.shape[1],
-            block_size=self._cache_k.shape[2],
+            num_blocks=self._cache_k.values.shape[1],
+            block_size=self._cache_k.values.shape[2],
         )
         for table in self._ropes:
             table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
@@ -143,7 +143,7 @@ class ReferenceExecutor:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
         self._weights, self._ints, self._buffers = {}, {}, []
-        self._cache_k = self._cache_v = np.empty((0, 0, 0, 0, 0), np.float32)
+        self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
 
     @staticmethod
     def check_program(program: Program) -> None:
@@ -159,7 +159,7 @@ class ReferenceExecutor:
         """Everything in float32, each buffer by itself, whatever the program's dtypes."""
         weights = sum(weight.size for weight in program.weights.values())
         columns = sum(max_rows[buffer.rows] * buffer.width for buffer in program.buffers)
-        token = sum(2 * c.layers * c.kv_heads * c.head_dim for c in program.caches)
+        token = sum(2 * c.layers * c.kv_heads * (c.head_dim + 1) for c in program.caches)
         return ExecutorMemory(
             weights_bytes=4 * weights,
             step_bytes=4 * columns + rope_bytes(program),
@@ -234,20 +234,17 @@ class ReferenceExecutor:
         self._write(op.outputs[0], y)
 
     def _store_kv(self, op: Op, batch: ForwardBatch) -> None:
-        layer, (k, v) = op.attrs["layer"], op.inputs
-        ops.store_kv(self._cache_k[layer], self._cached(k), batch.kv_slots)
-        ops.store_kv(self._cache_v[layer], self._cached(v), batch.kv_slots)
-
-    def _cached(self, view: View) -> Float32s:
-        values = self._read(view)
-        return round_to_bf16(values) if self._program.caches[0].dtype is DType.BF16 else values
+        spec = self._program.caches[0]
+        for cache, view in zip((self._cache_k, self._cache_v), op.inputs, strict=True):
+            rows = cache.layer(op.attrs["layer"])
+            rows.store(self._read(view), batch.kv_slots, spec.dtype, spec.scheme)
 
     def _attention(self, op: Op, batch: ForwardBatch) -> None:
         layer = op.attrs["layer"]
         y = attention(
             self._read(op.inputs[0]),
-            self._cache_k[layer],
-            self._cache_v[layer],
+            self._cache_k.layer(layer),
+            self._cache_v.layer(layer),
             seq_starts=batch.seq_starts,
             positions=batch.positions,
             block_tables=batch.block_tables,

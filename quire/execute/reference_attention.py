@@ -3,18 +3,23 @@
 The recipe: positions are taken in pieces of 256, aligned to absolute position (under a window
 too); in each piece scores, their maximum, exp(score - maximum), the sum of those in float32 and
 the product with V; then pieces are merged in order. Probabilities are rounded to the cache's
-dtype before the product with V, as named in the operations' contract. Knows no sequences beyond
-their rows and tables. Letters: T rows, S sequences, D head_dim, P positions of a piece.
+dtype before the product with V, as named in the operations' contract. In a cache of integers a
+head's key or value is whole numbers times a scale of its own: a score is multiplied by its key's
+scale, a probability by its value's before it is rounded, and the sum is of those without. Knows
+no sequences beyond their rows and tables. Letters: T rows, S sequences, D head_dim, P positions of
+a piece.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.program.ops import DType
+from quire.quant.int_rows import scale_and_inverse
 from quire.weights.dtypes import round_to_bf16
 
 Float32s = NDArray[np.float32]
@@ -23,10 +28,60 @@ Int32s = NDArray[np.int32]
 PIECE_POSITIONS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Keys, or values, of one layer: [blocks, block_size, kv_heads, D], and what each head's row
+    of them is multiplied by [blocks, block_size, kv_heads]: 1 but where they are integers. (Or of
+    all layers, one more axis before.)"""
+
+    values: Float32s
+    scales: Float32s
+
+    @classmethod
+    def zeros(cls, *shape: int) -> PagedRows:
+        """All zeros, [..., kv_heads, D]."""
+        return cls(np.zeros(shape, np.float32), np.zeros(shape[:-1], np.float32))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def layer(self, index: int) -> PagedRows:
+        """One layer of all, a view."""
+        return PagedRows(self.values[index], self.scales[index])
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block over all layers."""
+        self.values[:, target] = self.values[:, source]
+        self.scales[:, target] = self.scales[:, source]
+
+    def store(self, rows: Float32s, kv_slots: Int32s, dtype: DType, scheme: str) -> None:
+        """Write rows [R, kv_heads * D] at slots, -1 nowhere."""
+        blocks, block_size, kv_heads, head_dim = self.values.shape
+        stored = kv_slots >= 0
+        heads = rows[stored].reshape(-1, kv_heads, head_dim)
+        if dtype is DType.BF16:
+            heads = round_to_bf16(heads)
+        scales = np.ones(heads.shape[:2], np.float32)
+        if scheme:
+            heads, scales = quantize_heads(heads)
+        slots = kv_slots[stored]
+        self.values.reshape(blocks * block_size, kv_heads, head_dim)[slots] = heads
+        self.scales.reshape(blocks * block_size, kv_heads)[slots] = scales
+
+
+def quantize_heads(heads: Float32s) -> tuple[Float32s, Float32s]:
+    """Rows [..., D] as whole numbers from -127 to 127, and the scale of each."""
+    scales, inverse = scale_and_inverse(np.abs(heads).max(axis=-1), 127.0)
+    is_finite = np.isfinite(scales)[..., None]
+    return np.rint(np.where(is_finite, heads, np.float32(0)) * inverse[..., None]), scales
+
+
 def attention(
     q: Float32s,
-    cache_k: Float32s,
-    cache_v: Float32s,
+    keys: PagedRows,
+    values: PagedRows,
     *,
     seq_starts: Int32s,
     positions: Int32s,
@@ -37,7 +92,7 @@ def attention(
     soft_cap: float,
     dtype: DType,
 ) -> Float32s:
-    """q [T, heads * D] over one layer's cache [blocks, block_size, kv_heads, D]: [T, heads * D].
+    """q [T, heads * D] over one layer's cache: [T, heads * D].
 
     Row t sees positions 0..positions[t] of its sequence (the last `window` of them, if not 0).
     """
@@ -46,8 +101,8 @@ def attention(
         for row in range(start, end):
             y[row] = _attend_row(
                 q[row].reshape(heads, -1),
-                cache_k,
-                cache_v,
+                keys,
+                values,
                 block_tables[sequence],
                 int(positions[row]),
                 scale=np.float32(scale),
@@ -60,8 +115,8 @@ def attention(
 
 def _attend_row(
     q: Float32s,
-    cache_k: Float32s,
-    cache_v: Float32s,
+    cache_k: PagedRows,
+    cache_v: PagedRows,
     table: Int32s,
     position: int,
     *,
@@ -77,14 +132,16 @@ def _attend_row(
     y = np.zeros(q.shape, np.float32)
     for piece in range(first - first % PIECE_POSITIONS, position + 1, PIECE_POSITIONS):
         seen = np.arange(max(piece, first), min(piece + PIECE_POSITIONS, position + 1))
-        keys = _gather(cache_k, table, seen, len(q))  # [heads, P, D]
-        values = _gather(cache_v, table, seen, len(q))
-        scores = np.matmul(keys, q[:, :, None])[:, :, 0] * scale  # [heads, P]
+        keys = _gather(cache_k.values, table, seen, len(q))  # [heads, P, D]
+        values = _gather(cache_v.values, table, seen, len(q))
+        scores = np.matmul(keys, q[:, :, None])[:, :, 0]  # [heads, P]
+        scores = scores * _gather(cache_k.scales, table, seen, len(q)) * scale
         if soft_cap:
             scores = soft_cap * np.tanh(scores / soft_cap)
         piece_highest = scores.max(axis=1, keepdims=True)
         weights = np.exp(scores - piece_highest)
         piece_total = weights.sum(axis=1, keepdims=True)
+        weights = weights * _gather(cache_v.scales, table, seen, len(q))
         if dtype is DType.BF16:
             weights = round_to_bf16(weights)
         piece_y = np.matmul(weights[:, None, :], values)[:, 0, :]
@@ -98,8 +155,8 @@ def _attend_row(
 
 
 def _gather(cache: Float32s, table: Int32s, positions: NDArray[np.int64], heads: int) -> Float32s:
-    """Cache rows at `positions`, repeated for the heads that share them: [heads, P, D]."""
+    """Cache rows at `positions`, repeated for the heads that share them: [heads, P, ...]."""
     block_size, kv_heads = cache.shape[1], cache.shape[2]
-    rows = cache[table[positions // block_size], positions % block_size]  # [P, kv_heads, D]
-    by_head = np.repeat(rows.transpose(1, 0, 2), heads // kv_heads, axis=0)
+    rows = cache[table[positions // block_size], positions % block_size]  # [P, kv_heads, ...]
+    by_head = np.repeat(np.moveaxis(rows, 1, 0), heads // kv_heads, axis=0)
     return np.ascontiguousarray(by_head)

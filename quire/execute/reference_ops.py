@@ -102,14 +102,6 @@ def rope(x: Float32s, cos: Float32s, sin: Float32s, *, heads: int, head_dim: int
     return y.reshape(x.shape)
 
 
-def store_kv(cache: Float32s, rows: Float32s, kv_slots: Int32s) -> None:
-    """Write rows [R, kv_heads * D] into one layer's cache [blocks, block_size, kv_heads, D]."""
-    blocks, block_size, kv_heads, head_dim = cache.shape
-    flat = cache.reshape(blocks * block_size, kv_heads, head_dim)
-    stored = kv_slots >= 0
-    flat[kv_slots[stored]] = rows[stored].reshape(-1, kv_heads, head_dim)
-
-
 def activation(gate: Float32s, up: Float32s | None, *, form: str) -> Float32s:
     """form(gate), times up where there is one."""
     y = _activated(gate, form)

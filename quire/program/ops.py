@@ -30,7 +30,8 @@ gather_rows  x[T] -> y[S]                          rows of x at batch sample_row
 
 Arithmetic inside an operation is f32; rounding happens when an output is stored, by the output
 buffer's dtype, and nowhere else. The one exception is named by the executor's numerics version:
-attention rounds its probabilities to the cache's dtype before the product with V.
+attention rounds its probabilities to the cache's dtype before the product with V (and where
+the cache holds integers, multiplies each by its value's scale before).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from enum import StrEnum
 from typing import Any
 
 from quire.quant.scheme import SCHEMES, Scheme
+
+INT8_CACHE = "int8"  # a cache's scheme: each head's row as integers, its scale an f32 beside them
+KV_SCALE_BYTES = 4
 
 
 class DType(StrEnum):
@@ -210,7 +214,11 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """A cache the program declares: layers of paged keys and values of one geometry."""
+    """A cache the program declares: layers of paged keys and values of one geometry.
+
+    dtype is that of queries, keys and values. Keys and values are kept in it, or, where `scheme`
+    is "int8", as integers.
+    """
 
     kind: str  # "paged"
     layers: int
@@ -218,11 +226,24 @@ class CacheSpec:
     head_dim: int
     dtype: DType
     window: int = 0  # 0: all positions are kept
+    scheme: str = ""
+
+    def __post_init__(self) -> None:
+        if self.scheme not in ("", INT8_CACHE):
+            raise ValueError(f"a cache's scheme is {self.scheme!r}; {INT8_CACHE!r} is known")
+
+    @property
+    def precision(self) -> str:
+        """What keys and values are kept in: "f32", "bf16" or "int8"."""
+        return self.scheme or self.dtype.value
 
     @property
     def token_bytes(self) -> int:
-        """Bytes one token takes over all layers, keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes one token takes over all layers, keys and values with their scales."""
+        head_bytes = self.head_dim * self.dtype.itemsize
+        if self.scheme:
+            head_bytes = self.head_dim + KV_SCALE_BYTES
+        return 2 * self.layers * self.kv_heads * head_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@
 
 Every matrix gets the scheme; the head gets its own (by default int8 where the rest is int4, since
 its errors go straight into the logits); rules then say otherwise for weights by name. Tables that
-are only gathered from, vectors and the KV cache stay as they are. Executors quantize while they
-load. Always holds: a rule that matches nothing is an error, and of several the last one counts.
+are only gathered from, vectors and the KV cache (kv_cache.py) stay as they are. Executors quantize
+while they load. Always holds: a rule that matches nothing is an error, and of several the last one
+counts.
 """
 
 from __future__ import annotations

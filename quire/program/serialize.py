@@ -28,7 +28,7 @@ from quire.program.ops import (
 )
 from quire.program.program import NUMERICS_VERSION, Program
 
-FORMAT = 3
+FORMAT = 4
 
 Plain = dict[str, Any]
 
@@ -46,7 +46,7 @@ def to_plain(program: Program) -> Plain:
         },
         "weights": [_weight_to_plain(weight) for weight in program.weights.values()],
         "caches": [
-            [c.kind, c.layers, c.kv_heads, c.head_dim, c.dtype.value, c.window]
+            [c.kind, c.layers, c.kv_heads, c.head_dim, c.dtype.value, c.window, c.scheme]
             for c in program.caches
         ],
         "ropes": [[list(r.inv_freq), r.attention_scale] for r in program.ropes],
@@ -72,8 +72,8 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
         },
         weights={weight.name: weight for weight in weights},
         caches=tuple(
-            CacheSpec(kind, layers, kv_heads, head_dim, DType(dtype), window)
-            for kind, layers, kv_heads, head_dim, dtype, window in plain["caches"]
+            CacheSpec(kind, layers, kv_heads, head_dim, DType(dtype), window, scheme)
+            for kind, layers, kv_heads, head_dim, dtype, window, scheme in plain["caches"]
         ),
         ropes=tuple(RopeSpec(tuple(inv_freq), scale) for inv_freq, scale in plain["ropes"]),
         outputs={name: _view_from_plain(view, buffers) for name, view in plain["outputs"].items()},

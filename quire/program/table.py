@@ -215,7 +215,7 @@ def _summary(program: Program, step: StepShape) -> str:
         longest = cache.token_bytes * program.max_positions
         lines.append(
             f"cache:   {cache.kind}, {cache.layers} layers of {cache.kv_heads} x "
-            f"{cache.head_dim} {cache.dtype}: {amount(cache.token_bytes, 'B')} a token, "
+            f"{cache.head_dim} {cache.precision}: {amount(cache.token_bytes, 'B')} a token, "
             f"{amount(longest, 'B')} for {program.max_positions} positions"
         )
     return "\n".join(lines)

@@ -48,7 +48,7 @@ def system_fingerprint(
         recipe,
         str(max_model_len),
         str(parallel_degree),
-        ",".join(cache.dtype for cache in program.caches),
+        ",".join(cache.precision for cache in program.caches),
     ):
         digest.update(part.encode() + b"\0")
     return f"fp_{digest.hexdigest()}"

@@ -1,6 +1,6 @@
 """The models of the exact tests: two tiny Llamas in both dtypes, and families that attend in
 other ways: Mistral with windows, Gemma 3 (windows by layer, two angles, head norms), Qwen3. Some
-of them again with weights of 8 and of 4 bits."""
+of them again with weights of 8 and of 4 bits, and with a KV cache of another precision."""
 
 from __future__ import annotations
 
@@ -66,6 +66,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         Model(odd, DType.F32, "int8"),
         Model(scaled, DType.BF16, "int4-g32"),  # tied: the head, gathered from too, is int8
         Model(qwen, DType.BF16, "int4-g64-zp"),
+        Model(odd, DType.F32, kv_cache_dtype="int8"),
+        Model(scaled, DType.BF16, "int8", "int8"),
+        Model(gemma, DType.BF16, kv_cache_dtype="int8"),
+        Model(odd, DType.F32, kv_cache_dtype="bf16"),
     ]
     yield made
     for model in made:

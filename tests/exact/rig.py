@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.execute.executor import Executor
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
+from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.ops import DType
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -98,15 +99,19 @@ class Outcome:
 class Model:
     """A model and its executors, one for each number of threads."""
 
-    def __init__(self, folder: Path, dtype: DType, precision: str = "none") -> None:
-        self.name = f"{folder.name} {dtype} {precision}"
+    def __init__(
+        self, folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
+    ) -> None:
+        self.name = f"{folder.name} {dtype} {precision} {kv_cache_dtype}"
         self.folder = folder
         self.dtype = dtype
-        self.tolerance = INTEGER_TOLERANCE if precision != "none" else TOLERANCES[dtype]
+        is_rounded = precision != "none" or kv_cache_dtype == "int8"
+        kept = DType.BF16 if kv_cache_dtype == "bf16" else dtype
+        self.tolerance = INTEGER_TOLERANCE if is_rounded else TOLERANCES[kept]
         spec = open_model(folder)
         self.vocab_size = spec.vocab_size
         plain = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
-        self.program: Program = quantize(plain, precision)
+        self.program: Program = with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
         self.checkpoint: Checkpoint = open_checkpoint(folder)
         self._executors: dict[int, Executor] = {}
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.execute.reference_attention import attention
-from quire.program.ops import DType
+from quire.execute.reference_attention import PagedRows, attention
+from quire.program.ops import INT8_CACHE, DType
 from quire.weights.dtypes import bf16_bits, round_to_bf16
 
 Floats = NDArray[np.float32]
@@ -22,16 +23,45 @@ TOKENS = 0  # the row count of a buffer
 ISAS = tuple(_native.available_isas())
 
 
+class Kept(StrEnum):
+    """What attention multiplies in, and how keys and values are kept."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    INT8_IN_F32 = "int8 in f32"
+    INT8_IN_BF16 = "int8 in bf16"
+
+    @property
+    def dtype(self) -> DType:
+        """Of queries, keys and values."""
+        return DType.BF16 if self.value.endswith("bf16") else DType.F32
+
+    @property
+    def scheme(self) -> str:
+        """Of the cache."""
+        return INT8_CACHE if self.value.startswith("int8") else ""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element of the cache."""
+        return 1 if self.scheme else self.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """What an attention operation is told."""
 
-    dtype: DType = DType.F32
+    kept: Kept = Kept.F32
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
     window: int = 0
     soft_cap: float = 0.0
+
+    @property
+    def dtype(self) -> DType:
+        """Of queries, keys and values."""
+        return self.kept.dtype
 
     @property
     def scale(self) -> float:
@@ -113,6 +143,7 @@ class PagedCache:
         self._program.add_segment([("attention", [q, y], attend_ints, attend_floats, [])])
         self._program.allocate_cache(
             dtype=str(geometry.dtype),
+            ints=bool(geometry.kept.scheme),
             kv_heads=geometry.kv_heads,
             head_dim=geometry.head_dim,
             block_size=block_size,
@@ -120,7 +151,7 @@ class PagedCache:
             num_blocks=len(order),
         )
         self.bytes = self._program.cache
-        self.bytes[:] = 0xFF  # NaN in either dtype
+        self.bytes[:] = 0xFF  # NaN in either dtype, and as a scale
 
     def store(self, calls: Sequence[Rows]) -> None:
         """Write keys and values of these rows."""
@@ -150,12 +181,12 @@ class PagedCache:
         """The same by the NumPy twin, from a plain cache."""
         geometry = self.geometry
         shape = (int(self.tables.max()) + 1, self.block_size, *self.tokens.k.shape[2:])
-        cache_k, cache_v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
-        for sequence, table in enumerate(self.tables):
-            for position in range(self.tokens.k.shape[1]):
-                at = table[position // self.block_size], position % self.block_size
-                cache_k[at] = self.tokens.k[sequence, position]
-                cache_v[at] = self.tokens.v[sequence, position]
+        cache_k, cache_v = PagedRows.zeros(*shape), PagedRows.zeros(*shape)
+        every = [Rows(i, 0, self.tokens.k.shape[1]) for i in range(len(self.tables))]
+        for cache, source in ((cache_k, self.tokens.k), (cache_v, self.tokens.v)):
+            cache.values[:], cache.scales[:] = np.nan, np.nan
+            rows = np.concatenate([self._take(source, call) for call in every])
+            cache.store(rows, self._slots(every), geometry.dtype, geometry.kept.scheme)
         positions, starts, tables = self._batch(calls)
         q = np.concatenate([self._take(self.tokens.q, call) for call in calls])
         y = attention(

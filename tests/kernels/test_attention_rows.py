@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.program.ops import DType
-from tests.kernels.attention_cases import ISAS, Geometry, PagedCache, Rows, Tokens
+from tests.kernels.attention_cases import ISAS, Geometry, Kept, PagedCache, Rows, Tokens
 
 BORDERS = (0, 1, 15, 16, 17, 127, 128, 254, 255, 256, 257, 258, 510, 511, 512, 513, 599)
 on_every_isa = pytest.mark.parametrize("isa", ISAS)
-for_each_dtype = pytest.mark.parametrize("dtype", list(DType))
+however_kept = pytest.mark.parametrize("kept", list(Kept))
 under_windows = pytest.mark.parametrize("window", [0, 37, 256, 301])
 
 
@@ -30,10 +29,10 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 @on_every_isa
-@for_each_dtype
+@however_kept
 @under_windows
-def test_a_row_is_the_same_among_1_to_65_rows(isa: str, dtype: DType, window: int) -> None:
-    geometry = Geometry(dtype=dtype, heads=3, kv_heads=1, head_dim=24, window=window)
+def test_a_row_is_the_same_among_1_to_65_rows(isa: str, kept: Kept, window: int) -> None:
+    geometry = Geometry(kept=kept, heads=3, kv_heads=1, head_dim=24, window=window)
     cache = PagedCache(Tokens(geometry, sequences=1, positions=600), isa=isa)
     cache.store([Rows(0, 0, 600)])
     alone = cache.attend_alone([Rows(0, 0, 600)])
@@ -45,12 +44,12 @@ def test_a_row_is_the_same_among_1_to_65_rows(isa: str, dtype: DType, window: in
 
 
 @on_every_isa
-@for_each_dtype
+@however_kept
 @under_windows
 def test_positions_around_every_border_ignore_unfilled_slots(
-    isa: str, dtype: DType, window: int
+    isa: str, kept: Kept, window: int
 ) -> None:
-    geometry = Geometry(dtype=dtype, heads=4, kv_heads=2, head_dim=20, window=window)
+    geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=20, window=window)
     tokens = Tokens(geometry, sequences=1, positions=600)
     full = PagedCache(tokens, isa=isa)
     full.store([Rows(0, 0, 600)])
@@ -63,10 +62,10 @@ def test_positions_around_every_border_ignore_unfilled_slots(
 
 
 @on_every_isa
-@for_each_dtype
+@however_kept
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF])
-def test_whatever_stale_slots_hold_is_never_seen(isa: str, dtype: DType, fill: int) -> None:
-    geometry = Geometry(dtype=dtype, head_dim=9)
+def test_whatever_stale_slots_hold_is_never_seen(isa: str, kept: Kept, fill: int) -> None:
+    geometry = Geometry(kept=kept, head_dim=9)
     tokens = Tokens(geometry, sequences=2, positions=300)
     calls = [Rows(0, 250, 27), Rows(1, 30, 1)]
     results = []
@@ -79,12 +78,12 @@ def test_whatever_stale_slots_hold_is_never_seen(isa: str, dtype: DType, fill: i
 
 
 @on_every_isa
-@for_each_dtype
+@however_kept
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_broken_token_does_not_reach_the_rows_before_it(
-    isa: str, dtype: DType, poison: float
+    isa: str, kept: Kept, poison: float
 ) -> None:
-    geometry = Geometry(dtype=dtype, heads=2, kv_heads=1, head_dim=16)
+    geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=16)
     tokens = Tokens(geometry, sequences=2, positions=300)
     cache = PagedCache(tokens, isa=isa)
     calls = [Rows(0, 240, 40), Rows(1, 0, 20)]
@@ -101,10 +100,10 @@ def test_a_broken_token_does_not_reach_the_rows_before_it(
 
 
 @on_every_isa
-@for_each_dtype
+@however_kept
 @under_windows
-def test_threads_and_block_sizes_change_nothing(isa: str, dtype: DType, window: int) -> None:
-    geometry = Geometry(dtype=dtype, heads=6, kv_heads=3, head_dim=40, window=window)
+def test_threads_and_block_sizes_change_nothing(isa: str, kept: Kept, window: int) -> None:
+    geometry = Geometry(kept=kept, heads=6, kv_heads=3, head_dim=40, window=window)
     tokens = Tokens(geometry, sequences=3, positions=530)
     calls = [Rows(0, 200, 90), Rows(2, 529, 1), Rows(1, 0, 33), Rows(2, 5, 1)]
     results = []
@@ -116,18 +115,18 @@ def test_threads_and_block_sizes_change_nothing(isa: str, dtype: DType, window: 
         assert_same_bits(rows, results[0])
 
 
-@for_each_dtype
-def test_many_sequences_dealt_to_threads_are_each_as_alone(dtype: DType) -> None:
-    tokens = Tokens(Geometry(dtype=dtype, head_dim=8), sequences=70, positions=40)
+@however_kept
+def test_many_sequences_dealt_to_threads_are_each_as_alone(kept: Kept) -> None:
+    tokens = Tokens(Geometry(kept=kept, head_dim=8), sequences=70, positions=40)
     cache = PagedCache(tokens, num_threads=3)
     cache.store([Rows(sequence, 0, 40) for sequence in range(70)])
     calls = [Rows(sequence, sequence % 40, 1) for sequence in range(70)]
     assert_same_bits(cache.attend(calls), cache.attend_alone(calls))
 
 
-@for_each_dtype
-def test_a_prefill_of_2048_rows_is_each_row_alone(dtype: DType) -> None:
-    geometry = Geometry(dtype=dtype, heads=2, kv_heads=1, head_dim=16)
+@however_kept
+def test_a_prefill_of_2048_rows_is_each_row_alone(kept: Kept) -> None:
+    geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=16)
     cache = PagedCache(Tokens(geometry, sequences=1, positions=2048), num_threads=2)
     cache.store([Rows(0, 0, 2048)])
     rows = cache.attend([Rows(0, 0, 2048)])
@@ -141,7 +140,7 @@ def test_a_prefill_of_2048_rows_is_each_row_alone(dtype: DType) -> None:
 def test_any_chunking_of_any_geometry_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 3), label="kv_heads")
     geometry = Geometry(
-        dtype=data.draw(st.sampled_from(list(DType)), label="dtype"),
+        kept=data.draw(st.sampled_from(list(Kept)), label="kept"),
         heads=kv_heads * data.draw(st.integers(1, 5), label="group"),
         kv_heads=kv_heads,
         head_dim=data.draw(st.integers(1, 70), label="head_dim"),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from quire import _native
-from quire.program.ops import DType
-from tests.kernels.attention_cases import ISAS, Geometry, PagedCache, Rows, Tokens
+from quire.program.ops import KV_SCALE_BYTES, DType
+from tests.kernels.attention_cases import ISAS, Geometry, Kept, PagedCache, Rows, Tokens
 
 TOLERANCE = {DType.F32: 1e-5, DType.BF16: 4e-3}  # a probability rounds to 8 bits
 SHAPES = (
@@ -30,76 +30,79 @@ CALLS = (Rows(0, 238, 40), Rows(1, 511, 1), Rows(0, 0, 7), Rows(1, 509, 2))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("kept", list(Kept))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_agrees_with_the_reference_for_any_head_width_and_grouping(
-    isa: str, dtype: DType, heads: int, kv_heads: int, head_dim: int
+    isa: str, kept: Kept, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    geometry = Geometry(dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    geometry = Geometry(kept=kept, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     cache = PagedCache(Tokens(geometry, sequences=2, positions=512), isa=isa)
     cache.store([Rows(0, 0, 278), Rows(1, 0, 512)])
     np.testing.assert_allclose(
-        cache.attend(CALLS), cache.reference(CALLS), atol=TOLERANCE[dtype], rtol=0
+        cache.attend(CALLS), cache.reference(CALLS), atol=TOLERANCE[kept.dtype], rtol=0
     )
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("kept", list(Kept))
 @pytest.mark.parametrize("window", [0, 1, 2, 17, 255, 256, 257, 300])
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_agrees_with_the_reference_under_a_window_and_a_soft_cap(
-    isa: str, dtype: DType, window: int, soft_cap: float
+    isa: str, kept: Kept, window: int, soft_cap: float
 ) -> None:
-    geometry = Geometry(dtype=dtype, head_dim=24, window=window, soft_cap=soft_cap)
+    geometry = Geometry(kept=kept, head_dim=24, window=window, soft_cap=soft_cap)
     cache = PagedCache(Tokens(geometry, sequences=2, positions=560), isa=isa, block_size=32)
     calls = [Rows(0, 505, 15), Rows(1, 0, 20), Rows(1, 250, 10)]
     cache.store([Rows(0, 0, 520), Rows(1, 0, 260)])
     np.testing.assert_allclose(
-        cache.attend(calls), cache.reference(calls), atol=TOLERANCE[dtype], rtol=0
+        cache.attend(calls), cache.reference(calls), atol=TOLERANCE[kept.dtype], rtol=0
     )
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(DType))
-def test_a_row_that_sees_one_position_copies_its_value(isa: str, dtype: DType) -> None:
-    geometry = Geometry(dtype=dtype, heads=6, kv_heads=2, head_dim=13, window=1)
+@pytest.mark.parametrize("kept", list(Kept))
+def test_a_row_that_sees_one_position_copies_its_value(isa: str, kept: Kept) -> None:
+    geometry = Geometry(kept=kept, heads=6, kv_heads=2, head_dim=13, window=1)
     tokens = Tokens(geometry, sequences=1, positions=300)
     cache = PagedCache(tokens, isa=isa)
     cache.store([Rows(0, 0, 300)])
     expected = np.repeat(tokens.v[0], 3, axis=1)
+    if kept.scheme:
+        expected = cache.reference([Rows(0, 0, 300)])
     np.testing.assert_array_equal(cache.attend([Rows(0, 0, 300)]), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(DType))
-def test_large_scores_neither_overflow_nor_vanish(isa: str, dtype: DType) -> None:
-    tokens = Tokens(Geometry(dtype=dtype), sequences=1, positions=520)
+@pytest.mark.parametrize("kept", list(Kept))
+def test_large_scores_neither_overflow_nor_vanish(isa: str, kept: Kept) -> None:
+    tokens = Tokens(Geometry(kept=kept), sequences=1, positions=520)
     tokens.q *= np.float32(2.0**14)
     tokens.k *= np.float32(2.0**14)
     cache = PagedCache(tokens, isa=isa)
     cache.store([Rows(0, 0, 520)])
     y, expected = cache.attend([Rows(0, 0, 520)]), cache.reference([Rows(0, 0, 520)])
-    np.testing.assert_allclose(y, expected, atol=TOLERANCE[dtype], rtol=0)
+    np.testing.assert_allclose(y, expected, atol=TOLERANCE[kept.dtype], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", list(DType))
-def test_an_empty_call_is_fine(dtype: DType) -> None:
-    cache = PagedCache(Tokens(Geometry(dtype=dtype), sequences=1, positions=16))
+@pytest.mark.parametrize("kept", list(Kept))
+def test_an_empty_call_is_fine(kept: Kept) -> None:
+    cache = PagedCache(Tokens(Geometry(kept=kept), sequences=1, positions=16))
     assert cache.attend([Rows(0, 0, 0)]).shape == (0, 4, 32)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("kept", list(Kept))
 @pytest.mark.parametrize("head_dim", [1, 7, 64])
 @pytest.mark.parametrize("block_size", [16, 48, 128])
 def test_every_set_bit_of_the_cache_was_stored_by_one_slot(
-    isa: str, dtype: DType, head_dim: int, block_size: int
+    isa: str, kept: Kept, head_dim: int, block_size: int
 ) -> None:
-    geometry = Geometry(dtype=dtype, head_dim=head_dim)
+    geometry = Geometry(kept=kept, head_dim=head_dim)
     cache = PagedCache(Tokens(geometry, sequences=1, positions=130), isa=isa, block_size=block_size)
     changed = np.zeros(len(cache.bytes), bool)
-    item_bytes = 2 * geometry.kv_heads * head_dim * dtype.itemsize
-    padding_bytes = geometry.kv_heads * dtype.itemsize * (head_dim % 2) * (dtype is DType.BF16)
+    scale_bytes = KV_SCALE_BYTES if kept.scheme else 0
+    item_bytes = 2 * geometry.kv_heads * (head_dim * kept.itemsize + scale_bytes)
+    padding_bytes = geometry.kv_heads * kept.itemsize * (head_dim % 2) * (kept.dtype is DType.BF16)
     for position in (0, 1, 2, 15, 16, 47, 48, 64, 127, 128, 129):
         cache.bytes[:] = 0xFF
         cache.store([Rows(0, position, 1)])

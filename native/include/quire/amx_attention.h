@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kWalkRows = 96;      // rows that share a walk through the cache
 constexpr int kPairRows = 32;      // rows of two tiles
+constexpr int kAhead = 64;         // positions that integers are fetched ahead of their use
 constexpr int kSteps = kPiece / static_cast<int>(kTileStep);
 constexpr int kDimSteps = kMaxHeadDim / static_cast<int>(kTileStep);
 
@@ -65,14 +66,13 @@ __attribute__((noinline)) void multiply_steps(const bf16* x, int64_t x_stride,
 // Up to kWalkRows rows of one KV head of one sequence, and what they have summed so far.
 class TileWalk {
   public:
-    TileWalk(const AttentionArgs& args, int64_t sequence, int64_t kv_head)
+    TileWalk(const AttentionArgs& args, int64_t sequence, int64_t kv_head, char* scratch)
         : args_(args), table_(args.block_tables + sequence * args.table_columns),
           dim_(args.shape.head_dim), stride_(round_up(args.shape.head_dim, kTileStep)),
           block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
-          head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head) {
-        const bool capped = args.soft_cap != 0.0f;
-        scale_.factor = capped ? args.scale / args.soft_cap : args.scale * kLog2E;
-        scale_.capped = capped ? args.soft_cap * kLog2E : 0.0f;
+          head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head),
+          scale_(scale_of(args)), expanded_(args.shape, scratch) {
+        if (args.shape.ints) expanded_.lend_scales(scale_);
     }
 
     void add_row(int64_t token, int64_t head) {
@@ -136,6 +136,16 @@ class TileWalk {
             if (position + kGroup <= first || position >= end) continue;
             const char* block = head_ + table_[position / block_size] * block_bytes_;
             const int64_t group = position % block_size / kGroup;
+            if (args_.shape.ints) {
+                const int64_t ahead = position + kAhead;
+                if (ahead < end) {
+                    const char* later = head_ + table_[ahead / block_size] * block_bytes_;
+                    expanded_.fetch(later, later + part_bytes_, ahead % block_size);
+                }
+                expanded_.group(block, block + part_bytes_, group * kGroup, g * kGroup, &keys[g],
+                                &values[g]);
+                continue;
+            }
             keys[g] = reinterpret_cast<const bf16*>(block) + group * key_size;
             values[g] = reinterpret_cast<const bf16*>(block + part_bytes_) + group * kGroup * dim_;
         }
@@ -144,7 +154,7 @@ class TileWalk {
             if (position + kTileStep <= first || position >= end) continue;
             find_keys(keys[2 * s] != nullptr ? keys[2 * s] : keys[2 * s + 1], 2 * s);
             find_keys(keys[2 * s + 1] != nullptr ? keys[2 * s + 1] : keys[2 * s], 2 * s + 1);
-            finite_[s] = -1;
+            finite_[s] = args_.shape.ints ? 1 : -1;
             valid_[s].first = static_cast<int>(first > position ? first - position : 0);
             valid_[s].end = static_cast<int>(end - position < kTileStep ? end - position
                                                                         : kTileStep);
@@ -322,6 +332,7 @@ class TileWalk {
     const int64_t block_bytes_, part_bytes_;
     const char* const head_;
     Scale scale_;
+    Expanded<bf16> expanded_;
     const bf16* keys_[kPiece / kGroup][kDimSteps];
     const bf16* values_[kSteps];
     Span valid_[kSteps];  // what some row of the walk sees of a step

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "quire/kernels.h"
+#include "quire/kv_ints.h"
 #include "quire/vec.h"
 
 namespace quire::QUIRE_ISA_NS {
@@ -148,14 +149,22 @@ QUIRE_VEC void store_rounded(bf16* p, Vec a) {
 struct Scale {
     float factor;  // of a score: scale * log2(e), or scale / cap
     float capped;  // cap * log2(e), or 0 for no cap
+    const float* keys = nullptr;    // [kPiece] of a piece's keys, where they are integers
+    const float* values = nullptr;  // of its values
 };
 
-// Scores of positions first .. end of a piece become probabilities; returns their largest t and
-// sum. Lanes beside them in the first and last vector become zero.
+// Scores of positions first .. end of a piece become probabilities, weighed by the scales of
+// values; returns their largest t and sum. Lanes beside them in the first and last vector become
+// zero.
 template <class T>
 QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scale, float* largest,
                              float* sum) {
     const int from = first / kLanes * kLanes, to = (end + kLanes - 1) / kLanes * kLanes;
+    if (scale.keys != nullptr) {
+        for (int i = from; i < to; i += kLanes) {
+            store(scores + i, mul(load(scores + i), load(scale.keys + i)));
+        }
+    }
     Vec factor = set1(scale.factor);
     if (scale.capped != 0.0f) {
         for (int i = from; i < to; i += kLanes) {
@@ -174,7 +183,11 @@ QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scal
     for (int i = from; i < to; i += kLanes) {
         const Vec e = exp2_below<T>(sub(mul(load(scores + i), factor), m));
         total = add(total, e);
-        store_rounded(p + i, e);
+        store_rounded(p + i, scale.values != nullptr ? mul(e, load(scale.values + i)) : e);
+    }
+    if (scale.values != nullptr) {  // what lies in slots nobody sees may be NaN
+        for (int i = from; i < first; ++i) p[i] = T{};
+        for (int i = end; i < to; ++i) p[i] = T{};
     }
     *sum = sum_lanes(total);
 }
@@ -316,6 +329,71 @@ void weigh(int num_rows, const Span* spans, const T* p, const Values<T>& values,
         }
     }
 }
+
+// ---- caches of integers
+
+QUIRE_VEC Scale scale_of(const AttentionArgs& args) {
+    Scale scale;
+    const bool capped = args.soft_cap != 0.0f;
+    scale.factor = capped ? args.scale / args.soft_cap : args.scale * kLog2E;
+    scale.capped = capped ? args.soft_cap * kLog2E : 0.0f;
+    return scale;
+}
+
+// A piece's integers as T, group by group where the cache would have them, and their scales.
+template <class T>
+class Expanded {
+  public:
+    static int64_t bytes(const CacheShape& shape) {
+        const int64_t columns = round_up(shape.head_dim, 2) + shape.head_dim;
+        return kPiece * (columns * static_cast<int64_t>(sizeof(T)) + 2 * 4);
+    }
+
+    Expanded(const CacheShape& shape, char* scratch)
+        : dim_(shape.head_dim), key_dim_(round_up(shape.head_dim, kStep<T>)),
+          element_bytes_(kv_element_bytes(shape)) {
+        key_scales_ = reinterpret_cast<float*>(scratch);
+        value_scales_ = key_scales_ + kPiece;
+        keys_ = reinterpret_cast<T*>(value_scales_ + kPiece);
+        values_ = keys_ + kPiece * round_up(dim_, 2);
+    }
+
+    void lend_scales(Scale& scale) const {
+        scale.keys = key_scales_;
+        scale.values = value_scales_;
+    }
+
+    // The group at position `within` of a block's parts, `at` positions into its piece.
+    void group(const char* key_part, const char* value_part, int64_t within, int64_t at,
+               const T** keys, const T** values) const {
+        T* to = keys_ + at * key_dim_;
+        expand(reinterpret_cast<const int8_t*>(key_part) + within * key_dim_, to,
+               kGroup * key_dim_);
+        *keys = to;
+        to = values_ + at * dim_;
+        expand(reinterpret_cast<const int8_t*>(value_part) + within * dim_, to, kGroup * dim_);
+        *values = to;
+        const int64_t scales = element_bytes_ + within * 4;
+        __builtin_memcpy(key_scales_ + at, key_part + scales, kGroup * 4);
+        __builtin_memcpy(value_scales_ + at, value_part + scales, kGroup * 4);
+    }
+
+    // Fetches a group ahead of its use. (Inlined, since gcc drops calls that only fetch.)
+    __attribute__((always_inline)) void fetch(const char* key_part, const char* value_part,
+                                              int64_t within) const {
+        const char* keys = key_part + within * key_dim_;
+        for (int64_t i = 0; i < kGroup * key_dim_; i += 64) prefetch_l2(keys + i);
+        const char* values = value_part + within * dim_;
+        for (int64_t i = 0; i < kGroup * dim_; i += 64) prefetch_l2(values + i);
+        prefetch_l2(key_part + element_bytes_ + within * 4);
+        prefetch_l2(value_part + element_bytes_ + within * 4);
+    }
+
+  private:
+    const int64_t dim_, key_dim_, element_bytes_;
+    float *key_scales_, *value_scales_;
+    T *keys_, *values_;
+};
 
 }  // namespace
 

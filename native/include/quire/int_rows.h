@@ -86,18 +86,8 @@ QUIRE_VEC void quantize_group(const T* x, int64_t g, const RowShape& shape, cons
         most = max(most, Ints{bits_of(values[i]).v & 0x7fffffff});
     }
     // The bits of magnitudes are ordered as they are, infinity and NaN above all.
-    const int32_t bits = max_lanes(most);
-    float largest;
-    __builtin_memcpy(&largest, &bits, 4);
-    float scale = 0.0f, inverse = 0.0f;
-    const bool finite = bits < 0x7f800000;
-    if (!finite) {
-        scale = __builtin_nanf("");
-    } else if (largest >= 0x1p-100f) {
-        scale = largest / 127.0f;
-        inverse = 127.0f / largest;
-    }
-    pack.scales(shape)[g * pack.count + row] = scale;
+    const IntScale made = int_scale(max_lanes(most));
+    pack.scales(shape)[g * pack.count + row] = made.scale;
     const int64_t sums = kRowGroup / shape.sum_group;
     const int vecs = static_cast<int>(shape.sum_group) / kLanes;
     const int64_t filled = shape.steps * kIntStep - first;  // of K, zeros included
@@ -106,8 +96,8 @@ QUIRE_VEC void quantize_group(const T* x, int64_t g, const RowShape& shape, cons
         for (int i = 0; i < vecs; ++i) {
             const int64_t at = s * shape.sum_group + i * kLanes;
             if (at >= filled) break;
-            const Ints q = finite ? round_ints(mul(values[at / kLanes], set1(inverse)))
-                                  : set1_int(0);
+            const Ints q = made.finite ? round_ints(mul(values[at / kLanes], set1(made.inverse)))
+                                       : set1_int(0);
             sum = add(sum, q);
             RowElement* step = pack.step((first + at) / kIntStep);
             store_elements(step + row * kIntStep + (first + at) % kIntStep, q);

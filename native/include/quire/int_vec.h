@@ -54,6 +54,27 @@ QUIRE_VEC int32_t sum_lanes(Ints a) {
 #endif
 }
 
+// How values of which the largest magnitude has these bits become integers: value * inverse,
+// rounded, with scale = largest / 127. Below 2^-100 all count as zeros with the scale 0; where one
+// is infinite or NaN the scale is NaN. (quire/quant/int_rows.py is the twin.)
+struct IntScale {
+    float scale = 0.0f, inverse = 0.0f;
+    bool finite;
+};
+QUIRE_VEC IntScale int_scale(int32_t magnitude_bits) {
+    IntScale made;
+    float largest;
+    __builtin_memcpy(&largest, &magnitude_bits, 4);
+    made.finite = magnitude_bits < 0x7f800000;
+    if (!made.finite) {
+        made.scale = __builtin_nanf("");
+    } else if (largest >= 0x1p-100f) {
+        made.scale = largest / 127.0f;
+        made.inverse = 127.0f / largest;
+    }
+    return made;
+}
+
 // Zero points of kLanes lanes, a byte each.
 QUIRE_VEC Ints load_bytes(const uint8_t* p) {
     Ints a;

@@ -160,19 +160,27 @@ struct GatherRowsArgs {  // y[r] = x[index[r]]; same type
 // 16 positions, so that the stride of a product does not grow with the block:
 //   bf16  K [block_size/16][ceil(head_dim/2)][16][2]   V [block_size/2][head_dim][2]
 //   f32   K [block_size/16][head_dim][16]              V [block_size][head_dim]
+// `ints`: int8 in the same places, and behind a part's elements a scale in f32 for each position:
+// a row of one head is its integers times its scale.
 constexpr int32_t kMaxHeadDim = 256;
 constexpr int64_t kKeyGroup = 16;
 
 struct CacheShape {
-    Type type;
+    Type type;  // of queries, keys and values: what attention multiplies
     int32_t kv_heads, head_dim;
     int32_t block_size;  // 16 to 128, a multiple of 16
+    bool ints = false;   // kept as int8
 };
 
-// Bytes of the K part, and of the V part, of one block and head: a multiple of 64.
-static inline int64_t kv_part_bytes(const CacheShape& shape) {
+// Bytes of the elements of the K part, and of the V part, of one block and head: a multiple of 64.
+static inline int64_t kv_element_bytes(const CacheShape& shape) {
     const int64_t dim = shape.type == Type::f32 ? shape.head_dim : round_up(shape.head_dim, 2);
-    return round_up(dim * shape.block_size * type_bytes(shape.type), 64);
+    return round_up(dim * shape.block_size * (shape.ints ? 1 : type_bytes(shape.type)), 64);
+}
+
+// The same with the scales.
+static inline int64_t kv_part_bytes(const CacheShape& shape) {
+    return kv_element_bytes(shape) + (shape.ints ? shape.block_size * int64_t{4} : 0);
 }
 
 // Bytes of one block of one layer.
@@ -181,7 +189,7 @@ static inline int64_t kv_block_bytes(const CacheShape& shape) {
 }
 
 // Writes keys and values of each token at kv_slots (block * block_size + position % block_size);
-// a slot of -1 stores nothing. k and v have the cache's type, width kv_heads * head_dim.
+// a slot of -1 stores nothing. k and v have the shape's type, width kv_heads * head_dim.
 struct StoreKvArgs {
     Rows k, v;
     int64_t num_tokens;
@@ -192,7 +200,7 @@ struct StoreKvArgs {
 };
 
 // Causal attention of each token over positions 0..p of its sequence, from the cache only.
-// q has the cache's type, width heads * head_dim; y likewise (y may be f32 or the cache's type).
+// q has the shape's type, width heads * head_dim; y likewise (y may be f32 or that type).
 struct AttentionArgs {
     Rows q, y;
     int64_t num_tokens;

@@ -79,9 +79,9 @@ def test_rows_without_a_slot_store_nothing_and_copied_blocks_are_read_alike(
     executor.run_trunk(prompt)
     last = sequence_batch(IDS[20:21], 20, 64)
     silent = replace(last, kv_slots=np.full(1, -1, np.int32))
-    before = executor._cache_k.copy()
+    before = executor._cache_k.values.copy()
     executor.run_trunk(silent)
-    assert np.array_equal(executor._cache_k, before)
+    assert np.array_equal(executor._cache_k.values, before)
     executor.run_trunk(last)
     right = executor.run_head(last, 0, 1).copy()
     table = prompt.block_tables[0]
@@ -96,8 +96,8 @@ def test_rows_without_a_slot_store_nothing_and_copied_blocks_are_read_alike(
 def test_what_other_sequences_left_in_a_block_is_never_seen(tmp_path: Path) -> None:
     executor = make(tmp_path)
     right = logits_of(executor, IDS[:21], max_positions=64)
-    executor._cache_k.fill(np.nan)
-    executor._cache_v.fill(np.nan)
+    executor._cache_k.values.fill(np.nan)
+    executor._cache_v.values.fill(np.nan)
     assert np.array_equal(logits_of(executor, IDS[:21], max_positions=64), right)
 
 
@@ -107,7 +107,8 @@ def test_in_bf16_weights_cache_and_activations_are_rounded_and_the_residual_is_n
     executor, batch = make(tmp_path, dtype=DType.BF16), sequence_batch(IDS[:20], 0, 64)
     executor.run_trunk(batch)
     executor.run_head(batch, 0, 20)
-    for values in (executor._cache_k, executor._cache_v, executor._weights["layers.0.qkv"]):
+    keys, stored = executor._cache_k.values, executor._cache_v.values
+    for values in (keys, stored, executor._weights["layers.0.qkv"]):
         assert np.array_equal(round_to_bf16(values), values)
     for buffer in executor._program.buffers:
         held = executor._buffers[buffer.index][:20]

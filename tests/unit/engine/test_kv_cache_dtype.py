@@ -1,0 +1,55 @@
+"""--kv-cache-dtype from the setting to the answer: cards, memory, mistakes, both executors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.base.sampling_params import SamplingParams
+from quire.engine.llm import LLM
+from tests.tiny_models import write_tiny_llama
+
+GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def answer(path: Path, **settings: Any) -> tuple[tuple[int, ...], str, str, int]:
+    """Tokens; the card's KV dtype, fingerprint and blocks."""
+    with LLM(path, threads=1, **settings) as llm:
+        (told,) = llm.generate([[0, 5, 9, 200, 31]], GREEDY)
+        card = llm.card
+        return tuple(told.token_ids), card.kv_cache_dtype, card.fingerprint, card.num_blocks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("kv"), seed=1)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "bf16", "int8"])
+def test_both_executors_give_one_answer(folder: Path, dtype: str, kv_cache_dtype: str) -> None:
+    settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    native = answer(folder, **settings)
+    reference = answer(folder, executor="reference", **settings)
+    assert native[:2] == reference[:2]
+    assert native[1] == kv_cache_dtype
+
+
+def test_card_fingerprint_and_blocks_tell_the_precision(folder: Path) -> None:
+    made = [
+        answer(folder, kv_cache_dtype=name, kv_cache_memory="256KiB", max_model_len=32)
+        for name in ("auto", "float32", "bfloat16", "int8")
+    ]
+    assert [kept for _, kept, _, _ in made] == ["f32", "f32", "bf16", "int8"]
+    auto, wide, narrow, ints = made
+    assert auto == wide
+    assert len({auto[2], narrow[2], ints[2]}) == 3
+    assert auto[3] < narrow[3] < ints[3]
+
+
+def test_what_is_no_precision_is_told_with_those_that_are(folder: Path) -> None:
+    with pytest.raises(SettingError, match="kv_cache_dtype is 'fp8'; allowed: auto, f32, bf16"):
+        LLM(folder, kv_cache_dtype="fp8")

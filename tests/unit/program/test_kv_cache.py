@@ -1,0 +1,60 @@
+"""The rewrite that gives keys and values a precision: what it changes, what it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.models.registry import build_program, open_model
+from quire.program.kv_cache import KV_CACHE_DTYPES, kv_cache_text, with_kv_cache_dtype
+from quire.program.ops import CacheSpec, DType, OpKind
+from quire.program.program import Program
+from quire.program.serialize import digest, from_plain, to_plain
+from tests.tiny_models import write_tiny_llama
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    spec = open_model(write_tiny_llama(tmp_path))
+    return build_program(spec, dtype=DType.F32, max_positions=64)
+
+
+def test_auto_and_its_own_dtype_leave_a_program_as_it_is(program: Program) -> None:
+    assert with_kv_cache_dtype(program, "auto") is program
+    assert with_kv_cache_dtype(program, "f32") == program
+
+
+def test_int8_changes_the_cache_alone(program: Program) -> None:
+    made = with_kv_cache_dtype(program, "int8")
+    assert (made.buffers, made.segments) == (program.buffers, program.segments)
+    cache = made.caches[0]
+    assert cache.token_bytes == 2 * cache.layers * cache.kv_heads * (cache.head_dim + 4)
+    assert kv_cache_text(made) == "int8"
+
+
+def test_another_dtype_is_that_of_all_that_attention_multiplies(program: Program) -> None:
+    made = with_kv_cache_dtype(program, "bf16")
+    assert made.caches[0].token_bytes == program.caches[0].token_bytes // 2
+    for ops in made.segments.values():
+        for op in ops:
+            if op.kind in (OpKind.STORE_KV, OpKind.ATTENTION):
+                assert {view.dtype for view in op.inputs} == {DType.BF16}
+            if op.kind is OpKind.ATTENTION:
+                assert op.outputs[0].dtype is DType.F32
+    assert made.outputs["logits"].dtype is DType.F32
+
+
+def test_each_precision_has_a_digest_of_its_own_and_comes_back_from_plain(
+    program: Program,
+) -> None:
+    made = [with_kv_cache_dtype(program, dtype) for dtype in ("f32", "bf16", "int8")]
+    assert len({digest(one) for one in made}) == 3
+    assert [from_plain(to_plain(one)) for one in made] == made
+
+
+def test_what_is_no_precision_is_refused_with_those_that_are(program: Program) -> None:
+    with pytest.raises(ValueError, match=", ".join(KV_CACHE_DTYPES)):
+        with_kv_cache_dtype(program, "fp8")
+    with pytest.raises(ValueError, match="scheme is 'int4'; 'int8' is known"):
+        CacheSpec("paged", 1, 1, 4, DType.F32, scheme="int4")
