@@ -29,6 +29,9 @@ namespace quire {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(100);
+// A worker that has spun in vain stays awake for the time between two steps, but lets every other
+// thread go first: on a virtual machine a processor that sleeps is soon somebody else's.
+constexpr auto kStayAwake = std::chrono::milliseconds(2);
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -71,6 +74,20 @@ bool spin_until(Ready ready) {
             if (ready()) return true;
             pause_cpu();
         }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return false;
+}
+
+// Gives way to other threads until `ready()` or the time is over; says whether it was ready.
+template <class Ready>
+bool yield_until(Ready ready) {
+    const auto deadline = std::chrono::steady_clock::now() + kStayAwake;
+    do {
+        for (int i = 0; i < 16; ++i) {
+            if (ready()) return true;
+            pause_cpu();
+        }
+        std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < deadline);
     return false;
 }
@@ -184,7 +201,7 @@ struct Pool::State {
         uint64_t seen = 0;
         for (;;) {
             const auto changed = [&] { return job_of(gate.load()) != seen; };
-            if (!spin_until(changed)) {
+            if (!spin_until(changed) && !yield_until(changed)) {
                 std::unique_lock<std::mutex> lock(mutex);
                 workers_asleep.fetch_add(1);
                 job_changed.wait(lock, changed);
