@@ -59,6 +59,21 @@ def _memory_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _quality_rows(result: dict[str, Any]) -> list[str]:
+    """Perplexity and divergence of the settings that have a goal."""
+    rows = []
+    for model in ("stories260K", "box"):
+        for entry in result[model]["settings"]:
+            name = str(entry["setting"]).removesuffix(", f32")
+            if "goal_ratio" in entry and name != entry["setting"]:
+                rows.append(
+                    f"| {name} against f32, {model}: perplexity, divergence "
+                    f"| {100 * (entry['ratio'] - 1):+.1f} %, {entry['kl_nats']:.4f} nats "
+                    f"| {100 * (entry['goal_ratio'] - 1):+.0f} % |"
+                )
+    return rows
+
+
 WORKLOAD_NAMES = {
     "w1": "one request, 128 in, 128 out: decode",
     "w2": "prompt of 2,048: prefill",
@@ -115,6 +130,7 @@ def table() -> str:
         ("startup", _startup_rows),
         ("scheduler", _scheduler_rows),
         ("memory", _memory_rows),
+        ("quality", _quality_rows),
     ):
         result = _load(name)
         if result is None:
@@ -127,7 +143,7 @@ def table() -> str:
     head = ["| what | measured | goal |", "|---|---|---|"]
     card = f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:.0f} GB."
     told = f"{card} From `bench/results/`, medians."
-    return "\n".join([*head, *rows, *comparison, "", told])
+    return "\n".join([*comparison[1:], "", *head, *rows, "", told])
 
 
 def main() -> None:
