@@ -13,6 +13,8 @@
 //
 // Rows of one KV head share loads in tiles; a tile multiplies what all its rows see, and each
 // row's ends by themselves, resuming the same chains.
+// Rows of sequences whose tables begin with the same blocks walk the whole pieces of those
+// together, and then each sequence its own: a row's pieces and their order are as ever.
 
 #include "quire/amx_attention.h"
 #include "quire/attention_tiles.h"
@@ -26,14 +28,15 @@ namespace {
 
 constexpr int kRows = 96;  // rows that share a walk through the cache
 
-// Up to kRows rows of one KV head of one sequence, and what they have summed so far.
+// Up to kRows rows of one KV head, and what they have summed so far.
 template <class T>
 class Walk {
   public:
+    static constexpr int kMostRows = kRows;
+
     // scratch: Expanded<T>::bytes(), for a cache of integers.
-    Walk(const AttentionArgs& args, int64_t sequence, int64_t kv_head, char* scratch)
-        : args_(args), table_(args.block_tables + sequence * args.table_columns),
-          stride_(round_up(args.shape.head_dim, kLanes)),
+    Walk(const AttentionArgs& args, int64_t kv_head, char* scratch)
+        : args_(args), stride_(round_up(args.shape.head_dim, kLanes)),
           block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
           head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head),
           scale_(scale_of(args)), expanded_(args.shape, scratch) {
@@ -52,14 +55,15 @@ class Walk {
 
     bool full() const { return num_rows_ == kRows; }
 
-    // Rows must have rising positions.
-    void attend() {
-        if (num_rows_ == 0) return;
-        const int64_t last = (end_[num_rows_ - 1] - 1) / kPiece;
-        for (int64_t piece = first_[0] / kPiece; piece <= last; ++piece) {
-            find(piece);
-            for (int row = 0; row < num_rows_; row += kVecRows) {
-                const int rows = num_rows_ - row < kVecRows ? num_rows_ - row : kVecRows;
+    // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
+    // have rising positions, or see all of every such piece.
+    void attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
+        if (begin == end) return;
+        const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
+        for (piece = stretch.piece; piece < stretch.stop; ++piece) {
+            find(table, piece, stretch.first, stretch.end);
+            for (int row = begin; row < end; row += kVecRows) {
+                const int rows = end - row < kVecRows ? end - row : kVecRows;
                 attend_tile(piece * kPiece, row, rows);
             }
         }
@@ -80,14 +84,13 @@ class Walk {
     void clear() { num_rows_ = 0; }
 
   private:
-    // Points at the keys and values of a piece, as far as any row sees it.
-    void find(int64_t piece) {
+    // Points at the keys and values of a piece, as far as they lie in first .. end.
+    void find(const int32_t* table, int64_t piece, int64_t first, int64_t end) {
         const int64_t start = piece * kPiece, block_size = args_.shape.block_size;
-        const int64_t end = end_[num_rows_ - 1], first = first_[0];
         for (int64_t i = 0; i < kPiece; i += kGroup) {
             const int64_t position = start + i;
             if (position + kGroup <= first || position >= end) continue;
-            const char* block = head_ + table_[position / block_size] * block_bytes_;
+            const char* block = head_ + table[position / block_size] * block_bytes_;
             const int64_t within = position % block_size;
             const T *keys, *values;
             if (args_.shape.ints) {
@@ -153,7 +156,6 @@ class Walk {
     }
 
     const AttentionArgs& args_;
-    const int32_t* const table_;
     const int64_t stride_;  // of rows of sums, in whole vectors
     const int64_t block_bytes_, part_bytes_;
     const char* const head_;
@@ -181,63 +183,189 @@ template <> struct WalkOf<bf16> { using type = TileWalk; };
 template <class T> struct WalkOf { using type = Walk<T>; };
 #endif
 
+// Rows that walk together: tokens begin .. end of one sequence, or all tokens of several whose
+// tables begin with the blocks of `shared` pieces that all of these tokens see to the end.
+struct Share {
+    int32_t begin, end;  // tokens; or, where there is something shared, sequences of `order`
+    int32_t sequence;    // of the tokens
+    int32_t shared;
+};
+
+template <class WalkType>
+void write_rows(const AttentionArgs& args, const WalkType& walk, int row, int64_t token,
+                int64_t column) {
+    if (args.y.type == Type::f32) {
+        walk.write(row, static_cast<float*>(args.y.at(token)) + column);
+    } else {
+        walk.write(row, static_cast<bf16*>(args.y.at(token)) + column);
+    }
+}
+
 // Tokens begin..end of a sequence, one KV head.
 template <class T>
-void attend(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t begin,
-            int64_t end, char* scratch) {
+void attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_head, char* scratch) {
     const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
-    typename WalkOf<T>::type walk(args, sequence, kv_head, scratch);
-    int64_t first = begin * group;  // rows are numbered token * group + head within the group
-    for (int64_t row = first; row < end * group; ++row) {
+    typename WalkOf<T>::type walk(args, kv_head, scratch);
+    int64_t first = share.begin * group;  // rows are numbered token * group + head of the group
+    const int64_t stop = share.end * group;
+    for (int64_t row = first; row < stop; ++row) {
         walk.add_row(row / group, kv_head * group + row % group);
-        if (!walk.full() && row + 1 < end * group) continue;
-        walk.attend();
+        if (!walk.full() && row + 1 < stop) continue;
+        walk.attend(args.block_tables + share.sequence * args.table_columns, 0, walk.num_rows(), 0,
+                    kAllPieces);
         for (int i = 0; i < walk.num_rows(); ++i, ++first) {
-            const int64_t token = first / group, c = (kv_head * group + first % group) * dim;
-            if (args.y.type == Type::f32) {
-                walk.write(i, static_cast<float*>(args.y.at(token)) + c);
-            } else {
-                walk.write(i, static_cast<bf16*>(args.y.at(token)) + c);
-            }
+            write_rows(args, walk, i, first / group, (kv_head * group + first % group) * dim);
         }
         walk.clear();
     }
 }
 
+// All tokens of several sequences: together as far as they share, then each by itself.
+template <class T>
+void attend_sharers(const AttentionArgs& args, const Share& share, const int32_t* order,
+                    int64_t kv_head, char* scratch) {
+    const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
+    typename WalkOf<T>::type walk(args, kv_head, scratch);
+    for (int32_t i = share.begin; i < share.end; ++i) {
+        const int32_t* starts = args.seq_starts + order[i];
+        for (int64_t row = starts[0] * group; row < starts[1] * group; ++row) {
+            walk.add_row(row / group, kv_head * group + row % group);
+        }
+    }
+    const int32_t* table = args.block_tables + order[share.begin] * args.table_columns;
+    walk.attend(table, 0, walk.num_rows(), 0, share.shared);
+    int row = 0;
+    for (int32_t i = share.begin; i < share.end; ++i) {
+        const int32_t* starts = args.seq_starts + order[i];
+        const int rows = static_cast<int>((starts[1] - starts[0]) * group);
+        table = args.block_tables + order[i] * args.table_columns;
+        walk.attend(table, row, row + rows, share.shared, kAllPieces);
+        for (int64_t at = starts[0] * group; at < starts[1] * group; ++at, ++row) {
+            write_rows(args, walk, row, at / group, (kv_head * group + at % group) * dim);
+        }
+    }
+}
+
+// Who walks with whom. Sharers of a prefix are few tokens each, mostly one.
+class Shares {
+  public:
+    // most_rows: of a walk.
+    Shares(const AttentionArgs& args, int64_t most_rows)
+        : args_(args), group_(args.heads / args.shape.kv_heads),
+          tokens_(group_ < most_rows ? most_rows / group_ : 1), most_rows_(most_rows) {
+        const int64_t most = args.num_tokens / tokens_ + args.num_sequences;
+        const int64_t bytes = most * static_cast<int64_t>(sizeof(Share)) + args.num_sequences * 8;
+        char* memory = args.pool->shared(bytes);
+        shares_ = reinterpret_cast<Share*>(memory);
+        order_ = reinterpret_cast<int32_t*>(memory + most * static_cast<int64_t>(sizeof(Share)));
+        taken_ = order_ + args.num_sequences;
+        // Every thread should have work, however few KV heads there are.
+        const int64_t parts = (2 * args.pool->num_threads() - 1) / args.shape.kv_heads + 1;
+        if (parts > 1 && args.num_tokens * group_ / parts < most_rows_) {
+            most_rows_ = args.num_tokens * group_ / parts;
+        }
+        for (int64_t s = 0; s < args.num_sequences; ++s) taken_[s] = 0;
+        for (int64_t s = 0; s < args.num_sequences; ++s) {
+            if (!taken_[s] && !add_sharers(s)) add_tokens(s);
+        }
+    }
+
+    int64_t count() const { return count_; }
+    const Share& at(int64_t i) const { return shares_[i]; }
+    const int32_t* order() const { return order_; }
+
+  private:
+    int64_t rows(int64_t s) const {
+        return (args_.seq_starts[s + 1] - args_.seq_starts[s]) * group_;
+    }
+
+    // Pieces that all tokens of a sequence see to the end.
+    int64_t whole_pieces(int64_t s) const {
+        return (args_.positions[args_.seq_starts[s]] + 1) / kPiece;
+    }
+
+    // Whole pieces of which two sequences have the same blocks.
+    int64_t count_shared(int64_t s, int64_t t) const {
+        const int32_t* one = args_.block_tables + s * args_.table_columns;
+        const int32_t* other = args_.block_tables + t * args_.table_columns;
+        const int64_t a = whole_pieces(s), b = whole_pieces(t), most = a < b ? a : b;
+        int64_t column = 0, pieces = 0;
+        for (; pieces < most; ++pieces) {
+            const int64_t end = ((pieces + 1) * kPiece - 1) / args_.shape.block_size + 1;
+            while (column < end && one[column] == other[column]) ++column;
+            if (column < end) break;
+        }
+        return pieces;
+    }
+
+    // s and the later sequences that share with it; false: nobody does. A window hides what is
+    // shared.
+    bool add_sharers(int64_t s) {
+        if (args_.window > 0 || rows(s) == 0 || 2 * rows(s) > most_rows_) return false;
+        int64_t shared = 0, together = rows(s);
+        const int32_t first = num_ordered_;
+        for (int64_t t = s + 1; t < args_.num_sequences; ++t) {
+            if (taken_[t] || rows(t) == 0 || together + rows(t) > most_rows_) continue;
+            const int64_t pieces = count_shared(s, t);
+            if (pieces == 0 || pieces < shared) continue;
+            if (shared == 0) {
+                shared = pieces;
+                order_[num_ordered_++] = static_cast<int32_t>(s);
+            }
+            order_[num_ordered_++] = static_cast<int32_t>(t);
+            taken_[t] = 1;
+            together += rows(t);
+        }
+        if (shared == 0) return false;
+        shares_[count_++] = {first, num_ordered_, 0, static_cast<int32_t>(shared)};
+        return true;
+    }
+
+    void add_tokens(int64_t s) {
+        const int32_t stop = args_.seq_starts[s + 1];
+        for (int32_t token = args_.seq_starts[s]; token < stop;) {
+            const int32_t end = stop - token > tokens_ ? token + static_cast<int32_t>(tokens_)
+                                                       : stop;
+            shares_[count_++] = {token, end, static_cast<int32_t>(s), 0};
+            token = end;
+        }
+    }
+
+    const AttentionArgs& args_;
+    const int64_t group_, tokens_;  // heads of a KV head; tokens of a walk
+    int64_t most_rows_, count_ = 0;
+    int32_t num_ordered_ = 0;
+    Share* shares_;
+    int32_t *order_, *taken_;
+};
+
+template <class T>
+void attend_share(const AttentionArgs& args, const Shares& shares, int64_t item, char* scratch) {
+    const Share& share = shares.at(item % shares.count());
+    const int64_t kv_head = item / shares.count();
+    if (share.shared > 0) {
+        attend_sharers<T>(args, share, shares.order(), kv_head, scratch);
+    } else {
+        attend_tokens<T>(args, share, kv_head, scratch);
+    }
+}
+
 }  // namespace
 
-// Work is dealt as (tile of tokens of one sequence) x (KV head).
+// Work is dealt as (KV head) x (rows that walk together).
 void attention(const AttentionArgs& args) {
     if (args.num_tokens == 0) return;
-    const int64_t group = args.heads / args.shape.kv_heads;
-    const int64_t tokens = group < kRows ? kRows / group : 1;  // of a tile
-    const int64_t kv_heads = args.shape.kv_heads;
-    int64_t num_tiles = 0;
-    for (int64_t s = 0; s < args.num_sequences; ++s) {
-        num_tiles += (args.seq_starts[s + 1] - args.seq_starts[s] + tokens - 1) / tokens;
-    }
     const bool wide = args.shape.type == Type::f32;
-    args.pool->deal(num_tiles * kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+    const Shares shares(args, wide ? WalkOf<float>::type::kMostRows : WalkOf<bf16>::type::kMostRows);
+    args.pool->deal(shares.count() * args.shape.kv_heads, 1,
+                    [&](int64_t begin, int64_t end, int thread) {
         char* scratch = nullptr;
         if (args.shape.ints) {
             scratch = args.pool->scratch(
                 thread, wide ? Expanded<float>::bytes(args.shape) : Expanded<bf16>::bytes(args.shape));
         }
-        int64_t sequence = 0, before = 0;  // tiles of earlier sequences
-        for (int64_t item = begin; item < end; ++item) {
-            const int64_t tile = item / kv_heads;
-            int64_t tiles = 0;
-            for (;; ++sequence, before += tiles) {
-                const int64_t count = args.seq_starts[sequence + 1] - args.seq_starts[sequence];
-                tiles = (count + tokens - 1) / tokens;
-                if (tile < before + tiles) break;
-            }
-            const int64_t first = args.seq_starts[sequence] + (tile - before) * tokens;
-            const int64_t stop = args.seq_starts[sequence + 1];
-            const int64_t last = first + tokens < stop ? first + tokens : stop;
-            const auto walk = wide ? attend<float> : attend<bf16>;
-            walk(args, sequence, item % kv_heads, first, last, scratch);
-        }
+        const auto attend = wide ? attend_share<float> : attend_share<bf16>;
+        for (int64_t item = begin; item < end; ++item) attend(args, shares, item, scratch);
     });
 }
 

@@ -153,6 +153,14 @@ class PagedCache:
         self.bytes = self._program.cache
         self.bytes[:] = 0xFF  # NaN in either dtype, and as a scale
 
+    def share(self, positions: int, sequences: Sequence[int]) -> None:
+        """Let sequences begin with the first one's blocks and tokens, as far as `positions`."""
+        first, columns = sequences[0], positions // self.block_size
+        for other in sequences[1:]:
+            self.tables[other, :columns] = self.tables[first, :columns]
+            for values in (self.tokens.k, self.tokens.v):
+                values[other, :positions] = values[first, :positions]
+
     def store(self, calls: Sequence[Rows]) -> None:
         """Write keys and values of these rows."""
         positions, _, _ = self._batch(calls)

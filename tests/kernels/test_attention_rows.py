@@ -1,7 +1,7 @@
 """The Row Rule for attention: a row's bits depend on its query and the positions it sees.
 
-Not on the rows beside it, the tile it fell into, threads, block size, chunks, or on what lies in
-slots it does not see.
+Not on the rows beside it, who shares its blocks, its tile, threads, block size, chunks, or on what
+lies in slots it does not see.
 """
 
 from __future__ import annotations
@@ -133,6 +133,90 @@ def test_a_prefill_of_2048_rows_is_each_row_alone(kept: Kept) -> None:
     some = [*range(0, 2048, 97), 255, 256, 1023, 1024, 2047]
     alone = cache.attend_alone([Rows(0, position, 1) for position in some])
     assert_same_bits(rows[some], alone)
+
+
+@on_every_isa
+@however_kept
+@pytest.mark.parametrize("window", [0, 301])
+def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int) -> None:
+    geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=20, window=window)
+    tokens = Tokens(geometry, sequences=9, positions=800)
+    calls = [
+        Rows(0, 600, 1),
+        Rows(1, 100, 1),  # sees no whole piece
+        Rows(2, 790, 3),
+        Rows(3, 512, 1),
+        Rows(4, 511, 1),  # ends where the prefix does
+        Rows(5, 700, 1),  # shares one piece only
+        Rows(6, 640, 1),  # shares with 7 what nobody else has
+        Rows(7, 650, 2),
+        Rows(8, 200, 99),  # reaches into what is shared
+    ]
+    for block_size, num_threads in ((16, 1), (48, 3), (128, 2)):
+        cache = PagedCache(tokens, isa=isa, block_size=block_size, num_threads=num_threads)
+        cache.share(512 // block_size * block_size, (0, 1, 2, 3, 4, 8))
+        cache.share(384, (0, 5))
+        cache.share(576, (6, 7))
+        cache.store([Rows(call.sequence, 0, call.first + call.count) for call in calls])
+        assert_same_bits(cache.attend(calls), cache.attend_alone(calls))
+
+
+@on_every_isa
+def test_more_sharers_than_walk_together_are_each_as_alone(isa: str) -> None:
+    geometry = Geometry(kept=Kept.BF16, heads=6, kv_heads=1, head_dim=16)
+    cache = PagedCache(Tokens(geometry, sequences=70, positions=300), isa=isa, num_threads=3)
+    cache.share(256, range(70))
+    cache.store([Rows(sequence, 0, 300) for sequence in range(70)])
+    calls = [Rows(sequence, 256 + sequence % 40, 1 + sequence % 3) for sequence in range(70)]
+    assert_same_bits(cache.attend(calls), cache.attend_alone(calls))
+
+
+@on_every_isa
+@however_kept
+def test_what_one_sharer_broke_stays_with_it(isa: str, kept: Kept) -> None:
+    geometry = Geometry(kept=kept, heads=8, kv_heads=2, head_dim=40, soft_cap=7.0)
+    tokens = Tokens(geometry, sequences=3, positions=600)
+    cache = PagedCache(tokens, isa=isa)
+    cache.share(512, (0, 1, 2))
+    calls = [Rows(0, 540, 3), Rows(1, 590, 1), Rows(2, 512, 1)]
+    cache.store([Rows(sequence, 0, 600) for sequence in range(3)])
+    sound = cache.attend(calls)
+    assert_same_bits(sound, cache.attend_alone(calls))
+    for values in (tokens.q, tokens.k, tokens.v):
+        values[1, 590] = np.nan
+    cache.store([Rows(1, 590, 1)])
+    rows = cache.attend(calls)
+    assert not np.isfinite(rows[3]).all()
+    assert_same_bits(rows[[0, 1, 2, 4]], sound[[0, 1, 2, 4]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_sharing_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
+    kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
+    geometry = Geometry(
+        kept=data.draw(st.sampled_from(list(Kept)), label="kept"),
+        heads=kv_heads * data.draw(st.integers(1, 5), label="group"),
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([1, 16, 31, 64, 70, 128]), label="head_dim"),
+        soft_cap=data.draw(st.sampled_from([0.0, 0.0, 7.0]), label="soft_cap"),
+    )
+    count = data.draw(st.integers(2, 12), label="sequences")
+    cache = PagedCache(
+        Tokens(geometry, sequences=count, positions=800),
+        block_size=data.draw(st.sampled_from([16, 32, 64, 128]), label="block_size"),
+        num_threads=data.draw(st.integers(1, 3), label="num_threads"),
+        isa=data.draw(st.sampled_from(ISAS), label="isa"),
+    )
+    for sequence in range(1, count):  # with one that shares with others itself, or with nobody
+        other = data.draw(st.integers(0, sequence - 1))
+        cache.share(data.draw(st.sampled_from([0, 240, 256, 400, 512, 768])), (other, sequence))
+    calls = [
+        Rows(sequence, data.draw(st.integers(200, 790)), data.draw(st.integers(1, 10)))
+        for sequence in range(count)
+    ]
+    cache.store([Rows(call.sequence, 0, call.first + call.count) for call in calls])
+    assert_same_bits(cache.attend(calls), cache.attend_alone(calls))
 
 
 @settings(max_examples=60, deadline=None)

@@ -63,12 +63,15 @@ __attribute__((noinline)) void multiply_steps(const bf16* x, int64_t x_stride,
     memory_barrier();
 }
 
-// Up to kWalkRows rows of one KV head of one sequence, and what they have summed so far.
+// Up to kWalkRows rows of one KV head, and what they have summed so far.
 class TileWalk {
   public:
-    TileWalk(const AttentionArgs& args, int64_t sequence, int64_t kv_head, char* scratch)
-        : args_(args), table_(args.block_tables + sequence * args.table_columns),
-          dim_(args.shape.head_dim), stride_(round_up(args.shape.head_dim, kTileStep)),
+    static constexpr int kMostRows = kWalkRows;
+
+    // scratch: Expanded<bf16>::bytes(), for a cache of integers.
+    TileWalk(const AttentionArgs& args, int64_t kv_head, char* scratch)
+        : args_(args), dim_(args.shape.head_dim),
+          stride_(round_up(args.shape.head_dim, kTileStep)),
           block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
           head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head),
           scale_(scale_of(args)), expanded_(args.shape, scratch) {
@@ -87,15 +90,16 @@ class TileWalk {
 
     bool full() const { return num_rows_ == kWalkRows; }
 
-    // Rows must have rising positions.
-    void attend() {
-        if (num_rows_ == 0) return;
+    // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
+    // have rising positions, or see all of every such piece.
+    void attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
+        if (begin == end) return;
         configured_ = 0;
-        const int64_t last = (end_[num_rows_ - 1] - 1) / kPiece;
-        for (int64_t piece = first_[0] / kPiece; piece <= last; ++piece) {
-            find(piece * kPiece);
-            for (int row = 0; row < num_rows_; row += kPairRows) {
-                const int rows = num_rows_ - row < kPairRows ? num_rows_ - row : kPairRows;
+        const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
+        for (piece = stretch.piece; piece < stretch.stop; ++piece) {
+            find(table, piece * kPiece, stretch.first, stretch.end);
+            for (int row = begin; row < end; row += kPairRows) {
+                const int rows = end - row < kPairRows ? end - row : kPairRows;
                 attend_tile(piece * kPiece, row, rows);
             }
         }
@@ -124,9 +128,8 @@ class TileWalk {
         }
     }
 
-    // Points at the keys and values of the piece at `start`, as far as any row sees it.
-    void find(int64_t start) {
-        const int64_t end = end_[num_rows_ - 1], first = first_[0];
+    // Points at the keys and values of the piece at `start`, as far as they lie in first .. end.
+    void find(const int32_t* table, int64_t start, int64_t first, int64_t end) {
         const int64_t block_size = args_.shape.block_size, key_size = kGroup * round_up(dim_, 2);
         const bf16* keys[kPiece / kGroup];
         const bf16* values[kPiece / kGroup];
@@ -134,12 +137,12 @@ class TileWalk {
             const int64_t position = start + g * kGroup;
             keys[g] = values[g] = nullptr;
             if (position + kGroup <= first || position >= end) continue;
-            const char* block = head_ + table_[position / block_size] * block_bytes_;
+            const char* block = head_ + table[position / block_size] * block_bytes_;
             const int64_t group = position % block_size / kGroup;
             if (args_.shape.ints) {
                 const int64_t ahead = position + kAhead;
                 if (ahead < end) {
-                    const char* later = head_ + table_[ahead / block_size] * block_bytes_;
+                    const char* later = head_ + table[ahead / block_size] * block_bytes_;
                     expanded_.fetch(later, later + part_bytes_, ahead % block_size);
                 }
                 expanded_.group(block, block + part_bytes_, group * kGroup, g * kGroup, &keys[g],
@@ -327,7 +330,6 @@ class TileWalk {
     }
 
     const AttentionArgs& args_;
-    const int32_t* const table_;
     const int64_t dim_, stride_;  // columns of a head; of rows of queries and sums, in whole steps
     const int64_t block_bytes_, part_bytes_;
     const char* const head_;

@@ -297,6 +297,22 @@ struct Span {
     int first, end;  // positions of the piece that a row sees
 };
 
+constexpr int64_t kAllPieces = int64_t{1} << 40;
+
+// Pieces that rows walk, and positions that some of them sees there.
+struct Stretch {
+    int64_t piece, stop;  // pieces piece .. stop
+    int64_t first, end;
+};
+
+// Of rows that see positions first .. end, the part in pieces piece .. stop.
+QUIRE_VEC Stretch stretch_of(int64_t first, int64_t end, int64_t piece, int64_t stop) {
+    const int64_t before = (end + kPiece - 1) / kPiece;
+    if (piece < first / kPiece) piece = first / kPiece;
+    if (stop > before) stop = before;
+    return {piece, stop, first, end < stop * kPiece ? end : stop * kPiece};
+}
+
 // out[i] = sum over the positions of spans[i] of p[i] v, in order.
 template <class T>
 void weigh(int num_rows, const Span* spans, const T* p, const Values<T>& values, float* out,
