@@ -65,29 +65,17 @@ class FloatMode {
 #endif
 };
 
-// Spins until `ready()` or the spinning time is over; says whether it was ready.
+// Asks `ready()` over and over until the time is over, giving way to other threads between the
+// rounds if it is told to; says whether it was ready.
 template <class Ready>
-bool spin_until(Ready ready) {
-    const auto deadline = std::chrono::steady_clock::now() + kSpin;
+bool wait_awake(Ready ready, std::chrono::microseconds time, bool gives_way) {
+    const auto deadline = std::chrono::steady_clock::now() + time;
     do {
         for (int i = 0; i < 64; ++i) {
             if (ready()) return true;
             pause_cpu();
         }
-    } while (std::chrono::steady_clock::now() < deadline);
-    return false;
-}
-
-// Gives way to other threads until `ready()` or the time is over; says whether it was ready.
-template <class Ready>
-bool yield_until(Ready ready) {
-    const auto deadline = std::chrono::steady_clock::now() + kStayAwake;
-    do {
-        for (int i = 0; i < 16; ++i) {
-            if (ready()) return true;
-            pause_cpu();
-        }
-        std::this_thread::yield();
+        if (gives_way) std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < deadline);
     return false;
 }
@@ -171,7 +159,7 @@ struct Pool::State {
     void close() {
         if (inside(gate.fetch_and(~kOpen)) == 0) return;
         const auto empty = [this] { return inside(gate.load()) == 0; };
-        if (spin_until(empty)) return;
+        if (wait_awake(empty, kSpin, false)) return;
         std::unique_lock<std::mutex> lock(mutex);
         caller_asleep.store(true);
         all_left.wait(lock, empty);
@@ -201,7 +189,7 @@ struct Pool::State {
         uint64_t seen = 0;
         for (;;) {
             const auto changed = [&] { return job_of(gate.load()) != seen; };
-            if (!spin_until(changed) && !yield_until(changed)) {
+            if (!wait_awake(changed, kSpin, false) && !wait_awake(changed, kStayAwake, true)) {
                 std::unique_lock<std::mutex> lock(mutex);
                 workers_asleep.fetch_add(1);
                 job_changed.wait(lock, changed);
