@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.program.ops import DType
 from quire.weights.dtypes import round_to_bf16
-from tests.kernels.attention_cases import Geometry, PagedCache, Tokens
+from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Tokens
 from tests.kernels.attention_cases import Rows as Calls
 from tests.kernels.one_op import ISAS, OneOp, Operand, draw
 
@@ -228,9 +227,9 @@ def test_nothing_that_rows_beside_it_hold_changes_a_row(name: str, isa: str) -> 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_keys_and_values_are_stored_as_if_each_row_came_alone(isa: str, dtype: str) -> None:
-    geometry = Geometry(dtype=DType(dtype), head_dim=24)
+@pytest.mark.parametrize("kept", list(Kept))
+def test_keys_and_values_are_stored_as_if_each_row_came_alone(isa: str, kept: Kept) -> None:
+    geometry = Geometry(kept=kept, head_dim=24)
     tokens = Tokens(geometry, sequences=2, positions=70)
     tokens.k[0, 1::2], tokens.v[1, ::3] = np.nan, np.inf
     one_by_one = PagedCache(tokens, isa=isa)
