@@ -60,6 +60,11 @@ class Request:
     already cut to the context length. `stop_ids` are the ids that end the request: end-of-text
     ids unless ignore_eos, and the caller's stop_token_ids. Where sampling.max_tokens is 0,
     max_total_tokens is the length of the prompt: it is scored and nothing is generated.
+
+    What policies read, none of which can change an answer: `tenant` (who asks; "" for nobody in
+    particular), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
+    `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
+    ttft count from arrival_ms, None where nobody asked.
     """
 
     request_id: str
@@ -72,6 +77,11 @@ class Request:
     arrival_ms: float
     cache_salt: str = ""
     rules: TokenRules = NO_RULES
+    tenant: str = ""
+    priority: int = 0
+    deadline_ms: float | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

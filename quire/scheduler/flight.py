@@ -34,7 +34,7 @@ class Landing:
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """`plan` is out. index, ends: its slots as an index, and starts + counts.
+    """`plan` is out since `began_ms`. index, ends: its slots as an index, and starts + counts.
 
     left: slots whose request has left them since the plan was made.
     """
@@ -42,6 +42,7 @@ class Flight:
     plan: StepPlan
     index: Index
     ends: Int32s
+    began_ms: float = 0.0
     left: list[int] = field(default_factory=list)
 
     def names(self, index: Index) -> Bools:

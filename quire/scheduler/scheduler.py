@@ -42,6 +42,7 @@ from quire.scheduler.policy import Policy
 from quire.scheduler.preemption import make_room
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.scores import keep_scores
+from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
@@ -50,7 +51,8 @@ class Scheduler:
     """One per engine. Lays out the tables of `cache`, which must be fresh.
 
     gates: further reasons to wait, beside that of forks. cost: needed where
-    limits.step_budget_ms is set.
+    limits.step_budget_ms is set. speed: what is known of steps' times to begin with; it learns
+    with each update, and is the one source for whoever must predict.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Scheduler:
         *,
         gates: Sequence[Gate] = (),
         cost: CostModel | None = None,
+        speed: SpeedEstimate | None = None,
     ) -> None:
         if limits.step_budget_ms and cost is None:
             raise InvalidParameter(
@@ -73,6 +76,7 @@ class Scheduler:
         self._cache = cache
         self._policy = policy
         self._cost = cost
+        self.speed = SpeedEstimate() if speed is None else speed
         self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
         self._admissions = Admissions(self._state, cache, (GroupGate(), *gates))
         self._queue = WaitingQueue()
@@ -152,6 +156,7 @@ class Scheduler:
         self._step += 1
         flight = draft.finish(self._retired)
         self._retired = []
+        flight.began_ms = now_ms
         self._flights.append(flight)
         return flight.plan
 
@@ -166,7 +171,10 @@ class Scheduler:
                 f"{self._flights[0].plan.step if self._flights else 'none'}"
             )
         landing = self._flights[0].land(result)
-        self._flights.popleft()
+        began_ms = max(self._flights.popleft().began_ms, self._last_step_ms)
+        if not result.errors:
+            num_scores = len(result.scores.ranks) if result.scores is not None else 0
+            self.speed.note(plan, len(result.token_ids) + num_scores, now_ms - began_ms)
         if self._cache.settle(plan.step):
             self._may_admit = True
         self._last_plan, self._last_step_ms = plan, now_ms
