@@ -40,9 +40,9 @@ from quire.bench.floor import program_of
 from quire.bench.limits import machine_limits, peak_gflops
 from quire.bench.machine import machine_card
 from quire.bench.reading import ReadProbe
-from quire.bench.report import table
 from quire.bench.workloads import WORKLOADS
 from quire.config.machine import num_usable_cores
+from quire.obs.report import table
 from quire.program.quantize import quantize
 from quire.quant.scheme import PLAIN
 

@@ -27,12 +27,13 @@ from bench.servers import ENGINES, Server
 from quire.base.errors import WorkerError
 from quire.bench.foreign import CpuWatch
 from quire.bench.machine import machine_card
-from quire.bench.plots import check_plots, plot_serving
+from quire.bench.plots import plot_serving
 from quire.bench.serve import GIVE_UP_SHARE, Load, measure_serving, serving_text
-from quire.bench.timing import Goals, knee
 from quire.bench.workloads import mixed_lengths
 from quire.config.machine import num_usable_cores
 from quire.models.registry import open_model
+from quire.obs.pictures import check_plots
+from quire.obs.timing import Goals, knee
 
 
 def main() -> None:

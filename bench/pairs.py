@@ -21,8 +21,8 @@ from bench.peers.child import Peer, PeerFailed
 from bench.record import TOOL_SUFFIX
 from quire.bench.foreign import CpuWatch, peak_rss_bytes
 from quire.bench.reading import ReadProbe
-from quire.bench.timing import RequestTimes, run_rates
 from quire.bench.workloads import Ask, Workload
+from quire.obs.timing import RequestTimes, run_rates
 
 SETTLE_S = 0.3  # threads that spin for work give up before the next sample begins
 

@@ -26,10 +26,10 @@ from bench.peers.places import REPOSITORY
 from bench.peers.settings import candidates, settings_for, write_choice
 from bench.record import HEADLINES
 from quire.bench.machine import machine_card
-from quire.bench.timing import RequestTimes, run_rates
 from quire.bench.workloads import WORKLOADS
 from quire.config.machine import num_usable_cores
 from quire.models.registry import open_model
+from quire.obs.timing import RequestTimes, run_rates
 
 
 def measured(

@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.base.errors import SettingError, WorkerError
-from quire.bench.timing import RequestTimes
 from quire.bench.workloads import Ask
+from quire.obs.timing import RequestTimes
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_REFUSAL_BYTES = 200

@@ -16,10 +16,11 @@ import numpy as np
 from quire.bench.floor import decode_bytes, program_of
 from quire.bench.local import LocalEngine
 from quire.bench.reading import ReadProbe
-from quire.bench.report import Progress, result, table
-from quire.bench.timing import RequestTimes
+from quire.bench.report import result
 from quire.bench.workloads import Lengths, Workload
 from quire.config.machine import num_usable_cores
+from quire.obs.report import Progress, table
+from quire.obs.timing import RequestTimes
 
 
 def measure_latency(

@@ -16,9 +16,9 @@ from typing import Any
 
 from quire.base.errors import WorkerError
 from quire.base.sampling_params import SamplingParams
-from quire.bench.timing import RequestTimes
 from quire.bench.workloads import Ask, batches
 from quire.engine.llm import AsyncLLM
+from quire.obs.timing import RequestTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

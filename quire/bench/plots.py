@@ -6,21 +6,10 @@ Knows results as JSON objects; several of them are drawn side by side, so engine
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import SettingError
-
-
-def check_plots() -> None:
-    """Raise SettingError where matplotlib is missing; asked before an hour is measured."""
-    try:
-        import_module("matplotlib")
-    except ImportError as error:
-        raise SettingError(
-            "a picture needs matplotlib: pip install 'quire[bench]', or leave --png out"
-        ) from error
+from quire.obs.pictures import pyplot
 
 
 def plot_serving(outcomes: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -28,10 +17,7 @@ def plot_serving(outcomes: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
     outcomes: a name for the legend and a result of measure_serving each.
     """
-    check_plots()
-    matplotlib = import_module("matplotlib")
-    matplotlib.use("Agg")
-    plt = import_module("matplotlib.pyplot")
+    plt = pyplot()
     figure, panels = plt.subplots(1, 3, figsize=(13, 4))
     for name, outcome in outcomes.items():
         rates = outcome["rates"]

@@ -27,12 +27,13 @@ from quire.base.report import Field
 from quire.base.sampling_params import SamplingParams
 from quire.bench.limits import FORK_JOIN, READ, machine_limits, peak_gflops
 from quire.bench.reading import ReadProbe
-from quire.bench.report import Progress, result, table
+from quire.bench.report import result
 from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
 from quire.engine.assemble import assemble
 from quire.engine.warm_up import made_up_plan
 from quire.execute.native import SEGMENTS, NativeExecutor
+from quire.obs.report import Progress, table
 from quire.program.cost import Cost, StepShape, op_cost
 from quire.program.ops import Op, OpKind
 from quire.program.program import Program

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from quire.base.errors import WorkerError
-from quire.bench.arrivals import Arrival, poisson, replay
+from quire.bench.arrivals import poisson, replay
 from quire.bench.http_load import Target, first_model, open_loop
-from quire.bench.report import Progress, result, table
-from quire.bench.timing import Goals, knee, rate_summary
+from quire.bench.report import result
 from quire.bench.workloads import Ask, Lengths
+from quire.obs.report import Progress, table
+from quire.obs.timing import Goals, knee, rate_summary
+from quire.obs.trace import Arrival
 
 WARM_UP_REQUESTS = 2
 # Beyond the knee more load teaches nothing and takes ever longer.
@@ -183,6 +185,6 @@ def _milliseconds(found: Mapping[str, float], share: str) -> str:
 
 def trace_of(path: str, *, max_requests: int | None) -> tuple[Arrival, ...]:
     """The trace in a file, or none where no file is named."""
-    from quire.bench.arrivals import read_trace
+    from quire.obs.trace import read_trace
 
     return tuple(read_trace(Path(path), max_requests=max_requests)) if path else ()

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from quire.base.errors import WorkerError
-from quire.bench.report import Progress, result
+from quire.bench.report import result
+from quire.obs.report import Progress
 
 GIVE_UP_S = 300.0
 _ASKED = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "stream": True}

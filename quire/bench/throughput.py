@@ -19,9 +19,10 @@ import numpy as np
 from quire import _native
 from quire.base.errors import WorkerError
 from quire.bench.local import Answered, LocalEngine
-from quire.bench.report import Progress, result, table
-from quire.bench.timing import percentiles, run_rates
+from quire.bench.report import result
 from quire.bench.workloads import Workload
+from quire.obs.report import Progress, table
+from quire.obs.timing import percentiles, run_rates
 
 MODES = ("continuous", "static")
 

@@ -160,10 +160,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from quire.bench.http_load import Target
-    from quire.bench.plots import check_plots, plot_serving
+    from quire.bench.plots import plot_serving
     from quire.bench.serve import Load, measure_serving, serving_text, trace_of
-    from quire.bench.timing import Goals
     from quire.bench.workloads import mixed_lengths
+    from quire.obs.pictures import check_plots
+    from quire.obs.timing import Goals
 
     if arguments.png:
         check_plots()
@@ -219,7 +220,7 @@ def _show(
     outcome: dict[str, Any],
     text: Callable[[Mapping[str, Any]], str],
 ) -> int:
-    from quire.bench.report import show
+    from quire.obs.report import show
 
     show(outcome, text(outcome), as_json=arguments.json)
     return 0

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Raises what the measurement raises."""
     from quire.bench.profile import measure_profile, profile_text
-    from quire.bench.report import show
+    from quire.obs.report import show
 
     outcome = measure_profile(
         arguments.model,

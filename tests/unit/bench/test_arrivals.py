@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from quire.base.errors import SettingError
-from quire.bench.arrivals import poisson, read_trace, replay
+from quire.bench.arrivals import poisson, replay
 from quire.bench.workloads import Lengths
+from quire.obs.trace import read_trace
 from tests.data import outside
 
 AZURE = """\

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError, WorkerError
-from quire.bench import plots
-from quire.bench.arrivals import Arrival
 from quire.bench.http_load import Target
+from quire.bench.plots import plot_serving
 from quire.bench.serve import Load, measure_serving, serving_text
-from quire.bench.timing import Goals
 from quire.bench.workloads import Lengths
+from quire.obs import pictures
+from quire.obs.timing import Goals
+from quire.obs.trace import Arrival
 from tests.unit.bench.served import SmallServer, plain_answer
 
 LOAD = Load(
@@ -87,7 +88,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with SmallServer() as server:
         outcome: dict[str, Any] = measure_serving(Target(url=server.url, model=""), LOAD, RELAXED)
-    plots.plot_serving({"one": outcome, "other": outcome}, tmp_path / "load.png")
+    plot_serving({"one": outcome, "other": outcome}, tmp_path / "load.png")
     assert (tmp_path / "load.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -97,6 +98,6 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(plots, "import_module", absent)
+    monkeypatch.setattr(pictures, "import_module", absent)
     with pytest.raises(SettingError, match="quire\\[bench\\]"):
-        plots.check_plots()
+        pictures.check_plots()

@@ -16,11 +16,11 @@ from quire.bench.floor import decode_bytes, prefill_bytes, program_of
 from quire.bench.latency import latency_text, measure_latency
 from quire.bench.local import LocalEngine
 from quire.bench.machine import machine_card
-from quire.bench.report import Progress, table
 from quire.bench.startup import Start, check_same, measure_startup, startup_text
 from quire.bench.throughput import measure_throughput, throughput_text
 from quire.bench.workloads import Ask, Workload, mixed_lengths
 from quire.cli.main import main
+from quire.obs.report import Progress, table
 from quire.program.cost import StepShape, step_cost
 from tests.unit.cli.command import quire_command
 

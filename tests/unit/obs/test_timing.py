@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.timing import (
+from quire.obs.timing import (
     Goals,
     RequestTimes,
     knee,

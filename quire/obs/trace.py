@@ -1,0 +1,95 @@
+"""When requests came and how long they were: recorded traces, as services publish them.
+
+Two formats are read. Azure's: CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Mooncake's: JSON
+lines with timestamp (milliseconds), input_length, output_length and hash_ids, one a block of 512
+prompt tokens: equal ids stand for equal tokens. Who replays a trace makes content up; lengths and
+sharing are real.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+
+from quire.base.errors import SettingError
+
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a trace. block_ids: which blocks of its prompt others may share; empty: none.
+
+    arrival_s counts from the trace's first request.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, *, max_requests: int | None = None) -> list[Arrival]:
+    """The first requests of a trace, in order of arrival; the format is told by the content.
+
+    Raises SettingError naming the line where the file is neither format.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            first = lines.readline()
+            lines.seek(0)
+            if first.lstrip().startswith("{"):
+                reader = enumerate(lines, start=1)
+                found = [
+                    _mooncake(path, number, line)
+                    for number, line in islice(reader, max_requests)
+                    if line.strip()
+                ]
+            else:
+                rows = enumerate(csv.DictReader(lines), start=2)
+                found = [_azure(path, number, row) for number, row in islice(rows, max_requests)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path}: the trace cannot be read: {error}") from error
+    if not found:
+        raise SettingError(f"{path}: the trace has no requests")
+    start_s = min(one.arrival_s for one in found)
+    moved = [replace(one, arrival_s=one.arrival_s - start_s) for one in found]
+    return sorted(moved, key=lambda one: one.arrival_s)
+
+
+def _azure(path: Path, number: int, row: dict[str, str]) -> Arrival:
+    try:
+        # Seven digits of a second are written; six are understood.
+        moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+        return Arrival(
+            arrival_s=(moment - datetime(1970, 1, 1)).total_seconds(),
+            prompt_tokens=max(int(row["ContextTokens"]), 1),
+            output_tokens=max(int(row["GeneratedTokens"]), 1),
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(path, number) from error
+
+
+def _mooncake(path: Path, number: int, line: str) -> Arrival:
+    try:
+        entry = json.loads(line)
+        return Arrival(
+            arrival_s=float(entry["timestamp"]) / 1000,
+            prompt_tokens=max(int(entry["input_length"]), 1),
+            output_tokens=max(int(entry["output_length"]), 1),
+            block_ids=tuple(int(block_id) for block_id in entry.get("hash_ids", ())),
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(path, number) from error
+
+
+def _unreadable(path: Path, number: int) -> SettingError:
+    return SettingError(
+        f"{path}: line {number} is no request; a CSV with TIMESTAMP, ContextTokens and "
+        "GeneratedTokens (Azure) or JSON lines with timestamp, input_length and output_length "
+        "(Mooncake) are read"
+    )
