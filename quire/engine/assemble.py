@@ -19,12 +19,12 @@ from quire.base.clock import Clock
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.report import Report
-from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig
 from quire.config.machine import machine_memory, num_usable_cores
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
+from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.precision import with_precision
@@ -39,9 +39,6 @@ from quire.program.program import Program
 from quire.program.quantize import precision_text
 from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
-from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
-from quire.scheduler.scheduler import Scheduler
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -120,28 +117,19 @@ def _assembled(
         pack_cache=cache_of_weights,
     )
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
-    num_slots = min(config.scheduler.max_num_seqs, memory.num_blocks)
+    limits = scheduler_limits(
+        config.scheduler,
+        num_blocks=memory.num_blocks,
+        max_model_len=memory.max_model_len,
+        step_tokens=step_tokens,
+    )
     model_runner = ModelRunner(
         executor,
-        num_slots=num_slots,
+        num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
         block_size=config.cache.block_size,
         max_samples=MAX_SAMPLES,
         overlap=config.scheduler.plans_in_flight > 1,
-    )
-    limits = SchedulerLimits(
-        max_num_seqs=num_slots,
-        max_num_batched_tokens=step_tokens,
-        max_model_len=memory.max_model_len,
-        plans_in_flight=config.scheduler.plans_in_flight,
-        max_queued_requests=config.scheduler.max_queued_requests,
-        step_budget_ms=config.scheduler.step_budget_ms,
-    )
-    cache = CacheManager(
-        memory.num_blocks,
-        config.cache.block_size,
-        prefix_caching=config.cache.enable_prefix_caching,
-        hash_key=os.urandom(16),
     )
     warm_up(model_runner, limits, num_blocks=memory.num_blocks)
     cost = (
@@ -154,8 +142,10 @@ def _assembled(
         runner = RecordingRunner(model_runner, record, report=report)
     if beat is not None:
         runner = BeatingRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
-    scheduler = Scheduler(limits, cache, FirstCome(), cost=cost)
-    card = _card(config, spec, program, folder, executor, memory, max_num_seqs=num_slots)
+    scheduler = make_scheduler(
+        config, limits, num_blocks=memory.num_blocks, hash_key=os.urandom(16), cost=cost
+    )
+    card = _card(config, spec, program, folder, executor, memory, max_num_seqs=limits.max_num_seqs)
     core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)
     notes = tuple(memory.text().splitlines())
     return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)

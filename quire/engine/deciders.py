@@ -1,0 +1,46 @@
+"""From a config to a Scheduler: which policy, gates and limits; no tensors and no clock.
+
+Apart from `assemble`, so that a simulation has the very deciders that serve: what differs there is
+the executor and the clock. Reads the config and nothing else.
+"""
+
+from __future__ import annotations
+
+from quire.cache.manager import CacheManager
+from quire.config.groups import EngineConfig, SchedulerConfig
+from quire.scheduler.cost import CostModel
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import FirstCome
+from quire.scheduler.scheduler import Scheduler
+
+
+def scheduler_limits(
+    config: SchedulerConfig, *, num_blocks: int, max_model_len: int, step_tokens: int
+) -> SchedulerLimits:
+    """The numbers to keep to. step_tokens: most token rows of one step."""
+    return SchedulerLimits(
+        max_num_seqs=min(config.max_num_seqs, num_blocks),
+        max_num_batched_tokens=step_tokens,
+        max_model_len=max_model_len,
+        plans_in_flight=config.plans_in_flight,
+        max_queued_requests=config.max_queued_requests,
+        step_budget_ms=config.step_budget_ms,
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    limits: SchedulerLimits,
+    *,
+    num_blocks: int,
+    hash_key: bytes,
+    cost: CostModel | None = None,
+) -> Scheduler:
+    """A scheduler over a fresh cache of `num_blocks`. cost: where limits have a step_budget_ms."""
+    cache = CacheManager(
+        num_blocks,
+        config.cache.block_size,
+        prefix_caching=config.cache.enable_prefix_caching,
+        hash_key=hash_key,
+    )
+    return Scheduler(limits, cache, FirstCome(), cost=cost)
