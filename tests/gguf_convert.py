@@ -29,6 +29,16 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }  # fmt: skip
 NORMAL, CONTROL = 1, 3
+# Configurations whose rows hold whole blocks of 256.
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 131, "num_hidden_layers": 2,
+}  # fmt: skip
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "bos_token_id": 0,
+    "eos_token_id": 1, "layer_norm_epsilon": 1e-5, "n_embd": 256, "n_head": 2, "n_layer": 1,
+    "n_positions": 64, "vocab_size": 97,
+}  # fmt: skip
 
 
 def write_gguf_of(folder: Path, path: Path, *, kind: str = "F32", **changes: Any) -> Path:

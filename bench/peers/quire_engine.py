@@ -27,10 +27,11 @@ class Quire:
         self._engine = LocalEngine(model, {"num_threads": threads, **settings})
         self._runner.run(self._engine.__aenter__())
         described = self._engine.description
+        scheme = described["quantization"]
         return {
             "version": str(described["fingerprint"]),
-            "scheme": str(settings.get("quantization", described["dtype"])),
-            "kv_dtype": str(settings.get("kv_cache_dtype", described["dtype"])),
+            "scheme": str(described["dtype"] if scheme == "none" else scheme),
+            "kv_dtype": str(described["kv_cache_dtype"]),
             "recipe": str(described["recipe"]),
             "vocab_size": self._engine.vocab_size,
             "pid": os.getpid(),

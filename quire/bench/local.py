@@ -52,11 +52,12 @@ class LocalEngine:
 
     @property
     def description(self) -> dict[str, object]:
-        """What runs: the model's name, dtypes, instruction set and the memory of its cache."""
+        """What runs: the model, dtypes, scheme of weights, instruction set, the cache's memory."""
         card = self._llm.client.card
         return {
             "model": card.name,
             "dtype": card.dtype,
+            "quantization": card.quantization,
             "kv_cache_dtype": card.kv_cache_dtype,
             "recipe": card.recipe,
             "fingerprint": card.fingerprint,

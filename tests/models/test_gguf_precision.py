@@ -19,21 +19,12 @@ from quire.program.quantize import precision_text
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import round_to_bf16
 from quire.weights.gguf_blocks import unpack
-from tests.gguf_convert import gguf_of
+from tests.gguf_convert import GPT2, WIDE, gguf_of
 from tests.gguf_quantizers import BLOCKS, quantized
 from tests.gguf_writer import write_gguf
 from tests.models.generate import BLOCK_SIZE, logits_of
 from tests.tiny_models import write_tiny, write_tiny_llama
 
-WIDE = {
-    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
-    "num_key_value_heads": 2, "vocab_size": 131, "num_hidden_layers": 2,
-}  # fmt: skip
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "bos_token_id": 0,
-    "eos_token_id": 1, "layer_norm_epsilon": 1e-5, "n_embd": 256, "n_head": 2, "n_layer": 1,
-    "n_positions": 64, "vocab_size": 97,
-}  # fmt: skip
 IDS = np.random.default_rng(5).integers(0, 97, 24).tolist()
 # Of the logits' root mean square: what the integers of weights and activations may change in two
 # random layers of 256 (a trained model has less of it: bench/quality.py).

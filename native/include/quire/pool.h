@@ -45,9 +45,6 @@ class Pool {
     // How often work was handed to more than the caller so far.
     int64_t num_forks() const { return num_forks_; }
 
-    // A number no earlier call got: what was left in scratch can be told from what was not.
-    __attribute__((always_inline)) int64_t ticket() { return ++tickets_; }
-
   private:
     template <class T> struct Strip { using type = T; };
     template <class T> struct Strip<T&> { using type = T; };
@@ -59,7 +56,7 @@ class Pool {
     void deal_raw(int64_t n, int64_t grain, DealBody body, void* context);
 
     struct State;
-    int64_t tickets_ = 0, num_forks_ = 0;
+    int64_t num_forks_ = 0;
     State* state_;
     const KernelTable& kernels_;
     int num_threads_;

@@ -12,6 +12,7 @@ import pytest
 
 from bench.peers import child, convert, install, places
 from bench.peers.child import Peer, PeerFailed
+from bench.peers.quire_engine import Quire
 from bench.peers.settings import (
     FILE,
     GRID,
@@ -102,6 +103,18 @@ def test_quires_settings_are_settings_of_the_engine(workload: str) -> None:
     for precision in convert.PRECISIONS:
         settings = settings_for("quire", precision=precision, workload=workload)
         assert engine_config(settings).scheduler.max_num_seqs in (1, 16, 32)
+
+
+def test_quire_tells_the_scheme_and_cache_it_runs_with_not_what_it_was_asked_for() -> None:
+    small = {"kv_cache_memory_bytes": 16 << 20}
+    quire = Quire()
+    told = quire.load("", 1, small)
+    assert (told["scheme"], told["kv_dtype"]) == ("bf16", "bf16")
+    told = quire.load("", 1, {**small, "dtype": "f32", "kv_cache_dtype": "int8"})
+    assert (told["scheme"], told["kv_dtype"]) == ("f32", "int8")
+    told = quire.load("", 1, {**small, "quantization": "int4"})
+    assert (told["scheme"], told["kv_dtype"]) == ("int4-g32 (embed: int8)", "bf16")
+    quire.close()
 
 
 def test_no_more_requests_run_at_once_than_the_workload_says() -> None:

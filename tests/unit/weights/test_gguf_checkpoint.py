@@ -16,21 +16,12 @@ from quire.program.ops import DType
 from quire.runner.fingerprint import files_digest
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.gguf_checkpoint import READABLE, GgufCheckpoint
-from tests.gguf_convert import gguf_of, write_gguf_of
+from tests.gguf_convert import GPT2, WIDE, gguf_of, write_gguf_of
 from tests.gguf_quantizers import BLOCKS, quantized, scalar_values
 from tests.gguf_writer import describe, entry, paired, write_gguf
 from tests.models.generate import logits_of, open_executor
 from tests.tiny_models import write_tiny, write_tiny_llama
 
-WIDE = {
-    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
-    "num_key_value_heads": 2, "vocab_size": 131, "num_hidden_layers": 2,
-}  # fmt: skip
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "bos_token_id": 0,
-    "eos_token_id": 1, "layer_norm_epsilon": 1e-5, "n_embd": 64, "n_head": 2, "n_layer": 1,
-    "n_positions": 64, "vocab_size": 97,
-}  # fmt: skip
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 
 
@@ -92,7 +83,9 @@ def test_quantized_tensors_are_what_the_definition_says_in_the_checkpoints_order
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])
 def test_gpt_2s_matrices_are_turned_back(kind: str, tmp_path: Path) -> None:
-    stored = write_tiny(tmp_path / "ck", GPT2, seed=2, dtype="bf16" if kind == "BF16" else "f32")
+    stored = write_tiny(
+        tmp_path / "ck", GPT2 | {"n_embd": 64}, seed=2, dtype="bf16" if kind == "BF16" else "f32"
+    )
     found = open_checkpoint(write_gguf_of(stored, tmp_path / "m.gguf", kind=kind))
     right = open_checkpoint(stored)
     name = "transformer.h.0.attn.c_attn.weight"
