@@ -27,9 +27,9 @@ from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed, end_cleanly_on_sigterm
 from bench.peers.convert import (
     PRECISIONS,
-    QUIRE_SETTINGS,
     Unavailable,
     converted,
+    quire_settings,
     scheme_of,
 )
 from bench.peers.places import REPOSITORY
@@ -43,8 +43,6 @@ from quire.bench.reading import ReadProbe
 from quire.bench.workloads import WORKLOADS
 from quire.config.machine import num_usable_cores
 from quire.obs.report import table
-from quire.program.quantize import quantize
-from quire.quant.scheme import PLAIN
 
 _SIDES = ("quire", "other")
 PEERS = ("llama.cpp", "llama.cpp tool", "openvino", "vllm", "transformers")
@@ -119,8 +117,7 @@ class Comparison:
         settings = settings_for(engine, precision=precision, workload=name)
         if peer.endswith(TOOL_SUFFIX):
             settings["tools_only"] = True
-        ours = settings_for("quire", precision=precision, workload=name)
-        ours |= QUIRE_SETTINGS.get(precision, {})
+        ours = quire_settings(precision, name)
         try:
             model = converted(engine, self._checkpoint, precision)
             with (
@@ -176,9 +173,7 @@ class Comparison:
         """Of the program Quire runs. An integer precision's peak counts for all operations, also
         for those of attention, which are not integers: the true floor is higher."""
         precision = self._args.precision
-        scheme = QUIRE_SETTINGS.get(precision, {}).get("quantization", PLAIN)
-        dtype = "f32" if precision == "f32" else "bf16"
-        program = quantize(program_of(str(self._checkpoint), dtype), scheme)
+        program = program_of(str(self._checkpoint), quire_settings(precision, name))
         limits = self._record.content.setdefault("limits", machine_limits(self._args.threads))
         return Floor(
             whole=workload_work(program, WORKLOADS[name]),

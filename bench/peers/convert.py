@@ -15,15 +15,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from bench.checkpoints import cache_folder, random_checkpoint
 from bench.peers.places import environment_python, llama_source, llama_tool
+from bench.peers.settings import settings_for
 
 PRECISIONS = ("f32", "bf16", "int8", "int4", "int4-g128")
 # What Quire is told for a precision; "int4-g128" has the groups of OpenVINO's int4, "int4" those
 # of Q4_0 (32). The head is int8 in both, as OpenVINO's.
 QUIRE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "f32": {"dtype": "f32"},
+        "bf16": {"dtype": "bf16"},
         "int8": {"quantization": "int8"},
         "int4": {"quantization": "int4-g32"},
         "int4-g128": {"quantization": "int4-g128"},
@@ -67,6 +71,14 @@ runpy.run_path(sys.path[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 
 class Unavailable(Exception):
     """The engine has no scheme for the precision, or the conversion failed."""
+
+
+def quire_settings(precision: str, workload: str) -> dict[str, Any]:
+    """Quire's committed settings, with those that make the precision."""
+    return {
+        **settings_for("quire", precision=precision, workload=workload),
+        **QUIRE_SETTINGS[precision],
+    }
 
 
 def scheme_of(engine: str, precision: str) -> str:

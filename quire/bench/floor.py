@@ -6,22 +6,28 @@ long prompt, which is bound by arithmetic, is far below what any machine reaches
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from quire.base.errors import SettingError
-from quire.config.groups import DTYPE_NAMES
-from quire.models.registry import box_path, build_program, compute_dtype, open_model
+from quire.config.flags import engine_config
+from quire.engine.model_files import model_folder
+from quire.engine.programs import engine_program
+from quire.models.registry import open_model
 from quire.program.cost import StepShape, step_cost
-from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
+from quire.weights.checkpoint import open_checkpoint
 
 
-def program_of(model: str, dtype: str = "auto", kv_cache_dtype: str = "auto") -> Program:
-    """The program the engine runs for the model in folder `model` (empty: the one in the box)."""
-    spec = open_model(Path(model).expanduser() if model else box_path())
-    computed_in = compute_dtype(spec, dtype)
-    program = build_program(spec, dtype=computed_in, max_positions=spec.max_positions)
-    return with_kv_cache_dtype(program, DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype))
+def program_of(model: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Program:
+    """The program an engine with these settings runs for `model` (empty: the one in the box).
+
+    Precisions count as the engine keeps them: of the weights, the head and the cache.
+    """
+    config = engine_config({"model": model, **settings})
+    folder = model_folder(config.model)
+    return engine_program(config, open_model(folder), open_checkpoint(folder))
 
 
 def decode_bytes(program: Program, *, prompt_tokens: int, output_tokens: int) -> int:

@@ -34,8 +34,7 @@ def measure_latency(
 ) -> dict[str, object]:
     """The result object. Raises SettingError, ModelError or CapacityError."""
     progress = progress or Progress()
-    kv_cache_dtype = settings.get("kv_cache_dtype", "auto")
-    program = program_of(model, settings.get("dtype", "auto"), kv_cache_dtype)
+    program = program_of(model, settings)
     read_bytes = decode_bytes(program, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     workload = Workload(
         name="latency",
@@ -64,7 +63,12 @@ def measure_latency(
     medians = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
     shown = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "threads": threads}
     return result(
-        "latency", shown | dict(settings), engine=description, median=medians, samples=samples
+        "latency",
+        shown | dict(settings),
+        engine=description,
+        floor_bytes=read_bytes,
+        median=medians,
+        samples=samples,
     )
 
 

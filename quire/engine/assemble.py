@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quire.base.clock import Clock
-from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.report import Report
-from quire.config.groups import EngineConfig, ExecutorConfig, ModelConfig
+from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_usable_cores
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
@@ -27,13 +26,13 @@ from quire.engine.core import EngineCore, Runner
 from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
-from quire.engine.precision import with_precision
+from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
-from quire.models.registry import build_program, compute_dtype, open_model
+from quire.models.registry import compute_dtype, open_model
 from quire.models.spec import ModelSpec
-from quire.program.kv_cache import kv_cache_text, with_kv_cache_dtype
+from quire.program.kv_cache import kv_cache_text
 from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.program.quantize import precision_text
@@ -93,14 +92,7 @@ def _assembled(
     folder = model_folder(config.model)
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)
-    longest = with_precision(
-        _longest_program(config.model, spec),
-        config.model.quantization,
-        checkpoint,
-        head=config.model.head_precision,
-        keep=config.model.keep,
-    )
-    longest = with_kv_cache_dtype(longest, config.cache.kv_cache_dtype)
+    longest = engine_program(config, spec, checkpoint)
     make = _executor_class(config.executor)
     make.check_program(longest)
     step_tokens = _step_tokens(config, make)
@@ -156,18 +148,6 @@ def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:
     somebody's prompt. More would only make those that run wait longer between tokens."""
     given = config.scheduler.max_num_batched_tokens
     return given or max(make.full_step_tokens(), 2 * config.scheduler.max_num_seqs)
-
-
-def _longest_program(config: ModelConfig, spec: ModelSpec) -> Program:
-    """The program for as many positions as were asked for, or as the model has."""
-    wanted = config.max_model_len
-    if wanted is not None and wanted > spec.max_positions:
-        raise SettingError(
-            f"--max-model-len is {wanted}; the model allows at most {spec.max_positions} "
-            "positions (its config.json says how many); lower it or leave it out"
-        )
-    dtype = compute_dtype(spec, config.dtype)
-    return build_program(spec, dtype=dtype, max_positions=wanted or spec.max_positions)
 
 
 def _memory(

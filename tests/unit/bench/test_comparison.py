@@ -20,6 +20,9 @@ from quire.bench.foreign import CpuUse
 from quire.bench.limits import peak_gflops
 from quire.bench.reading import ReadProbe
 from quire.bench.workloads import WORKLOADS, Lengths, Workload
+from quire.config.groups import EngineConfig
+from quire.engine.programs import engine_program
+from quire.models.registry import open_model
 from quire.program.cost import StepShape, step_cost
 
 SUBJECT = Subject(shape="s", precision="bf16", threads=2, quire="abc", cpu="a processor")
@@ -308,7 +311,8 @@ def test_the_limit_of_a_precision_is_the_fastest_loop_for_it() -> None:
 def test_checkpoints_hold_what_the_program_reads(shape: str, tmp_path: Path) -> None:
     config = checkpoint_config(shape)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert dict(tensor_shapes(config)) == program_of(str(tmp_path)).source_shapes()
+    program = engine_program(EngineConfig(), open_model(tmp_path), None)
+    assert dict(tensor_shapes(config)) == program.source_shapes()
 
 
 def test_a_tokenizer_made_here_has_every_token_and_gives_text_at_once() -> None:

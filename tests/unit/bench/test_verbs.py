@@ -70,6 +70,29 @@ def test_the_floor_counts_each_step_of_the_program() -> None:
     assert prefill_bytes(program, prompt_tokens=8) > program.weight_bytes / 2
 
 
+def test_the_floor_is_that_of_the_precision_that_runs() -> None:
+    asked: list[dict[str, Any]] = [
+        {"dtype": "f32"},
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "int4", "kv_cache_dtype": "int8"},
+    ]
+    read = []
+    for settings in asked:
+        outcome = measure_latency(
+            "", SETTINGS | settings, prompt_tokens=8, output_tokens=4, repeats=1
+        )
+        program = program_of("", settings)
+        assert outcome["floor_bytes"] == decode_bytes(program, prompt_tokens=8, output_tokens=4)
+        read.append(outcome["floor_bytes"])
+    assert read == sorted(read, reverse=True)
+    assert read[0] > 1.9 * read[1] > 1.9 * 1.5 * read[2]
+    head = program_of("", {"quantization": "int4", "head_precision": "none"})
+    assert head.weight_bytes > program_of("", {"quantization": "int4"}).weight_bytes
+    assert program_of("", {"max_model_len": 77}).max_positions == 77
+
+
 def test_both_kinds_of_batching_answer_everything() -> None:
     outcome: dict[str, Any] = measure_throughput(
         "", SETTINGS, workload=SMALL, modes=throughput.MODES, repeats=2
