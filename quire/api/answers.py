@@ -17,6 +17,7 @@ from quire.api.serving import Engine
 from quire.base.errors import OverloadedError, RequestError, ShuttingDown, StepRowError
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
+from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.engine.output import TextDelta
 from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
@@ -69,9 +70,11 @@ class Answers:
         request_id: str,
         *,
         cache_salt: str = "",
+        terms: Terms = DEFAULT_TERMS,
     ) -> None:
         self.prompts = prompts
         self._cache_salt = cache_salt
+        self._terms = terms
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -146,6 +149,7 @@ class Answers:
             request_id=request_id,
             first_stream=first,
             cache_salt=self._cache_salt,
+            terms=self._terms,
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
             async for delta in deltas:

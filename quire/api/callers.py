@@ -23,8 +23,8 @@ _SCHEMES = ("http://", "https://")
 class Callers:
     """The check of one server."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._is_open = not config.api_key
+    def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
+        self._is_open = not has_keys
         self._is_local = is_loopback(config.host)
         self._host = config.host.lower()
 

@@ -21,6 +21,7 @@ from quire.api.errors import MethodNotAllowed, UnknownRoute, error_response
 from quire.api.gone import ClientGone
 from quire.api.serving import Serving
 from quire.base.errors import QuireError
+from quire.config.tenants import Tenant
 
 _POLLED = frozenset({"/health", "/metrics"})
 _GONE = 499
@@ -33,8 +34,8 @@ class Edge:
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._serving = serving
-        self._keys = Keys(serving.config.api_key)
-        self._callers = Callers(serving.config)
+        self._keys = Keys(serving.config.api_key, serving.tenants)
+        self._callers = Callers(serving.config, has_keys=bool(self._keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +53,8 @@ class Edge:
     async def _answer(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         try:
             self._callers.check(scope["headers"])
-            self._keys.check(scope["path"], _authorization(scope))
+            caller = self._keys.check(scope["path"], _authorization(scope))
+            scope["state"]["tenant"] = caller.tenant
             await self._app(scope, receive, exchange.send)
         except ClientGone:
             exchange.status = exchange.status or _GONE
@@ -97,6 +99,9 @@ class Edge:
             "status": status,
             "took_ms": round(took_ms, 1),
         }
+        tenant = scope["state"].get("tenant")
+        if isinstance(tenant, Tenant) and not tenant.is_default:
+            fields["tenant"] = tenant.name
         answers = scope["state"].get("answers")
         if isinstance(answers, Answers):
             usage = answers.usage

@@ -54,6 +54,10 @@ class MethodNotAllowed(RequestError):
         self.allowed = allowed
 
 
+class NotAdmin(RequestError):
+    """The key is a tenant's, and what is asked for tells of everybody."""
+
+
 class ForeignPage(RequestError):
     """A browser asks for a page that is not of this server, which has no key."""
 
@@ -71,6 +75,7 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
         status=405, type="invalid_request_error", code="method_not_allowed"
     ),
     ForeignPage: ErrorShape(status=403, type="invalid_request_error", code="foreign_page"),
+    NotAdmin: ErrorShape(status=403, type="invalid_request_error", code="not_admin"),
     NotAuthorized: ErrorShape(status=401, type="invalid_request_error", code="invalid_api_key"),
     OverloadedError: ErrorShape(status=503, type="server_error", code="overloaded"),
     ShuttingDown: ErrorShape(status=503, type="server_error", code="shutting_down"),

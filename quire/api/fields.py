@@ -57,14 +57,20 @@ SAMPLING = frozenset(
         "allowed_token_ids",
     }
 )
-_SHARED = SAMPLING | {
-    "model",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "cache_salt",
-    "add_special_tokens",
-}
+# On what terms a request is served; no token depends on them.
+TERMS = frozenset({"priority", "deadline_ms", "ttft_slo_ms", "tpot_slo_ms"})
+_SHARED = (
+    SAMPLING
+    | TERMS
+    | {
+        "model",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "cache_salt",
+        "add_special_tokens",
+    }
+)
 COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
 # What goes with messages, beside tools: those are rendered, but not yet read out of answers.
 _TEMPLATE = frozenset(
@@ -111,6 +117,9 @@ OTHER_NAMES = {
     "ban_eos_token": "ignore_eos",
     "add_bos_token": "add_special_tokens",
     "n_probs": "logprobs",
+    "deadline": "deadline_ms",
+    "ttft_slo": "ttft_slo_ms",
+    "tpot_slo": "tpot_slo_ms",
 }
 
 # They label a request or steer a service around it; no token depends on them.
@@ -193,7 +202,6 @@ UNSERVED: dict[str, Unserved] = {
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
     "truncate_prompt_tokens": Unserved(allowed=(), why="prompts are never cut"),
-    "priority": Unserved(allowed=(0,), why="requests are served first come, first served"),
     "suffix": Unserved(allowed=("",), why="the model continues text, it does not fill in"),
     "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
 }

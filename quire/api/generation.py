@@ -22,10 +22,11 @@ from quire.api.gone import until_gone
 from quire.api.opening import Opened, opened
 from quire.api.serving import Engine, Serving
 from quire.api.stream import Chunks, EventStream
+from quire.api.terms import cache_salt_of, terms_of
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.config.tenants import Tenant
 
-MAX_SALT_CHARS = 256
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
 
 
@@ -75,7 +76,8 @@ async def generate(
     begun = await opened(serving, request, honoured=honoured, prefix=prefix)
     given, engine, deadline = begun.given, begun.engine, begun.deadline
     request_id = begun.request_id
-    cache_salt = _cache_salt(given)
+    tenant: Tenant = request.state.tenant
+    terms, cache_salt = terms_of(given, tenant), cache_salt_of(given, tenant)
     envelope = Envelope(
         id=request_id,
         created_s=int(time.time()),
@@ -92,7 +94,9 @@ async def generate(
         max_output_tokens=serving.config.max_output_tokens,
     )
     job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
-    answers = Answers(engine, serving.metrics, job.prompts, request_id, cache_salt=cache_salt)
+    answers = Answers(
+        engine, serving.metrics, job.prompts, request_id, cache_salt=cache_salt, terms=terms
+    )
     request.state.answers = answers
     if stream:
         return EventStream(serving, answers, job.writer, begun.headers(), deadline)
@@ -121,16 +125,6 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def _cache_salt(given: Mapping[str, Any]) -> str:
-    salt = given.get("cache_salt", "")
-    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
-        raise InvalidParameter(
-            f"cache_salt is {show(salt)}; a text of at most {MAX_SALT_CHARS} characters is allowed",
-            param="cache_salt",
-        )
-    return salt
 
 
 def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:

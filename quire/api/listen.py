@@ -18,12 +18,17 @@ from quire.config.groups import ServerConfig
 _BACKLOG = 2048
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """A listening socket at the configured address. Raises SettingError saying what to do."""
-    if not config.api_key and not config.insecure and not is_loopback(config.host):
+def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
+    """A listening socket at the configured address. Raises SettingError saying what to do.
+
+    has_tenants: callers are known by keys of a tenants file.
+    """
+    has_keys = bool(config.api_key) or has_tenants
+    if not has_keys and not config.insecure and not is_loopback(config.host):
         raise SettingError(
             f"host {config.host} is reachable from other machines and no key is set; give one "
-            "with --api-key, or --insecure to let anybody in, or listen on 127.0.0.1"
+            "with --api-key or a file of --tenants, or --insecure to let anybody in, or listen on "
+            "127.0.0.1"
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

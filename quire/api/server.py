@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from quire.api.connection import Connection
 from quire.api.serving import Engine, Serving
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
+from quire.config.tenants import Tenant
 from quire.obs.metrics import Metrics
 
 EXIT_DONE = 0
@@ -60,6 +61,7 @@ def run(
     log: Log,
     *,
     announce: Callable[[], None],
+    tenants: Sequence[Tenant] | None = None,
 ) -> int:
     """Serve until told to stop; the exit code. `announce` is called when requests are taken.
 
@@ -67,7 +69,7 @@ def run(
     """
     sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(engine, config, listening, log, announce).run())
+        return runner.run(_Life(engine, config, listening, log, announce, tenants).run())
 
 
 class _Life:
@@ -78,12 +80,14 @@ class _Life:
         listening: socket.socket,
         log: Log,
         announce: Callable[[], None],
+        tenants: Sequence[Tenant] | None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._listening = listening
         self._log = log
         self._announce = announce
+        self._tenants = tenants
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -91,7 +95,7 @@ class _Life:
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = Serving(self._config, Metrics(), self._log)
+        serving = Serving(self._config, Metrics(), self._log, self._tenants)
         server = _server(serving)
         http = asyncio.ensure_future(server.serve(sockets=[self._listening]))
         try:

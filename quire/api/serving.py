@@ -23,7 +23,9 @@ from quire.base.errors import (
 from quire.base.log import Log
 from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
+from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import ServerConfig
+from quire.config.tenants import Tenant
 from quire.engine.card import Health, ModelCard
 from quire.engine.output import TextDelta
 from quire.obs.metrics import Metrics
@@ -52,16 +54,27 @@ class Engine(Protocol):
         request_id: str,
         first_stream: int = 0,
         cache_salt: str = "",
+        terms: Terms = DEFAULT_TERMS,
     ) -> AsyncIterator[TextDelta]: ...
 
     def health(self) -> Health: ...
 
 
 class Serving:
-    """One server process's state. Made and used in the event loop's thread."""
+    """One server process's state. Made and used in the event loop's thread.
 
-    def __init__(self, config: ServerConfig, metrics: Metrics, log: Log) -> None:
+    tenants: of the tenants file, None without one.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        metrics: Metrics,
+        log: Log,
+        tenants: Sequence[Tenant] | None = None,
+    ) -> None:
         self.config = config
+        self.tenants = tenants
         self.metrics = metrics
         self.log = log
         self.lanes = Lanes()

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.cli.output import lose_output
 from quire.config.flags import add_flags, built
@@ -28,6 +29,7 @@ from quire.config.groups import (
     SchedulerConfig,
     ServerConfig,
 )
+from quire.config.tenants import Tenant, read_tenants
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -68,9 +70,28 @@ def run(arguments: argparse.Namespace) -> int:
         scheduler=built(SchedulerConfig, arguments),
         executor=built(ExecutorConfig, arguments),
     )
-    listening = listen(server)
+    tenants = _tenants(engine.scheduler.tenants, server)
+    listening = listen(server, has_tenants=tenants is not None)
     process = EngineProcess.launch(engine)
-    return _serve(server, engine, listening, process, url=url_of(listening))
+    return _serve(server, engine, listening, process, url=url_of(listening), tenants=tenants)
+
+
+def _tenants(path: str | None, server: ServerConfig) -> tuple[Tenant, ...] | None:
+    """The tenants of a file, who must be able to come in; None without one."""
+    if path is None:
+        return None
+    tenants = read_tenants(path)
+    for tenant in tenants:
+        if not tenant.key_digests and not tenant.is_default:
+            raise SettingError(
+                f"the tenants file {path}: tenant {tenant.name} has no key, so nobody could be it; "
+                "give it keys or key_digests"
+            )
+    if not server.api_key and not any(tenant.key_digests for tenant in tenants):
+        raise SettingError(
+            f"the tenants file {path}: no tenant has a key; give them keys or key_digests"
+        )
+    return tenants
 
 
 def _with_key_of_environment(server: ServerConfig) -> ServerConfig:
@@ -86,6 +107,7 @@ def _serve(
     process: EngineProcess,
     *,
     url: str,
+    tenants: tuple[Tenant, ...] | None,
 ) -> int:
     log = Log("server")
     log.event("loading", model=config.model.model or "the model in the box", address=url)
@@ -111,7 +133,7 @@ def _serve(
             log.warning("standard output cannot be written", reason=str(error), address=url)
 
     try:
-        return run_server(client, server, listening, log, announce=announce)
+        return run_server(client, server, listening, log, announce=announce, tenants=tenants)
     finally:
         announced.set()
 

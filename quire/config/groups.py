@@ -122,6 +122,10 @@ class SchedulerConfig:
     max_queued_requests: int = setting(
         1024, "requests that may wait; further ones are refused with 503"
     )
+    tenants: str | None = setting(
+        None,
+        "file of tenants (.toml or .json): their keys, weights, limits; see docs/serving.md",
+    )
     step_budget_ms: float = setting(
         0.0, "predicted milliseconds a step may take; 0: only max-num-batched-tokens limits it"
     )
@@ -131,6 +135,8 @@ class SchedulerConfig:
         _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
         _at_least("max_queued_requests", self.max_queued_requests, 1)
         _at_least("step_budget_ms", self.step_budget_ms, 0)
+        if self.tenants == "":
+            raise SettingError("tenants is empty; give a file, or leave it out")
         if self.max_num_batched_tokens is None:
             return
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)

@@ -20,6 +20,7 @@ from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.records import EngineStats, Request
 from quire.base.sampling_params import SamplingParams
+from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import EngineConfig
 from quire.engine.card import EngineState, Health, ModelCard
 from quire.engine.launch import EngineProcess
@@ -172,6 +173,7 @@ class EngineClient:
         request_id: str,
         first_stream: int = 0,
         cache_salt: str = "",
+        terms: Terms = DEFAULT_TERMS,
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
@@ -194,6 +196,7 @@ class EngineClient:
             arrival_ms=self._clock.now_ms(),
             first_stream=first_stream,
             cache_salt=cache_salt,
+            terms=terms,
             encoder=self.tokenizer,
         )
         queue, stream_ids = self._register(request_id, requests)

@@ -22,13 +22,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from numbers import Integral
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import MAX_N, SamplingParams
 from quire.base.show import show
+from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.engine.client import EngineClient
@@ -50,6 +51,8 @@ from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import TextSide, load_text_side, rendered
 from quire.engine.token_text import TokenText
+
+_Kind = TypeVar("_Kind")
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -148,27 +151,32 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        terms: Terms | Sequence[Terms] | None = None,
         progress: bool | None = None,
     ) -> list[Answer]:
         """Answers to the prompts, in their order. A prompt is text or a list of token ids.
 
         sampling_params: one for all, or one each; None takes the model's defaults. To score texts
         and generate nothing: SamplingParams(prompt_logprobs=0, max_tokens=0), and read each
-        answer's prompt_logprobs. progress: a bar on standard error; None shows one on a terminal
-        where there are several prompts.
+        answer's prompt_logprobs. terms: how urgent it is (quire.base.terms), one for all or one
+        each. progress: a bar on standard error; None shows one on a terminal where there are
+        several prompts.
         Raises RequestError before anything runs where a prompt or a parameter cannot be served.
         """
-        return self._generate(_prompts(prompts), sampling_params, progress, special_tokens=True)
+        return self._generate(
+            _prompts(prompts), sampling_params, terms, progress, special_tokens=True
+        )
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        terms: Terms | Sequence[Terms] | None = None,
         progress: bool | None = None,
         **template_settings: Any,
     ) -> list[Answer]:
-        """Answers to one conversation or to several.
+        """Answers to one conversation or to several; terms as for generate.
 
         template_settings: tools, documents, add_generation_prompt, continue_final_message,
         chat_template (the name of one of the model's templates), and variables of the template,
@@ -178,7 +186,7 @@ class LLM:
         one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         texts = [rendered(self._text, messages, template_settings) for messages in conversations]
-        return self._generate(texts, sampling_params, progress, special_tokens=False)
+        return self._generate(texts, sampling_params, terms, progress, special_tokens=False)
 
     def close(self) -> None:
         """Free the engine's threads and memory."""
@@ -204,12 +212,15 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        terms: Terms | Sequence[Terms] | None,
         progress: bool | None,
         *,
         special_tokens: bool,
     ) -> list[Answer]:
         all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
         samplings = self._samplings(sampling_params, all_ids)
+        given = DEFAULT_TERMS if terms is None else terms
+        each = _one_each("terms", Terms, given, len(prompts))
         jobs = [
             _Job(
                 prompt if isinstance(prompt, str) else None,
@@ -219,10 +230,13 @@ class LLM:
                     sampling,
                     request_id=self._streams.fresh_id("llm"),
                     arrival_ms=self._clock.now_ms(),
+                    terms=of_prompt,
                     encoder=self._text.tokenizer,
                 ),
             )
-            for prompt, ids, sampling in zip(prompts, all_ids, samplings, strict=True)
+            for prompt, ids, sampling, of_prompt in zip(
+                prompts, all_ids, samplings, each, strict=True
+            )
         ]
         shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
         if not shown:
@@ -294,23 +308,7 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if given is None:
             return [default_sampling(self.card, num_prompt_tokens=len(ids)) for ids in all_ids]
-        if isinstance(given, SamplingParams):
-            return [given] * len(all_ids)
-        if not isinstance(given, Sequence) or not all(
-            isinstance(one, SamplingParams) for one in given
-        ):
-            raise InvalidParameter(
-                f"sampling_params is {show(given)}; a SamplingParams for all prompts or a list of "
-                "one each is allowed",
-                param="sampling_params",
-            )
-        if len(given) != len(all_ids):
-            raise InvalidParameter(
-                f"{len(given)} sampling_params for {len(all_ids)} prompts; give one for all or one "
-                "each",
-                param="sampling_params",
-            )
-        return given
+        return _one_each("sampling_params", SamplingParams, given, len(all_ids))
 
 
 class AsyncLLM:
@@ -342,12 +340,16 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        terms: Terms = DEFAULT_TERMS,
         request_id: str | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`."""
+        """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`.
+
+        terms: how urgent it is (quire.base.terms).
+        """
         await self.start()
         ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else _listed(prompt)
-        async with aclosing(self._stream(ids, sampling_params, request_id)) as deltas:
+        async with aclosing(self._stream(ids, sampling_params, terms, request_id)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -356,6 +358,7 @@ class AsyncLLM:
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        terms: Terms = DEFAULT_TERMS,
         request_id: str | None = None,
         **template_settings: Any,
     ) -> AsyncGenerator[TextDelta, None]:
@@ -365,7 +368,7 @@ class AsyncLLM:
         # A template is a stranger's program, and may take its time.
         text = await asyncio.to_thread(rendered, text_side, messages, template_settings)
         ids = self._client.tokenizer.encode(text, add_special_tokens=False)
-        async with aclosing(self._stream(ids, sampling_params, request_id)) as deltas:
+        async with aclosing(self._stream(ids, sampling_params, terms, request_id)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -392,12 +395,14 @@ class AsyncLLM:
         self,
         ids: Sequence[int],
         sampling_params: SamplingParams | None,
+        terms: Terms,
         request_id: str | None,
     ) -> AsyncGenerator[TextDelta, None]:
         return self._client.generate(
             ids,
             sampling_params or default_sampling(self._client.card, num_prompt_tokens=len(ids)),
             request_id=request_id or secrets.token_hex(8),
+            terms=terms,
         )
 
 
@@ -453,6 +458,24 @@ def _completion(deltas: Sequence[TextDelta]) -> Completion:
         cached_tokens=last.cached_tokens,
         error=last.error,
     )
+
+
+def _one_each(name: str, kind: type[_Kind], given: object, num_prompts: int) -> Sequence[_Kind]:
+    """What was given for all prompts or for each, for each."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
+        raise InvalidParameter(
+            f"{name} is {show(given)}; a {kind.__name__} for all prompts or a list of one each is "
+            "allowed",
+            param=name,
+        )
+    if len(given) != num_prompts:
+        raise InvalidParameter(
+            f"{len(given)} {name} for {num_prompts} prompts; give one for all or one each",
+            param=name,
+        )
+    return given
 
 
 def _prompts(given: object) -> Sequence[Prompt]:

@@ -12,6 +12,7 @@ import numpy as np
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.records import Request, TokenRules
 from quire.base.sampling_params import SamplingParams
+from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.engine.card import ModelCard
 from quire.engine.token_rules import Encoder, token_rules
 
@@ -25,6 +26,7 @@ def make_requests(
     arrival_ms: float,
     first_stream: int = 0,
     cache_salt: str = "",
+    terms: Terms = DEFAULT_TERMS,
     encoder: Encoder | None = None,
 ) -> tuple[Request, ...]:
     """The n streams of one caller's request; stream i has the id "<request_id>/<i>".
@@ -78,6 +80,11 @@ def make_requests(
             arrival_ms=arrival_ms,
             cache_salt=cache_salt,
             rules=rules,
+            tenant=terms.tenant,
+            priority=terms.priority,
+            deadline_ms=terms.deadline_ms,
+            ttft_slo_ms=terms.ttft_slo_ms,
+            tpot_slo_ms=terms.tpot_slo_ms,
         )
         for stream in range(first_stream, first_stream + sampling.n)
     )

@@ -18,7 +18,9 @@ from quire.api.serving import Serving
 from quire.base.log import Log
 from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
+from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import ServerConfig
+from quire.config.tenants import Tenant
 from quire.engine.card import Health, ModelCard
 from quire.engine.output import TextDelta
 from quire.engine.requests import make_requests
@@ -95,6 +97,7 @@ class Asked:
     sampling: SamplingParams
     request_id: str
     cache_salt: str
+    terms: Terms = DEFAULT_TERMS
 
 
 class FakeEngine:
@@ -143,6 +146,7 @@ class FakeEngine:
         request_id: str,
         first_stream: int = 0,
         cache_salt: str = "",
+        terms: Terms = DEFAULT_TERMS,
     ) -> AsyncIterator[TextDelta]:
         self.asked.append(
             Asked(
@@ -150,6 +154,7 @@ class FakeEngine:
                 sampling=sampling,
                 request_id=request_id,
                 cache_salt=cache_salt,
+                terms=terms,
             )
         )
         complete = False
@@ -265,10 +270,17 @@ class Reply:
 class Site:
     """An app on a FakeEngine, called without sockets. Made inside a running loop."""
 
-    def __init__(self, engine: FakeEngine | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine | None = None,
+        *,
+        tenants: Sequence[Tenant] | None = None,
+        **settings: Any,
+    ) -> None:
         self.engine = engine or FakeEngine()
         self.log = io.StringIO()
-        self.serving = Serving(ServerConfig(**settings), Metrics(), Log("test", self.log))
+        log = Log("test", self.log)
+        self.serving = Serving(ServerConfig(**settings), Metrics(), log, tenants)
         self.serving.start(self.engine)
         self.app = build_app(self.serving)
 

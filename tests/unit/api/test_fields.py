@@ -53,7 +53,7 @@ def test_any_other_value_is_refused_naming_the_field_and_why(name: str) -> None:
     assert UNSERVED[name].why in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("store", 0), ("priority", False), ("suffix", " ")])
+@pytest.mark.parametrize(("name", "value"), [("store", 0), ("top_a", False), ("suffix", " ")])
 def test_a_value_that_only_looks_like_the_default_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter):
         given({name: value})

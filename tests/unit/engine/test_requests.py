@@ -9,6 +9,7 @@ import pytest
 
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.sampling_params import SamplingParams
+from quire.base.terms import Terms
 from quire.engine.card import ModelCard
 from quire.engine.requests import default_sampling, make_requests
 
@@ -111,3 +112,20 @@ def test_the_models_defaults_never_ask_for_more_than_there_is_room() -> None:
 def test_a_stop_string_that_is_no_text_is_refused_by_name() -> None:
     with pytest.raises(InvalidParameter, match=r"'a\\ud800', with a lone surrogate"):
         SamplingParams(stop=("a\ud800",))
+
+
+def test_every_stream_is_served_on_the_terms_of_its_request() -> None:
+    terms = Terms(tenant="a", priority=-3, deadline_ms=900.0, ttft_slo_ms=100.0, tpot_slo_ms=20.0)
+    requests = make_requests(
+        CARD, [5], SamplingParams(n=2), request_id="r", arrival_ms=0.0, terms=terms
+    )
+    assert len(requests) == 2
+    for request in requests:
+        found = Terms(
+            tenant=request.tenant,
+            priority=request.priority,
+            deadline_ms=request.deadline_ms,
+            ttft_slo_ms=request.ttft_slo_ms,
+            tpot_slo_ms=request.tpot_slo_ms,
+        )
+        assert found == terms

@@ -1,0 +1,161 @@
+"""The tenants file: read strictly, refused with the place of what is wrong, keys never kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.config.tenants import MAX_FILE_BYTES, Tenant, read_tenants
+
+ALL = """
+[tenants.search]
+keys = ["key-1", "key-2"]
+key_digests = ["{digest}"]
+weight = 2
+kv_floor_blocks = 10
+kv_ceiling_share = 0.5
+max_running = 4
+max_queued = 8
+priority = -3
+priority_min = -5
+priority_max = 5
+isolate_cache = true
+admin = true
+
+[tenants.batch]
+keys = ["key-3"]
+""".format(digest=hashlib.sha256(b"key-4").hexdigest().upper())
+
+
+def read(folder: Path, text: str, name: str = "tenants.toml") -> tuple[Tenant, ...]:
+    file = folder / name
+    file.write_text(text)
+    return read_tenants(str(file))
+
+
+def refused(folder: Path, text: str, name: str = "tenants.toml") -> str:
+    with pytest.raises(SettingError) as caught:
+        read(folder, text, name)
+    assert str(folder / name) in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_setting_is_read_and_the_default_tenant_comes_first(tmp_path: Path) -> None:
+    default, search, batch = read(tmp_path, ALL)
+    assert default.is_default
+    assert default.name_in_requests == ""
+    assert not default.key_digests
+    assert search == Tenant(
+        name="search",
+        key_digests=tuple(
+            hashlib.sha256(key).hexdigest() for key in (b"key-1", b"key-2", b"key-4")
+        ),
+        weight=2.0,
+        kv_floor_blocks=10,
+        kv_ceiling_share=0.5,
+        max_running=4,
+        max_queued=8,
+        priority=-3,
+        priority_min=-5,
+        priority_max=5,
+        isolate_cache=True,
+        is_admin=True,
+    )
+    assert batch.name_in_requests == "batch"
+
+
+def test_a_tenant_may_not_go_before_others_unless_the_file_says_so(tmp_path: Path) -> None:
+    (_, tenant) = read(tmp_path, '[tenants.a]\nkeys = ["k"]')
+    assert tenant.priority_min == 0 < tenant.priority_max
+    assert not tenant.is_admin
+
+
+def test_the_same_file_as_json_means_the_same(tmp_path: Path) -> None:
+    as_json = json.dumps({"tenants": {"a": {"keys": ["k"], "weight": 3}}})
+    toml = '[tenants.a]\nkeys = ["k"]\nweight = 3'
+    assert read(tmp_path, as_json, "t.json") == read(tmp_path, toml)
+
+
+def test_no_key_is_kept_as_it_was_given(tmp_path: Path) -> None:
+    assert "key-1" not in repr(read(tmp_path, ALL))
+
+
+def test_the_default_tenant_may_have_limits(tmp_path: Path) -> None:
+    default, other = read(tmp_path, '[tenants.a]\nkeys = ["k"]\n[tenants.default]\nmax_running = 2')
+    assert (default.max_running, other.name) == (2, "a")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("weigth = 2", '"weigth" is not known; did you mean weight?'),
+        ("frob = 2", '"frob" is not known; known: keys'),
+        ("weight = 0", "weight is 0; a finite number above 0"),
+        ("weight = true", "weight is true"),
+        ("weight = nan", "weight is "),
+        ('weight = "2"', 'weight is "2"'),
+        ("kv_floor_blocks = -1", "kv_floor_blocks is -1; a whole number from 0"),
+        ("kv_floor_blocks = 1.5", "kv_floor_blocks is 1.5; a whole number"),
+        ("kv_floor_share = 0", "kv_floor_share is 0; a finite number above 0 to 1"),
+        ("kv_ceiling_share = 1.5", "kv_ceiling_share is 1.5"),
+        ("kv_ceiling_blocks = 0", "kv_ceiling_blocks is 0; a whole number from 1"),
+        ("kv_floor_blocks = 1\nkv_floor_share = 0.5", "kv_floor_blocks and kv_floor_share say"),
+        ("kv_floor_blocks = 9\nkv_ceiling_blocks = 8", "kv_floor_blocks is 9, more than"),
+        ("max_running = 0", "max_running is 0; a whole number from 1"),
+        ("max_queued = 0", "max_queued is 0; a whole number from 1"),
+        ("priority = 5000000", "priority is 5000000"),
+        ("priority = -1", "priority is -1; it must lie between priority_min 0"),
+        ("isolate_cache = 1", "isolate_cache is 1; true or false"),
+        ("keys = []\nadmin = 0", "admin is 0; true or false"),
+        ('keys = "k"', 'keys is "k"; a list is allowed'),
+        ('keys = [""]', 'keys holds ""'),
+        ('keys = [" k"]', "keys holds a key with space around it"),
+        ("keys = [5]", "keys holds 5"),
+        ('key_digests = ["abc"]', 'key_digests holds "abc"; each must be a key\'s SHA-256'),
+    ],
+)
+def test_what_is_not_allowed_is_refused_with_its_tenant(
+    tmp_path: Path, setting: str, said: str
+) -> None:
+    message = refused(tmp_path, f"[tenants.a]\n{setting}")
+    assert f"tenants.a: {said}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it names no tenant"),
+        ("tenants = 5", "it names no tenant"),
+        ("[tenant.a]", '"tenant"; only `tenants` is known'),
+        ("[tenants]\na = 5", "tenants.a is 5; a table"),
+        ('[tenants."a b"]', 'a tenant is called "a b"'),
+        ("[tenants.a]\n[tenants.a]", "it is not TOML"),
+        ('[tenants.a]\nkeys = ["k"]\n[tenants.b]\nkeys = ["k"]', "a and b have a key in common"),
+    ],
+)
+def test_a_file_that_is_wrong_as_a_whole_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refused(tmp_path, text)
+
+
+def test_a_name_given_twice_in_json_is_refused(tmp_path: Path) -> None:
+    assert "given twice" in refused(tmp_path, '{"tenants": {"a": {}, "a": {}}}', "t.json")
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    assert ".toml and .json are read" in refused(tmp_path, "", "t.yaml")
+
+
+def test_a_file_that_is_not_there_too_large_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="cannot be read: No such file"):
+        read_tenants(str(tmp_path / "none.toml"))
+    file = tmp_path / "t.toml"
+    file.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(SettingError, match="at most 4194304"):
+        read_tenants(str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(SettingError, match="not UTF-8"):
+        read_tenants(str(file))
