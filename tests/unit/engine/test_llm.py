@@ -23,6 +23,7 @@ from quire.base.errors import (
     WorkerError,
 )
 from quire.base.records import FinishReason
+from quire.base.terms import Terms
 from tests.data import outside
 
 GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=12, ignore_eos=True)
