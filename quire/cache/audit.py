@@ -72,6 +72,11 @@ def _free_problems(pool: BlockPool) -> list[str]:
         *_named((times_free > 0) & (pool.references > 0), "blocks free and in use at once"),
         *_named((times_free == 0) & (pool.references == 0), "blocks neither free nor in use"),
     ]
+    again = pool.protected_blocks()
+    if (pool.protected & ~pool.findable).any():
+        found.append("blocks are protected that cannot be found")
+    if np.count_nonzero(pool.protected[findable]) != len(again) or not pool.protected[again].all():
+        found.append("free blocks lie in the wrong queue (used once or again)")
     if pool.findable[plain].any() or not pool.findable[findable].all():
         found.append("free blocks lie in the wrong list (plain or findable)")
     if len(plain) + len(findable) != pool.num_free:

@@ -3,8 +3,8 @@
 The digest of a block is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012, and
 the authors' reference code for the wide output) over the digest of the block before it followed
 by the block's token ids as little-endian int32. The digest before the first block is that of
-the cache salt. The key is secret and drawn a process, so that nobody can craft colliding
-prompts; the fixed key is for tests.
+what makes the keys and values (the model's fingerprint) and of the cache salt. The key is secret
+and drawn a process, so that nobody can craft colliding prompts; the fixed key is for tests.
 """
 
 from __future__ import annotations
@@ -91,9 +91,15 @@ def hash_chains(
     return np.array(digests, np.uint64).reshape(-1, 2)
 
 
-def seed_of(salt: str, key: bytes, siphash: SipHash = siphash128) -> Uint64s:
-    """The digest before the first block, uint64 [2]: chains of different salts never meet."""
-    return np.array(siphash(salt.encode("utf-8", "surrogatepass"), key), np.uint64)
+def seed_of(
+    salt: str, key: bytes, siphash: SipHash = siphash128, *, fingerprint: str = ""
+) -> Uint64s:
+    """The digest before the first block, uint64 [2].
+
+    Chains of different salts, and those of different models, never meet.
+    """
+    message = f"{fingerprint}\0{salt}".encode("utf-8", "surrogatepass")
+    return np.array(siphash(message, key), np.uint64)
 
 
 def keys_of(digests: Uint64s) -> list[bytes]:

@@ -18,11 +18,16 @@ from quire._native import hash_chains, siphash128
 from quire.base.errors import CapacityError
 from quire.cache import audit
 from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
-from quire.cache.pool import BlockPool
+from quire.cache.ghosts import Ghosts
+from quire.cache.pool import BlockPool, Bools
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
 
 _ZERO = np.zeros(1, np.int32)
+# Columns of a slot that count as offered to the index where nothing of it may be found.
+_ALL_COLUMNS = np.iinfo(np.int32).max
+# Digests of evicted blocks that are remembered, for each block of the pool.
+GHOSTS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,7 @@ class CacheManager:
     """`num_blocks` blocks of `block_size` tokens.
 
     hash_key: 16 secret bytes, drawn anew for each process that serves; the default is for tests.
+    fingerprint: of what computes the keys and values; those of another are never found.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class CacheManager:
         block_size: int,
         *,
         prefix_caching: bool,
+        fingerprint: str = "",
         hash_key: bytes = FIXED_KEY,
         hash_blocks: HashChains = hash_chains,
     ) -> None:
@@ -77,11 +84,13 @@ class CacheManager:
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks)
+        self.ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
         self.lay_out(num_slots=1, max_tokens=block_size)
         self._hash_key = hash_key
         self._hash_blocks = hash_blocks
+        self._fingerprint = fingerprint
         self._last_salt = ""
-        self._last_seed = seed_of("", hash_key, siphash128)
+        self._last_seed = seed_of("", hash_key, siphash128, fingerprint=fingerprint)
         # Blocks still named by a step in flight: (that step, blocks), a reference on each.
         self.holds: list[tuple[int, Int32s]] = []
         self._settled_step = 0
@@ -94,6 +103,8 @@ class CacheManager:
         self._registered: Int32s = np.zeros(num_slots, np.int32)
         self._chain_ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
         self._seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        # Slots whose request was here before: that it needs its own blocks twice is no second use.
+        self._returned: Bools = np.zeros(num_slots, np.bool_)
 
     @property
     def num_blocks(self) -> int:
@@ -159,7 +170,9 @@ class CacheManager:
         if not self.prefix_caching:
             return None
         if salt != self._last_salt:
-            self._last_seed = seed_of(salt, self._hash_key, siphash128)
+            self._last_seed = seed_of(
+                salt, self._hash_key, siphash128, fingerprint=self._fingerprint
+            )
             self._last_salt = salt
         seed = self._last_seed
         digests = self._hash_blocks(
@@ -183,8 +196,12 @@ class CacheManager:
             return self.pool.num_free
         return self.pool.num_free - self.pool.num_unreferenced(match.blocks)
 
-    def attach(self, slot: int, match: PrefixMatch) -> None:
-        """Make an empty slot begin with the blocks of `match`, shared."""
+    def attach(self, slot: int, match: PrefixMatch, *, returned: bool = False) -> None:
+        """Make an empty slot begin with the blocks of `match`, shared.
+
+        returned: its request was preempted, so what it finds may be its own, used once.
+        """
+        self._returned[slot] = returned
         self._registered[slot] = match.num_blocks
         self._seeds[slot] = match.chain.seed
         self._chain_ends[slot] = (
@@ -192,6 +209,8 @@ class CacheManager:
         )
         if match.num_blocks:
             self.pool.share(match.blocks)
+            if not returned:
+                self.pool.protect(match.blocks)
             self.tables.append(slot, match.blocks)
 
     def fork(self, source: int, slot: int, num_tokens: int) -> tuple[Int32s, Int32s]:
@@ -242,7 +261,7 @@ class CacheManager:
         ends = np.cumsum(counts)
         columns = np.arange(len(digests)) - np.repeat(ends - counts - firsts, counts)
         blocks = self.tables.blocks[np.repeat(slots, counts), columns]
-        self.pool.findable[self.index.insert(keys_of(digests), blocks)] = True
+        self._insert(keys_of(digests), blocks, np.repeat(slots, counts))
         self._registered[slots] = firsts + counts
         self._chain_ends[slots] = digests[ends - 1]
 
@@ -269,6 +288,16 @@ class CacheManager:
         self.holds = [(until, blocks) for until, blocks in self.holds if until > step]
         return sum(self.pool.release(blocks) for blocks in ended)
 
+    def flush(self) -> int:
+        """Nothing known now is found again; returns how many blocks were findable.
+
+        What runs keeps its blocks and goes on, and is not found either.
+        """
+        self._registered[:] = _ALL_COLUMNS
+        self.ghosts.clear()
+        self.pool.forget_all()
+        return self.index.clear()
+
     def num_freed_by(self, slot: int) -> int:
         """Blocks that only `slot` names: what freeing it would yield."""
         return self.pool.num_freed_by(self.tables.row(slot))
@@ -283,12 +312,28 @@ class CacheManager:
     def _take_blocks(self, count: int) -> Int32s:
         blocks, evicted = self.pool.allocate(count)
         if len(evicted):
-            self.index.forget(evicted)
+            self.ghosts.add(self.index.forget(evicted))
         return blocks
+
+    def _insert(self, keys: list[bytes], blocks: Int32s, slots: Index) -> None:
+        """blocks[i] of slots[i] is found under keys[i] from now on.
+
+        What was evicted and is computed again is as good as found: it is protected.
+        """
+        new = self.index.insert(keys, blocks)
+        found = blocks[new]
+        self.pool.findable[found] = True
+        again = self.ghosts.take([keys[at] for at in new.tolist()])
+        if again.any():
+            self.pool.protect(found[again & ~self._returned[slots[new]]])
 
     def _inherit_chain(self, slot: int, source: int, shared: Int32s) -> None:
         """Shared blocks need no second digest where the index knows the last of them."""
         self._seeds[slot] = self._seeds[source]
+        self._returned[slot] = False
+        if self._registered[source] == _ALL_COLUMNS:  # flushed since
+            self._registered[slot] = _ALL_COLUMNS
+            return
         key = self.index.key_of(int(shared[-1])) if len(shared) else None
         if key is None:
             self._registered[slot] = 0

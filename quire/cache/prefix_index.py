@@ -37,29 +37,39 @@ class PrefixIndex:
             found.append(block)
         return np.array(found, np.int32)
 
-    def insert(self, keys: Sequence[bytes], blocks: Int32s) -> Int32s:
-        """Make blocks[i] findable under keys[i]; returns the blocks that are new here.
+    def insert(self, keys: Sequence[bytes], blocks: Int32s) -> NDArray[np.intp]:
+        """Make blocks[i] findable under keys[i]; returns the i that are new here.
 
         Where a key is known already its first block stays, and blocks[i] is left out.
         """
         block_of, key_of = self._block_of, self._key_of
         new: list[int] = []
-        for key, block in zip(keys, blocks.tolist(), strict=True):
+        for at, (key, block) in enumerate(zip(keys, blocks.tolist(), strict=True)):
             if key in block_of or key_of[block] is not None:
                 continue
             block_of[key] = block
             key_of[block] = key
-            new.append(block)
-        return np.array(new, np.int32)
+            new.append(at)
+        return np.array(new, np.intp)
 
-    def forget(self, blocks: Int32s) -> None:
-        """Drop `blocks`, all of them known here."""
+    def forget(self, blocks: Int32s) -> list[bytes]:
+        """Drop `blocks`, all of them known here; returns their keys."""
+        keys: list[bytes] = []
         for block in blocks.tolist():
             key = self._key_of[block]
             if key is None:
                 raise RuntimeError(f"block {block} was evicted but the prefix index has no key")
             del self._block_of[key]
             self._key_of[block] = None
+            keys.append(key)
+        return keys
+
+    def clear(self) -> int:
+        """Drop all; returns how many."""
+        dropped = len(self._block_of)
+        self._block_of.clear()
+        self._key_of = [None] * len(self._key_of)
+        return dropped
 
     def key_of(self, block: int) -> bytes | None:
         """The digest under which `block` is found, None if it is not."""

@@ -134,10 +134,15 @@ def _assembled(
         runner = RecordingRunner(model_runner, record, report=report)
     if beat is not None:
         runner = BeatingRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
-    scheduler = make_scheduler(
-        config, limits, num_blocks=memory.num_blocks, hash_key=os.urandom(16), cost=cost
-    )
     card = _card(config, spec, program, folder, executor, memory, max_num_seqs=limits.max_num_seqs)
+    scheduler = make_scheduler(
+        config,
+        limits,
+        num_blocks=memory.num_blocks,
+        fingerprint=card.fingerprint,
+        hash_key=os.urandom(16),
+        cost=cost,
+    )
     core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)
     notes = tuple(memory.text().splitlines())
     return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)

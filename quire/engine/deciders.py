@@ -33,14 +33,17 @@ def make_scheduler(
     limits: SchedulerLimits,
     *,
     num_blocks: int,
+    fingerprint: str,
     hash_key: bytes,
     cost: CostModel | None = None,
 ) -> Scheduler:
-    """A scheduler over a fresh cache of `num_blocks`. cost: where limits have a step_budget_ms."""
+    """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
+    `fingerprint` has computed. cost: where limits have a step_budget_ms."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
         prefix_caching=config.cache.enable_prefix_caching,
+        fingerprint=fingerprint,
         hash_key=hash_key,
     )
     return Scheduler(limits, cache, FirstCome(), cost=cost)

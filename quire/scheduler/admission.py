@@ -93,8 +93,9 @@ class Admissions:
     ) -> int:
         """A slot for `ticket`, with blocks for the tokens before `end`; returns the slot."""
         cache, request = self._cache, ticket.request
+        returned = ticket.was_admitted
         self._count_prefix(ticket, placement)
-        if not ticket.was_admitted:
+        if not returned:
             ticket.first_scheduled_ms = now_ms
         slot = self._state.occupy(ticket, placement.start, placement.stored)
         if placement.leader_slot is not None:
@@ -102,7 +103,7 @@ class Admissions:
             cache.hold(copy_from, draft.step)
             draft.add_copies(copy_from, copy_to)
         elif placement.match is not None:
-            cache.attach(slot, placement.match)
+            cache.attach(slot, placement.match, returned=returned)
         cache.extend(slot, end)
         draft.add_deltas(cache.entries(slot))
         draft.add_admission(

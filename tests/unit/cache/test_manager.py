@@ -87,6 +87,95 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     assert books.cache.match(chain).num_blocks == 5
 
 
+def test_a_prefix_found_again_outlives_any_number_of_those_used_once() -> None:
+    books = Books(num_blocks=10)
+    for _ in range(2):
+        books.begin(0, list(range(9)))
+        books.end(0)
+    for scan in range(1, 12):
+        books.begin(0, list(range(100 * scan, 100 * scan + 32)))
+        books.end(0)
+    assert books.begin(0, list(range(9))) == 2
+
+
+def test_a_prefix_used_once_is_forgotten_for_the_next_that_comes() -> None:
+    books = Books(num_blocks=10)
+    books.begin(0, list(range(9)))
+    books.end(0)
+    for scan in range(1, 3):
+        books.begin(0, list(range(100 * scan, 100 * scan + 32)))
+        books.end(0)
+    assert books.begin(0, list(range(9))) == 0
+
+
+def test_what_comes_back_after_its_eviction_is_protected_like_what_was_found() -> None:
+    books = Books(num_blocks=10)
+    books.begin(0, list(range(8)))
+    books.end(0)
+    books.begin(0, list(range(100, 140)))
+    books.end(0)
+    assert books.begin(0, list(range(8))) == 0
+    books.end(0)
+    assert books.cache.pool.num_free_protected == 2
+    books.begin(0, list(range(200, 232)))
+    books.end(0)
+    assert books.begin(0, list(range(8))) == 2
+
+
+def test_what_a_preempted_request_finds_of_its_own_counts_as_used_once() -> None:
+    books = Books(num_blocks=10)
+    books.begin(0, list(range(8)))
+    books.end(0)
+    chain = books.cache.chain(np.arange(8, dtype=np.int32), "")
+    assert chain is not None
+    books.cache.attach(0, books.cache.match(chain), returned=True)
+    books.end(0)
+    assert books.cache.pool.num_free_protected == 0
+
+
+def test_what_a_preempted_request_computes_again_counts_as_used_once() -> None:
+    books = Books(num_blocks=10)
+    books.begin(0, list(range(8)))
+    books.end(0)
+    books.begin(0, list(range(100, 140)))
+    books.end(0)
+    chain = books.cache.chain(np.arange(8, dtype=np.int32), "")
+    assert chain is not None
+    books.cache.attach(0, books.cache.match(chain), returned=True)
+    books.cache.extend(0, 8)
+    books.cache.register(ints(0), ints(8), books.tokens * 0 + np.arange(40, dtype=np.int32))
+    books.end(0)
+    assert books.cache.pool.num_free_protected == 0
+    assert books.begin(1, list(range(8))) == 2
+
+
+def test_after_a_flush_nothing_is_found_of_what_ended_and_of_what_runs() -> None:
+    books = Books(num_blocks=12)
+    books.begin(0, list(range(8)))
+    books.end(0)
+    books.begin(0, list(range(20, 30)))
+    assert books.cache.flush() == 4
+    assert books.cache.check_integrity() == []
+    books.cache.fork(0, 1, 10)
+    books.tokens[0, :12] = books.tokens[1, :12] = range(20, 32)
+    books.cache.register(ints(0, 1), ints(12, 12), books.tokens)
+    books.end(0, 1)
+    assert books.cache.num_free == 12
+    assert books.cache.pool.num_free_findable == 0
+    assert books.begin(0, list(range(20, 32))) == 0
+    assert books.begin(1, list(range(20, 32))) == 3
+
+
+def test_another_model_finds_nothing_under_the_same_key() -> None:
+    first = CacheManager(4, 4, prefix_caching=True, fingerprint="one")
+    second = CacheManager(4, 4, prefix_caching=True, fingerprint="two")
+    tokens = np.arange(8, dtype=np.int32)
+    chains = first.chain(tokens, ""), second.chain(tokens, "")
+    assert chains[0] is not None
+    assert chains[1] is not None
+    assert not set(chains[0].keys) & set(chains[1].keys)
+
+
 def test_another_salt_finds_nothing() -> None:
     books = Books()
     books.begin(0, list(range(8)), salt="one")

@@ -79,12 +79,56 @@ def test_a_block_released_twice_in_one_call_becomes_free_once() -> None:
     assert sorted(pool.allocate(3)[0].tolist()) == [0, 1, 2]
 
 
-@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8)), max_size=80))
-def test_the_pool_behaves_like_its_plain_model(num_blocks: int, operations: list) -> None:
-    """The model: a list of references, a list of plain free blocks, a list of aged ones."""
-    pool = BlockPool(num_blocks)
-    references = [0] * num_blocks
-    aged: list[int] = []
+def test_blocks_used_again_are_handed_out_after_all_that_were_used_once() -> None:
+    pool = BlockPool(5)
+    pool.allocate(5)
+    pool.findable[:] = True
+    pool.protect(ints(0, 3))
+    pool.release(ints(3, 0, 1, 2, 4))
+    assert pool.num_free_protected == 2
+    assert pool.allocate(4)[1].tolist() == [1, 2, 4, 3]
+    assert pool.protected.tolist() == [True, False, False, False, False]
+
+
+def test_beyond_their_share_the_oldest_lose_their_protection_and_count_as_freshly_used() -> None:
+    pool = BlockPool(5, protected_share=0.4)
+    pool.allocate(5)
+    pool.findable[:] = True
+    pool.protect(ints(0, 1, 2))
+    pool.release(ints(4))
+    pool.release(ints(2, 1))
+    pool.release(ints(0))
+    assert pool.protected_blocks().tolist() == [1, 0]
+    assert not pool.protected[2]
+    pool.release(ints(3))
+    assert pool.allocate(5)[1].tolist() == [4, 2, 3, 1, 0]
+
+
+def test_a_pool_told_to_forget_all_has_only_plain_blocks() -> None:
+    pool = BlockPool(4)
+    pool.allocate(4)
+    pool.findable[:] = True
+    pool.protect(ints(1, 2))
+    pool.release(ints(0, 1))
+    pool.forget_all()
+    assert (pool.num_free, pool.num_free_findable, pool.num_free_protected) == (2, 0, 0)
+    pool.release(ints(2, 3))
+    assert pool.num_free_findable == 0
+    assert sorted(pool.allocate(4)[0].tolist()) == [0, 1, 2, 3]
+
+
+_OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8)), max_size=80)
+
+
+@given(st.integers(1, 9), st.sampled_from((0.0, 0.3, 0.8, 1.0)), _OPERATIONS)
+def test_the_pool_behaves_like_its_plain_model(
+    num_blocks: int, share: float, operations: list
+) -> None:
+    """The model: a list of references, and lists of blocks used once and again, by age."""
+    pool = BlockPool(num_blocks, protected_share=share)
+    references, protected = [0] * num_blocks, [False] * num_blocks
+    once: list[int] = []
+    again: list[int] = []
     for kind, number in operations:
         block = number % num_blocks
         if kind == 0 and pool.num_free:
@@ -92,26 +136,41 @@ def test_the_pool_behaves_like_its_plain_model(num_blocks: int, operations: list
             for taken in blocks.tolist():
                 assert references[taken] == 0
                 references[taken] = 1
-            assert evicted.tolist() == aged[: len(evicted)]
-            assert len(evicted) == 0 or len(aged) + sum(references) >= num_blocks
-            del aged[: len(evicted)]
+            assert evicted.tolist() == (once + again)[: len(evicted)]
+            num_once = min(len(evicted), len(once))
+            for taken in again[: len(evicted) - num_once]:
+                protected[taken] = False
+            del again[: len(evicted) - num_once], once[:num_once]
         elif kind == 1 and references[block]:
             references[block] -= 1
             pool.release(ints(block))
             if references[block] == 0 and pool.findable[block]:
-                aged.append(block)
-        elif kind == 2 and (references[block] or block in aged):
-            if block in aged:
-                aged.remove(block)
+                (again if protected[block] else once).append(block)
+            while len(again) > int(share * num_blocks):
+                protected[again[0]] = False
+                once.append(again.pop(0))
+        elif kind == 2 and (references[block] or block in once + again):
+            for queue in (once, again):
+                if block in queue:
+                    queue.remove(block)
             references[block] += 1
             pool.share(ints(block))
         elif kind == 3 and references[block]:
             pool.findable[block] = True
+        elif kind == 4 and references[block] and pool.findable[block]:
+            protected[block] = True
+            pool.protect(ints(block))
+        elif kind == 5 and number == 8:
+            once, again, protected = [], [], [False] * num_blocks
+            pool.forget_all()
         assert pool.references.tolist() == references
+        assert pool.protected.tolist() == protected
         plain, findable = pool.free_blocks()
-        assert findable.tolist() == aged
-        assert sorted(plain.tolist() + aged) == [b for b in range(num_blocks) if not references[b]]
-        assert pool.num_free == len(plain) + len(aged)
+        assert findable.tolist() == once + again
+        assert sorted(plain.tolist() + once + again) == [
+            b for b in range(num_blocks) if not references[b]
+        ]
+        assert pool.num_free == len(plain) + len(once) + len(again)
 
 
 def test_the_queue_of_findable_blocks_never_outgrows_its_array() -> None:
@@ -134,3 +193,14 @@ def test_rebuilding_takes_references_from_outside_and_keeps_the_age_of_findable_
     assert pool.num_free == 3
     assert pool.free_blocks()[0].tolist() == [0]
     assert pool.free_blocks()[1].tolist() == [3, 1]
+
+
+def test_rebuilding_keeps_who_was_used_again() -> None:
+    pool = BlockPool(5)
+    pool.allocate(5)
+    pool.findable[[1, 3, 4]] = True
+    pool.protect(ints(3, 4))
+    pool.release(ints(3, 1))
+    pool.rebuild(ints(1, 0, 1, 0, 0))
+    assert pool.free_blocks()[1].tolist() == [1, 3, 4]
+    assert pool.protected_blocks().tolist() == [3, 4]

@@ -25,8 +25,8 @@ def test_a_match_ends_at_the_first_unknown_key() -> None:
 
 def test_the_first_block_under_a_key_stays_and_later_ones_are_left_out() -> None:
     index = PrefixIndex(8)
-    assert index.insert([KEYS[0]], ints(5)).tolist() == [5]
-    assert index.insert([KEYS[0], KEYS[1]], ints(6, 7)).tolist() == [7]
+    assert index.insert([KEYS[0]], ints(5)).tolist() == [0]
+    assert index.insert([KEYS[0], KEYS[1]], ints(6, 7)).tolist() == [1]
     assert index.longest_match(KEYS).tolist() == [5, 7]
     assert index.key_of(6) is None
 
@@ -42,11 +42,21 @@ def test_a_block_that_is_findable_already_keeps_its_key() -> None:
 def test_a_forgotten_block_is_not_found_and_its_key_can_be_used_again() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[:3], ints(0, 1, 2))
-    index.forget(ints(1))
+    assert index.forget(ints(1)) == [KEYS[1]]
     assert index.longest_match(KEYS).tolist() == [0]
     assert len(index) == 2
-    assert index.insert([KEYS[1]], ints(4)).tolist() == [4]
+    assert index.insert([KEYS[1]], ints(4)).tolist() == [0]
     assert index.longest_match(KEYS).tolist() == [0, 4, 2]
+
+
+def test_a_cleared_index_knows_nothing_and_takes_everything_anew() -> None:
+    index = PrefixIndex(8)
+    index.insert(KEYS[:3], ints(0, 1, 2))
+    assert index.clear() == 3
+    assert len(index) == 0
+    assert index.longest_match(KEYS).tolist() == []
+    assert index.insert(KEYS[:3], ints(2, 1, 0)).tolist() == [0, 1, 2]
+    assert index.problems() == []
 
 
 def test_forgetting_an_unknown_block_is_our_bug_and_says_so() -> None:
