@@ -15,6 +15,9 @@
     ├── CapacityError           the machine is too small for what was asked at start-up
     ├── OverloadedError         busy now, try later (HTTP 503)
     │   ├── ShuttingDown        the server is draining (HTTP 503)
+    │   ├── QueueTimedOut       it waited for its first step as long as it may (HTTP 503)
+    │   ├── DeadlineMissed      it cannot be served by its deadline, and was not begun (HTTP 503)
+    │   ├── TenantLimit         its tenant has as much waiting as it may (HTTP 429)
     │   └── TimedOut            the request ran past its time limit (HTTP 504)
     └── WorkerError             the engine or a worker failed or is gone (HTTP 500)
         └── StepRowError        one request's row of a step failed; the others go on
@@ -92,6 +95,18 @@ class OverloadedError(QuireError):
 
 class ShuttingDown(OverloadedError):
     """The server is draining and takes nothing new."""
+
+
+class QueueTimedOut(OverloadedError):
+    """The request waited for its first step as long as it may; nothing of it was computed."""
+
+
+class DeadlineMissed(OverloadedError):
+    """The request is predicted to miss its deadline; nothing of it was computed."""
+
+
+class TenantLimit(OverloadedError):
+    """The request's tenant has as many waiting as it may; others are served."""
 
 
 class TimedOut(OverloadedError):

@@ -27,7 +27,8 @@ TREE = [
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
 def test_each_error_has_a_status_of_its_own_side(kind: type[QuireError]) -> None:
     status = shape_of(kind("words")).status
-    callers_fault = issubclass(kind, errors.RequestError)
+    # Whose own limit is reached is told so, though others could be served.
+    callers_fault = issubclass(kind, errors.RequestError | errors.TenantLimit)
     assert 400 <= status < 500 if callers_fault else 500 <= status < 600
 
 
