@@ -21,6 +21,8 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 
 # The names of quire/program/kv_cache.py, which a room of this row does not read.
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8")
+# The names of quire/scheduler/policies.py, which a room of this row does not read.
+POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # The names checkpoints and other engines use.
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # The names of quire/quant/scheme.py, which a room of this row does not read.
@@ -129,8 +131,20 @@ class SchedulerConfig:
     step_budget_ms: float = setting(
         0.0, "predicted milliseconds a step may take; 0: only max-num-batched-tokens limits it"
     )
+    scheduling_policy: Literal["fcfs", "priority", "sjf", "fair", "edf"] = setting(
+        "fcfs",
+        "who is served first: fcfs by arrival, priority by the requests' priority, sjf the "
+        "shortest job, fair tenants by turns, edf the earliest deadline",
+    )
+    policy_aging: float = setting(
+        1.0,
+        "how much waiting counts against what a policy favours: 1 as it is, 2 twice, 0 not at all "
+        "(then favoured requests can starve others)",
+    )
 
     def __post_init__(self) -> None:
+        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        _at_least("policy_aging", self.policy_aging, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
         _at_least("max_queued_requests", self.max_queued_requests, 1)

@@ -10,7 +10,7 @@ from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.scheduler.cost import CostModel
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -46,4 +46,5 @@ def make_scheduler(
         fingerprint=fingerprint,
         hash_key=hash_key,
     )
-    return Scheduler(limits, cache, FirstCome(), cost=cost)
+    policy = make_policy(config.scheduler.scheduling_policy, aging=config.scheduler.policy_aging)
+    return Scheduler(limits, cache, policy, cost=cost)

@@ -18,6 +18,7 @@ from quire.scheduler.budget import StepBudget
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.gate import Gate
 from quire.scheduler.placement import Placement, place
+from quire.scheduler.policy import Policy
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
@@ -28,9 +29,12 @@ _Row = tuple[int, int, int]  # slot, start, count
 class Admissions:
     """Admits into `state` and `cache`; counts prompt tokens asked for and found by prefix."""
 
-    def __init__(self, state: RunningState, cache: CacheManager, gates: Sequence[Gate]) -> None:
+    def __init__(
+        self, state: RunningState, cache: CacheManager, policy: Policy, gates: Sequence[Gate]
+    ) -> None:
         self._state = state
         self._cache = cache
+        self._policy = policy
         self._gates = gates
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
@@ -98,6 +102,7 @@ class Admissions:
         if not returned:
             ticket.first_scheduled_ms = now_ms
         slot = self._state.occupy(ticket, placement.start, placement.stored)
+        self._policy.admitted(ticket, len(ticket.token_ids) - placement.start)
         if placement.leader_slot is not None:
             copy_from, copy_to = cache.fork(placement.leader_slot, slot, placement.stored)
             cache.hold(copy_from, draft.step)

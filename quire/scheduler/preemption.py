@@ -1,10 +1,10 @@
 """Preemption: making room when running requests need more blocks than are free.
 
-Rows are served in order of admission. A row that lacks blocks takes them from requests admitted
-after it, never from earlier ones; if that does not suffice it waits, without losing anything.
-So the first row always gets on: nobody is preempted forever. A victim that is still named by a
-plan in flight is not preempted but left out of this step: its results land first, and by the
-next step either somebody ended, or it is preempted then.
+Rows are served in the order of the policy's keys. A row that lacks blocks takes them from requests
+behind it, never from those before; if that does not suffice it waits, without losing anything.
+So the first row always gets on, and keys grow with the time of arrival: nobody is preempted
+forever. A victim that is still named by a plan in flight is not preempted but left out of this
+step: its results land first, and by the next step either somebody ended, or it is preempted then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make_room(
 ) -> Bools:
     """Which rows may go on with what they need; `preempt` is called for each victim.
 
-    index: slots of the rows in order of admission; needs[i]: blocks row i lacks; in_flight[i]:
+    index: slots of the rows in order of service; needs[i]: blocks row i lacks; in_flight[i]:
     whether a plan in flight names it.
     """
     goes_on = np.ones(len(index), np.bool_)

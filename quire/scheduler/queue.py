@@ -1,7 +1,8 @@
 """WaitingQueue: the requests not running, in the order of the policy's keys.
 
-Knows keys and tickets only. Kept sorted: entering costs a binary search, leaving too; walking
-it in order touches only what is looked at.
+Knows keys, lanes and tickets only. Each lane is kept sorted: entering costs a binary search,
+leaving too; walking in order touches only what is looked at. Where there are several lanes, the
+policy says before each step of a walk which one is next.
 """
 
 from __future__ import annotations
@@ -9,40 +10,87 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from quire.scheduler.policy import Policy
 from quire.scheduler.ticket import Ticket
 
 _Key = tuple[tuple[float, ...], int]
 
 
-class WaitingQueue:
+class _Lane:
     """Tickets by (key, arrival); two never compare equal because arrivals differ."""
 
     def __init__(self) -> None:
-        self._keys: list[_Key] = []
-        self._tickets: dict[_Key, Ticket] = {}
-        self._key_of: dict[Ticket, _Key] = {}
+        self.keys: list[_Key] = []
+        self.tickets: dict[_Key, Ticket] = {}
+
+    def add(self, ticket: Ticket) -> None:
+        key = (ticket.key, ticket.arrival)
+        insort(self.keys, key)
+        self.tickets[key] = ticket
+
+    def remove(self, ticket: Ticket) -> None:
+        key = (ticket.key, ticket.arrival)
+        del self.tickets[key]
+        del self.keys[bisect_left(self.keys, key)]
+
+
+class WaitingQueue:
+    """Tickets in the order of `policy`, which is told of lanes that open."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._lanes: dict[str, _Lane] = {}
+        self._num_tickets = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._num_tickets
 
     def __iter__(self) -> Iterator[Ticket]:
         """Tickets in order. The one just yielded may be removed while iterating."""
-        place = 0
-        while place < len(self._keys):
-            key = self._keys[place]
-            yield self._tickets[key]
-            if place < len(self._keys) and self._keys[place] is key:
-                place += 1
+        places = dict.fromkeys(self._lanes, 0)
+        while places:
+            name = next(iter(places)) if len(places) == 1 else self._next_lane(list(places))
+            lane, place = self._lanes[name], places[name]
+            key = lane.keys[place]
+            yield lane.tickets[key]
+            if place < len(lane.keys) and lane.keys[place] is key:
+                places[name] = place = place + 1
+            if place == len(lane.keys):
+                del places[name]
 
-    def add(self, ticket: Ticket, key: tuple[float, ...]) -> None:
-        """Put a ticket in its place."""
-        full_key = (key, ticket.arrival)
-        insort(self._keys, full_key)
-        self._tickets[full_key] = ticket
-        self._key_of[ticket] = full_key
+    @property
+    def first(self) -> Ticket:
+        """Who is next; there must be one."""
+        return next(iter(self))
+
+    def add(self, ticket: Ticket) -> None:
+        """Put a ticket in its place; the policy gives it its key."""
+        name = self._policy.lane(ticket)
+        lane = self._lanes.get(name)
+        if lane is None:
+            self._policy.lane_opens(name, self._lanes.keys())
+            lane = self._lanes[name] = _Lane()
+        ticket.key = self._policy.queue_key(ticket)
+        lane.add(ticket)
+        self._num_tickets += 1
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, wherever it stands."""
-        key = self._key_of.pop(ticket)
-        del self._tickets[key]
-        del self._keys[bisect_left(self._keys, key)]
+        name = self._policy.lane(ticket)
+        lane = self._lanes[name]
+        lane.remove(ticket)
+        if not lane.keys:
+            del self._lanes[name]
+        self._num_tickets -= 1
+
+    def num_before(self, ticket: Ticket) -> int:
+        """About how many are served before `ticket`, which waits: with several lanes, as if
+        they took turns."""
+        own = self._lanes[self._policy.lane(ticket)]
+        place = bisect_left(own.keys, (ticket.key, ticket.arrival))
+        others = (lane for lane in self._lanes.values() if lane is not own)
+        return place + sum(min(len(lane.keys), place) for lane in others)
+
+    def _next_lane(self, names: list[str]) -> str:
+        keys = self._policy.lane_keys(names)
+        return names[min(range(len(names)), key=keys.__getitem__)]

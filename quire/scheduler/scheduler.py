@@ -3,8 +3,8 @@
 Ties the queue, the running state, the cache and the policy together; the only file that sees
 all of them. Knows no tensors, no text, no executor and no clock: time is an argument.
 
-A step hands out its budget to the running requests in order of admission, then admits waiting
-ones in the policy's order. Up to `plans_in_flight` plans may be out: a row whose token is still
+A step hands out its budget to the running requests, then admits waiting ones in the policy's
+order. Up to `plans_in_flight` plans may be out: a row whose token is still
 being sampled is scheduled all the same, because the worker will know the token. Results are
 applied in order of step; those of requests that have ended meanwhile are dropped.
 """
@@ -36,6 +36,7 @@ from quire.scheduler.cost import CostModel
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.flight import Flight
 from quire.scheduler.gate import Gate, GroupGate
+from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.policy import Policy
@@ -78,8 +79,10 @@ class Scheduler:
         self._cost = cost
         self.speed = SpeedEstimate() if speed is None else speed
         self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
-        self._admissions = Admissions(self._state, cache, (GroupGate(), *gates))
-        self._queue = WaitingQueue()
+        self._admissions = Admissions(self._state, cache, policy, (GroupGate(), *gates))
+        self.lengths = LengthHistory()
+        policy.begin(self._state, self.speed, self.lengths)
+        self._queue = WaitingQueue(policy)
         self._tickets: dict[str, Ticket] = {}
         self._leaders: dict[str, Ticket] = {}  # by group
         self._flights: deque[Flight] = deque()
@@ -197,7 +200,11 @@ class Scheduler:
         request_ids = state.request_ids(index[plain])
         events = self._events(index, lengths, stops, has_event, now_ms)
         ended = self._fail(landing.errors, plan) + self._end_scored(scored, now_ms)
-        self._end_all([event.ticket for event in events if event.finish_reason is not None])
+        finished = [event.ticket for event in events if event.finish_reason is not None]
+        for ticket in finished:
+            num_tokens = int(state.tokens.lengths[ticket.slot]) - ticket.num_prompt_tokens
+            self.lengths.note(ticket.request, num_tokens)
+        self._end_all(finished)
         return make_outputs(result, entries, plain, request_ids, events, ended)
 
     def stats(self) -> EngineStats:
@@ -295,17 +302,22 @@ class Scheduler:
         return had_room
 
     def _make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
-        """Which of the rows may go on, after preempting others."""
+        """Which of the rows may go on, after preempting others; served in the policy's order."""
         all_needs = np.zeros(len(index), np.int32)
         all_needs[over] = needs
-        return make_room(
-            index,
-            all_needs,
+        tickets = [self._state.ticket(slot) for slot in index.tolist()]
+        keys = [(ticket.key, ticket.arrival) for ticket in tickets]
+        order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
+        goes_on = np.empty(len(index), np.bool_)
+        goes_on[order] = make_room(
+            index[order],
+            all_needs[order],
             cache=self._cache,
             policy=self._policy,
-            in_flight=self._last_steps(index) > 0,
+            in_flight=self._last_steps(index[order]) > 0,
             preempt=self._preempt,
         )
+        return goes_on
 
     def _events(
         self, index: Index, lengths: Int32s, stops: Bools, has_event: Bools, now_ms: float
@@ -357,12 +369,14 @@ class Scheduler:
         self._enqueue(ticket)
 
     def _enqueue(self, ticket: Ticket) -> None:
-        self._queue.add(ticket, self._policy.queue_key(ticket))
+        self._queue.add(ticket)
         self._may_admit = True
 
     def _leave(self, slots: list[int]) -> None:
         """The requests in `slots` stop running, for whatever reason."""
         state, index = self._state, np.array(slots, np.intp)
+        for slot in slots:
+            self._policy.left(state.ticket(slot))
         self._cache.register(index, state.computed[index], state.tokens.tokens)
         self._cache.free(index, self._last_steps(index))
         state.release(slots)

@@ -36,13 +36,15 @@ class Ticket:
     leader: who computes the prompt it shares, where it is a fork: stream 0 of its group, or an
     heir. forks: whose leader it is, unless they have ended. mirostat_mu: where it stood when it
     was preempted, None before its first token or without mirostat. chain: digests of token_ids,
-    made once while it waits.
+    made once while it waits. key: the policy's, given when it entered the queue.
     """
 
     request: Request
     arrival: int  # 0, 1, 2, ... in order of add
     limit: int
     token_ids: NDArray[np.int32]
+    key: tuple[float, ...] = ()
+    missed_first_token: bool = False
     leader: Ticket | None = None
     forks: list[Ticket] = field(default_factory=list)
     chain: Chain | None = None

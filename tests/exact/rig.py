@@ -34,7 +34,7 @@ from quire.program.quantize import quantize
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.workload import ALONE, MAX_MODEL_LEN, Arrival, Case, Settings
@@ -240,7 +240,7 @@ def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
         raise AssertionError(problem)
 
     return EngineCore(
-        Scheduler(limits, cache, FirstCome()),
+        Scheduler(limits, cache, make_policy(settings.policy)),
         runner,
         plans_in_flight=settings.plans_in_flight,
         report=report,

@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
+from quire.scheduler.policies import POLICY_NAMES
 
 MAX_MODEL_LEN = 512
 BLOCK_SIZES = (16, 16, 16, 32)
@@ -33,6 +34,7 @@ class Settings:
     plans_in_flight: int
     prefix_caching: bool
     num_threads: int
+    policy: str = "fcfs"
 
 
 # Alone: room for everything, the whole prompt in one step, nothing shared, one thread.
@@ -102,6 +104,7 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         plans_in_flight=rng.choice((1, 2, 3)),
         prefix_caching=rng.random() < 0.8,
         num_threads=rng.choice(THREADS),
+        policy=POLICY_NAMES[number % len(POLICY_NAMES)],
     )
     return Case(number=number, model=number % num_models, settings=settings, arrivals=arrivals)
 
@@ -123,6 +126,13 @@ def _arrival(
     max_tokens = drawn_tokens if sampling.max_tokens is None else sampling.max_tokens
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
     at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
+    asked = random.Random(f"asked {number}.{caller}")
+    wishes: dict[str, Any] = {
+        "tenant": asked.choice(("", "a", "b")),
+        "priority": asked.choice((0, 0, -1, 3)),
+        "ttft_slo_ms": asked.choice((None, 5.0, 1e6)),
+        "tpot_slo_ms": asked.choice((None, 0.01, 2.0)),
+    }
     requests = tuple(
         Request(
             request_id=f"{number}.{caller}/{stream}",
@@ -135,6 +145,7 @@ def _arrival(
             arrival_ms=float(at_step),
             cache_salt=rng.choice(("", "", "", "a")),
             rules=rules,
+            **wishes,
         )
         for stream in range(sampling.n)
     )

@@ -230,6 +230,11 @@ def make_request(
     salt: str = "",
     arrival_ms: float = 0.0,
     prompt_logprobs: int | None = None,
+    tenant: str = "",
+    priority: int = 0,
+    deadline_ms: float | None = None,
+    ttft_slo_ms: float | None = None,
+    tpot_slo_ms: float | None = None,
 ) -> Request:
     """A request as the engine would make it."""
     return Request(
@@ -246,4 +251,9 @@ def make_request(
         max_total_tokens=len(prompt) + max_tokens,
         arrival_ms=arrival_ms,
         cache_salt=salt,
+        tenant=tenant,
+        priority=priority,
+        deadline_ms=deadline_ms,
+        ttft_slo_ms=ttft_slo_ms,
+        tpot_slo_ms=tpot_slo_ms,
     )

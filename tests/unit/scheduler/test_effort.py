@@ -11,17 +11,17 @@ import numpy as np
 from quire.base.records import StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake_worker import make_request
 
 
-def steady(running: int, *, waiting: int = 0) -> Scheduler:
+def steady(running: int, *, waiting: int = 0, policy: Policy | None = None) -> Scheduler:
     """`running` requests that decode, lengths staggered, and as many that wait for a slot."""
     scheduler = Scheduler(
         SchedulerLimits(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=256),
         CacheManager(running * 16, 16, prefix_caching=True),
-        FirstCome(),
+        policy or FirstCome(),
     )
     for number in range(running + waiting):
         prompt = [number, *range(number % 16 + 1)]

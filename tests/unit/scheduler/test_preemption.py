@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.scheduler.policy import FirstCome
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -146,6 +145,12 @@ def test_a_chunked_prompt_keeps_its_claim_on_blocks_it_has_not_taken_yet() -> No
     harness.check_end()
 
 
-def test_first_come_keeps_the_order_of_arrival_and_offers_the_last_admitted() -> None:
-    slots = np.array([3, 0, 2], np.intp)
-    assert FirstCome().victims(slots).tolist() == [2, 0, 3]
+def test_first_come_offers_the_last_served_but_spares_the_nearly_finished() -> None:
+    harness = Harness(Setup(num_blocks=64, max_num_seqs=3, max_num_batched_tokens=64))
+    for name, max_tokens in (("a", 40), ("b", 10), ("c", 40)):
+        harness.add(make_request(name, [1, 2, 3], max_tokens=max_tokens))
+    harness.step()
+    scheduler = harness.scheduler
+    slots = [scheduler._tickets[name].slot for name in "abc"]
+    offered = scheduler._policy.victims(np.array(slots, np.intp)).tolist()
+    assert offered == [slots[2], slots[0], slots[1]]

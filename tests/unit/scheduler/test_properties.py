@@ -8,6 +8,7 @@ any block that is read without holding what it should; at the end no block is mi
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from quire.base.errors import ContextTooLong
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost import LinearCost
+from quire.scheduler.fair import FairShare
+from quire.scheduler.policies import EarliestDeadline, PriorityFirst, ShortestFirst
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.state import RunningState
@@ -27,7 +30,7 @@ from tests.unit.scheduler.fake_worker import VOCAB, FakeWorker, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
 
-class LastCome:
+class LastCome(FirstCome):
     """Everything the other way round: even so everybody finishes, with the same tokens."""
 
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
@@ -38,7 +41,15 @@ class LastCome:
 
 
 PARTS = ("preemption", "prefix", "chunk", "fork", "error", "two_out", "score", "score_on")
-POLICIES = (FirstCome, FirstCome, LastCome)  # put a new policy here
+POLICIES = (  # put a new policy here
+    FirstCome,
+    FirstCome,
+    LastCome,
+    PriorityFirst,
+    ShortestFirst,
+    EarliestDeadline,
+    partial(FairShare, {"a": 3.0}),
+)
 COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
 
 
@@ -84,6 +95,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
     prompt = prefix[: random.randrange(1, 20)]
     prompt = prompt + [random.randrange(VOCAB) for _ in range(random.randrange(4))]
     scoring = Random(f"{name} {prompt}")
+    asked = Random(f"asked {name} {prompt}")
     prompt_logprobs = scoring.choice([None, None, 0, 1])
     num_streams = random.choice([1, 1, 1, 2, 4])
     scores_only = prompt_logprobs is not None and num_streams == 1 and scoring.random() < 0.3
@@ -98,6 +110,11 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             stop_ids=random.choice([(), (), (3,), (1, 2)]),
             salt=random.choice(["", "", "tenant"]),
             prompt_logprobs=prompt_logprobs,
+            arrival_ms=harness.now_ms,
+            tenant=asked.choice(["", "a", "b"]),
+            priority=asked.choice([0, 0, -2, 5]),
+            ttft_slo_ms=asked.choice([None, 20.0, 100_000.0]),
+            tpot_slo_ms=asked.choice([None, 0.1, 3.0]),
         )
         if len(prompt) + (not scores_only) > harness.limit(
             replace(request, max_total_tokens=1_000)
@@ -139,7 +156,7 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     assert met["error"] >= 0.2 * cases
     assert met["two_out"] >= 0.5 * cases
     assert met["score"] >= 0.8 * cases
-    assert met["score_on"] >= 0.05 * cases
+    assert met["score_on"] >= 0.03 * cases
 
 
 @pytest.mark.parametrize(
