@@ -177,6 +177,7 @@ class Answers:
                         times=None,
                         prompt_tokens=0,
                         output_tokens=0,
+                        terms=self._terms,
                     )
                 elif delta.finish_reason is None:
                     self._ended(index, delta, FinishReason.ABORT)
@@ -187,6 +188,7 @@ class Answers:
             times=delta.times,
             prompt_tokens=delta.num_prompt_tokens if index == 0 else 0,
             output_tokens=delta.num_output_tokens,
+            terms=self._terms,
         )
 
 

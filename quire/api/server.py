@@ -95,7 +95,7 @@ class _Life:
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = Serving(self._config, Metrics(), self._log, self._tenants)
+        serving = self._new_serving()
         server = _server(serving)
         http = asyncio.ensure_future(server.serve(sockets=[self._listening]))
         try:
@@ -106,6 +106,10 @@ class _Life:
             serving.lanes.close()
             await self._engine.close()
             http.cancel()
+
+    def _new_serving(self) -> Serving:
+        names = [tenant.name for tenant in self._tenants or ()]
+        return Serving(self._config, Metrics(names), self._log, self._tenants)
 
     async def _serve(self, serving: Serving, http: asyncio.Future[None]) -> int:
         stopped = asyncio.ensure_future(self._stop.wait())

@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from quire.api.errors import shape_of
 from quire.api.lanes import Lanes
 from quire.base.errors import (
+    ContextTooLong,
     OverloadedError,
     QuireError,
     ShuttingDown,
@@ -135,6 +137,8 @@ class Serving:
         self.metrics.error(type(error).__name__)
         if isinstance(error, TimedOut):
             self.metrics.timeout()
+        elif isinstance(error, OverloadedError | ContextTooLong):
+            self.metrics.refused(str(shape_of(error).code))
 
     def scrape(self) -> bytes:
         """All metrics as text."""

@@ -317,6 +317,11 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0  # that they know: prompts, and what preempted ones have generated
+    # By tenant, in the order of its file; empty where there is none.
+    tenant_running: tuple[int, ...] = ()
+    tenant_waiting: tuple[int, ...] = ()
+    tenant_blocks: tuple[int, ...] = ()  # of running requests, shared ones divided
     blocks_total: int = 0
     blocks_used: int = 0  # named by a live request
     blocks_cached: int = 0  # free to take, but still findable by prefix

@@ -9,12 +9,13 @@ counters only grow. docs/serving.md lists the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.base.records import EngineStats, RequestTimes
+from quire.base.terms import DEFAULT_TERMS, OBJECTIVES, Terms
 
 # A tiny model answers in a millisecond, a long prompt on a CPU takes minutes.
 SECONDS = (
@@ -27,13 +28,16 @@ TOKEN_SECONDS = (
 )  # fmt: skip
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+# Finish reasons of choices that are as long as they were to be.
+_COMPLETED = frozenset({"stop", "length"})
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """All metrics of one server process."""
+    """All metrics of one server process. tenants: their names, in the order EngineStats has."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Sequence[str] = ()) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self._stats = EngineStats()
@@ -65,7 +69,9 @@ class Metrics:
             "quire_batch_tokens", "Token rows computed in a step", COUNTS
         )
         self._make_counters(registry)
+        self._make_promises(registry)
         registry.register(_EngineCollector(lambda: self._stats))
+        registry.register(_TenantCollector(lambda: self._stats, tuple(tenants)))
 
     def _make_counters(self, registry: CollectorRegistry) -> None:
         self._finished = Counter(
@@ -102,6 +108,40 @@ class Metrics:
         )
         self._open = Gauge("quire_open_requests", "HTTP requests being answered", registry=registry)
 
+    def _make_promises(self, registry: CollectorRegistry) -> None:
+        self._good_requests = Counter(
+            "quire_goodput_requests",
+            "Choices that were completed and met each objective they had",
+            registry=registry,
+        )
+        self._good_tokens = Counter(
+            "quire_goodput_tokens", "Tokens generated for such choices", registry=registry
+        )
+        self._missed = Counter(
+            "quire_missed_objectives",
+            "Objectives of choices that were not met, by their field",
+            ("objective",),
+            registry=registry,
+        )
+        self._refused = Counter(
+            "quire_refused_requests",
+            "Requests refused before anything was computed, by reason",
+            ("reason",),
+            registry=registry,
+        )
+        self._tenant_prompt_tokens = Counter(
+            "quire_tenant_prompt_tokens",
+            "Prompt tokens of admitted prompts, by tenant",
+            ("tenant",),
+            registry=registry,
+        )
+        self._tenant_generated_tokens = Counter(
+            "quire_tenant_generated_tokens",
+            "Tokens generated and sent, by tenant",
+            ("tenant",),
+            registry=registry,
+        )
+
     def choice(
         self,
         *,
@@ -109,8 +149,18 @@ class Metrics:
         times: RequestTimes | None,
         prompt_tokens: int,
         output_tokens: int,
+        terms: Terms = DEFAULT_TERMS,
     ) -> None:
         """A choice ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
+        tenant = terms.tenant or "default"
+        self._tenant_prompt_tokens.labels(tenant).inc(prompt_tokens)
+        self._tenant_generated_tokens.labels(tenant).inc(output_tokens)
+        missed = missed_objectives(terms, times, output_tokens, finish_reason)
+        for objective in missed:
+            self._missed.labels(objective).inc()
+        if not missed and finish_reason in _COMPLETED:
+            self._good_requests.inc()
+            self._good_tokens.inc(output_tokens)
         self._finished.labels(finish_reason).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._generated_tokens.inc(output_tokens)
@@ -130,6 +180,10 @@ class Metrics:
     def timeout(self) -> None:
         """A request was ended by its time limit."""
         self._timeouts.inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was not begun. `reason`: the code its error has in a response."""
+        self._refused.labels(reason).inc()
 
     def disconnect(self) -> None:
         """A client went away before its answer was complete."""
@@ -168,6 +222,11 @@ class _EngineCollector:
         gauges = (
             ("quire_running_requests", "Requests that have a slot", stats.running),
             ("quire_waiting_requests", "Requests that wait for a slot", stats.waiting),
+            (
+                "quire_waiting_tokens",
+                "Known tokens of requests that wait for a slot",
+                stats.waiting_tokens,
+            ),
             ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
             ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
             (
@@ -195,6 +254,48 @@ class _EngineCollector:
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)
+
+
+class _TenantCollector:
+    """Shows what an EngineStats says of tenants, by their names; nothing without tenants."""
+
+    def __init__(self, latest: Callable[[], EngineStats], names: Sequence[str]) -> None:
+        self._latest = latest
+        self._names = names
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._latest()
+        for name, text, values in (
+            ("running_requests", "Requests that have a slot", stats.tenant_running),
+            ("waiting_requests", "Requests that wait for a slot", stats.tenant_waiting),
+            (
+                "kv_blocks",
+                "KV blocks of running requests, shared ones divided",
+                stats.tenant_blocks,
+            ),
+        ):
+            family = GaugeMetricFamily(
+                f"quire_tenant_{name}", f"{text}, by tenant", labels=("tenant",)
+            )
+            for at, tenant in enumerate(self._names):
+                family.add_metric((tenant,), values[at] if values else 0)  # none before a step
+            yield family
+
+
+def missed_objectives(
+    terms: Terms, times: RequestTimes | None, output_tokens: int, finish_reason: str
+) -> list[str]:
+    """Which of its objectives a choice that ended has not met: all, where it was not completed."""
+    asked = [name for name in OBJECTIVES if getattr(terms, name) is not None]
+    if not asked or times is None or finish_reason not in _COMPLETED:
+        return asked
+    took_ms = {
+        "deadline_ms": times.last_token_ms - times.arrival_ms,
+        "ttft_slo_ms": times.first_token_ms - times.arrival_ms,
+        "tpot_slo_ms": (times.last_token_ms - times.first_token_ms) / max(output_tokens - 1, 1),
+    }
+    # What never happened is NaN, and meets nothing.
+    return [name for name in asked if not took_ms[name] <= getattr(terms, name)]
 
 
 def _observe_ms(histogram: Histogram, duration_ms: float) -> None:

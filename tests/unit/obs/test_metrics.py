@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.records import EngineStats, RequestTimes
+from quire.base.terms import Terms
 from quire.obs.metrics import Metrics
 
 TIMES = RequestTimes(
@@ -32,7 +34,18 @@ def a_choice(metrics: Metrics) -> None:
     metrics.choice(finish_reason="stop", times=TIMES, prompt_tokens=7, output_tokens=5)
 
 
-def engine(**fields: int) -> Callable[[Metrics], None]:
+def promised(metrics: Metrics, finish_reason: str = "stop", **objectives: float) -> None:
+    """200 ms to the first token, 600 ms in all, 100 ms a token."""
+    metrics.choice(
+        finish_reason=finish_reason,
+        times=TIMES,
+        prompt_tokens=7,
+        output_tokens=5,
+        terms=Terms(**objectives),  # type: ignore[arg-type]
+    )
+
+
+def engine(**fields: Any) -> Callable[[Metrics], None]:
     return lambda metrics: metrics.see(EngineStats(**fields))
 
 
@@ -57,6 +70,24 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_batch_tokens_sum", engine(steps_total=1, step_tokens=40), 40),
     ("quire_running_requests", engine(running=4), 4),
     ("quire_waiting_requests", engine(waiting=5), 5),
+    ("quire_waiting_tokens", engine(waiting_tokens=50), 50),
+    ("quire_tenant_running_requests{tenant=b}", engine(tenant_running=(1, 2)), 2),
+    ("quire_tenant_waiting_requests{tenant=a}", engine(tenant_waiting=(3, 0)), 3),
+    ("quire_tenant_kv_blocks{tenant=b}", engine(tenant_blocks=(0, 9)), 9),
+    ("quire_tenant_prompt_tokens_total{tenant=default}", a_choice, 7),
+    ("quire_tenant_generated_tokens_total{tenant=default}", a_choice, 5),
+    ("quire_goodput_requests_total", a_choice, 1),
+    ("quire_goodput_tokens_total", a_choice, 5),
+    (
+        "quire_missed_objectives_total{objective=ttft_slo_ms}",
+        lambda metrics: promised(metrics, ttft_slo_ms=199.0),
+        1,
+    ),
+    (
+        "quire_refused_requests_total{reason=overloaded}",
+        lambda metrics: metrics.refused("overloaded"),
+        1,
+    ),
     ("quire_kv_blocks", engine(blocks_total=6), 6),
     ("quire_kv_blocks_used", engine(blocks_used=7), 7),
     ("quire_kv_blocks_cached", engine(blocks_cached=8), 8),
@@ -72,14 +103,14 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
 def test_each_metric_moves_when_its_event_happens(
     name: str, happens: Callable[[Metrics], None], value: float
 ) -> None:
-    metrics = Metrics()
+    metrics = Metrics(("a", "b"))
     assert samples(metrics).get(name, 0) == 0
     happens(metrics)
     assert samples(metrics)[name] == pytest.approx(value)
 
 
 def test_every_metric_shown_has_a_case_that_moves_it() -> None:
-    metrics = Metrics()
+    metrics = Metrics(("a", "b"))
     for _, happens, _ in MOVES:
         happens(metrics)
     shown = {name.split("{")[0] for name in samples(metrics)}
@@ -125,3 +156,48 @@ def test_two_servers_in_one_process_do_not_share_metrics() -> None:
     first, second = Metrics(), Metrics()
     first.timeout()
     assert samples(second)["quire_timeouts_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("objectives", "missed"),
+    [
+        ({}, []),
+        ({"deadline_ms": 600.0, "ttft_slo_ms": 200.0, "tpot_slo_ms": 100.0}, []),
+        ({"deadline_ms": 599.0, "ttft_slo_ms": 200.0, "tpot_slo_ms": 99.0}, ["deadline", "tpot"]),
+        ({"ttft_slo_ms": 199.0}, ["ttft"]),
+    ],
+)
+def test_goodput_is_what_met_every_objective_it_named(
+    objectives: dict[str, float], missed: list[str]
+) -> None:
+    metrics = Metrics()
+    promised(metrics, **objectives)
+    found = samples(metrics)
+    assert found["quire_goodput_requests_total"] == (not missed)
+    assert found["quire_goodput_tokens_total"] == (0 if missed else 5)
+    shown = [name for name in ("deadline", "ttft", "tpot") if any(f"={name}_" in f for f in found)]
+    assert shown == missed
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_was_not_completed_is_no_goodput_and_missed_all_it_named(reason: str) -> None:
+    metrics = Metrics()
+    promised(metrics, reason)
+    assert samples(metrics)["quire_goodput_requests_total"] == 0
+    promised(metrics, reason, deadline_ms=1e6)
+    assert samples(metrics)["quire_missed_objectives_total{objective=deadline_ms}"] == 1
+
+
+def test_a_first_token_that_never_came_meets_no_objective() -> None:
+    metrics = Metrics()
+    scored = RequestTimes(
+        arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=math.nan, last_token_ms=5.0
+    )
+    metrics.choice(
+        finish_reason="length",
+        times=scored,
+        prompt_tokens=1,
+        output_tokens=0,
+        terms=Terms(ttft_slo_ms=100.0, deadline_ms=100.0),
+    )
+    assert samples(metrics)["quire_missed_objectives_total{objective=ttft_slo_ms}"] == 1
