@@ -258,6 +258,9 @@ void bind_interpreter(nb::module_& module) {
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a)
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
+        .def_prop_ro("pieces_read", &quire::Program::pieces_read,
+                     "Pieces of the cache that attention read: 256 positions of a KV head each, "
+                     "however many rows were computed with them.")
         .def("set_timed", &quire::Program::set_timed, "timed"_a,
              "Take the time of each unit from now on, beginning at zero; or no longer.")
         .def("units",

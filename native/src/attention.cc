@@ -13,8 +13,9 @@
 //
 // Rows of one KV head share loads in tiles; a tile multiplies what all its rows see, and each
 // row's ends by themselves, resuming the same chains.
-// Rows of sequences whose tables begin with the same blocks walk the whole pieces of those
-// together, and then each sequence its own: a row's pieces and their order are as ever.
+// Rows of sequences whose tables have the same blocks in whole pieces that all of them see walk
+// those together, and what is before and after each by itself: a row's pieces and their order are
+// as ever.
 
 #include "quire/amx_attention.h"
 #include "quire/attention_tiles.h"
@@ -56,9 +57,9 @@ class Walk {
     bool full() const { return num_rows_ == kRows; }
 
     // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
-    // have rising positions, or see all of every such piece.
-    void attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
-        if (begin == end) return;
+    // have rising positions, or see all of every such piece. Returns how many pieces were read.
+    int64_t attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
+        if (begin == end) return 0;
         const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
         for (piece = stretch.piece; piece < stretch.stop; ++piece) {
             find(table, piece, stretch.first, stretch.end);
@@ -67,6 +68,7 @@ class Walk {
                 attend_tile(piece * kPiece, row, rows);
             }
         }
+        return stretch.count();
     }
 
     template <class Y>
@@ -184,11 +186,13 @@ template <class T> struct WalkOf { using type = Walk<T>; };
 #endif
 
 // Rows that walk together: tokens begin .. end of one sequence, or all tokens of several whose
-// tables begin with the blocks of `shared` pieces that all of these tokens see to the end.
+// tables have the same blocks in pieces from .. to, which all of these tokens see whole.
 struct Share {
     int32_t begin, end;  // tokens; or, where there is something shared, sequences of `order`
     int32_t sequence;    // of the tokens
-    int32_t shared;
+    int32_t from, to;
+
+    bool is_shared() const { return from < to; }
 };
 
 template <class WalkType>
@@ -201,28 +205,31 @@ void write_rows(const AttentionArgs& args, const WalkType& walk, int row, int64_
     }
 }
 
-// Tokens begin..end of a sequence, one KV head.
+// Tokens begin..end of a sequence, one KV head. Returns the pieces read.
 template <class T>
-void attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_head, char* scratch) {
+int64_t attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_head, char* scratch) {
     const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
     typename WalkOf<T>::type walk(args, kv_head, scratch);
     int64_t first = share.begin * group;  // rows are numbered token * group + head of the group
     const int64_t stop = share.end * group;
+    int64_t num_pieces = 0;
     for (int64_t row = first; row < stop; ++row) {
         walk.add_row(row / group, kv_head * group + row % group);
         if (!walk.full() && row + 1 < stop) continue;
-        walk.attend(args.block_tables + share.sequence * args.table_columns, 0, walk.num_rows(), 0,
-                    kAllPieces);
+        num_pieces += walk.attend(args.block_tables + share.sequence * args.table_columns, 0,
+                                  walk.num_rows(), 0, kAllPieces);
         for (int i = 0; i < walk.num_rows(); ++i, ++first) {
             write_rows(args, walk, i, first / group, (kv_head * group + first % group) * dim);
         }
         walk.clear();
     }
+    return num_pieces;
 }
 
-// All tokens of several sequences: together as far as they share, then each by itself.
+// All tokens of several sequences: together as far as they share, before and after that each by
+// itself.
 template <class T>
-void attend_sharers(const AttentionArgs& args, const Share& share, const int32_t* order,
+int64_t attend_sharers(const AttentionArgs& args, const Share& share, const int32_t* order,
                     int64_t kv_head, char* scratch) {
     const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
     typename WalkOf<T>::type walk(args, kv_head, scratch);
@@ -232,18 +239,34 @@ void attend_sharers(const AttentionArgs& args, const Share& share, const int32_t
             walk.add_row(row / group, kv_head * group + row % group);
         }
     }
-    const int32_t* table = args.block_tables + order[share.begin] * args.table_columns;
-    walk.attend(table, 0, walk.num_rows(), 0, share.shared);
-    int row = 0;
-    for (int32_t i = share.begin; i < share.end; ++i) {
-        const int32_t* starts = args.seq_starts + order[i];
-        const int rows = static_cast<int>((starts[1] - starts[0]) * group);
-        table = args.block_tables + order[i] * args.table_columns;
-        walk.attend(table, row, row + rows, share.shared, kAllPieces);
-        for (int64_t at = starts[0] * group; at < starts[1] * group; ++at, ++row) {
+    const auto each = [&](auto&& body) {
+        int64_t num_pieces = 0;
+        int row = 0;
+        for (int32_t i = share.begin; i < share.end; ++i) {
+            const int32_t* starts = args.seq_starts + order[i];
+            const int rows = static_cast<int>((starts[1] - starts[0]) * group);
+            num_pieces += body(args.block_tables + order[i] * args.table_columns, starts[0], row,
+                               row + rows);
+            row += rows;
+        }
+        return num_pieces;
+    };
+    int64_t num_pieces = 0;
+    if (share.from > 0) {  // behind a window: less than a piece, or what they do not share
+        num_pieces += each([&](const int32_t* table, int32_t, int begin, int end) {
+            return walk.attend(table, begin, end, 0, share.from);
+        });
+    }
+    num_pieces += walk.attend(args.block_tables + order[share.begin] * args.table_columns, 0,
+                              walk.num_rows(), share.from, share.to);
+    return num_pieces + each([&](const int32_t* table, int32_t token, int begin, int end) {
+        const int64_t read = walk.attend(table, begin, end, share.to, kAllPieces);
+        int64_t at = token * group;
+        for (int row = begin; row < end; ++row, ++at) {
             write_rows(args, walk, row, at / group, (kv_head * group + at % group) * dim);
         }
-    }
+        return read;
+    });
 }
 
 // Who walks with whom. Sharers of a prefix are few tokens each, mostly one.
@@ -284,40 +307,50 @@ class Shares {
         return (args_.positions[args_.seq_starts[s]] + 1) / kPiece;
     }
 
-    // Whole pieces of which two sequences have the same blocks.
-    int64_t count_shared(int64_t s, int64_t t) const {
+    // The first piece that all tokens of a sequence see from its beginning.
+    int64_t first_piece(int64_t s) const {
+        const int64_t first = args_.positions[args_.seq_starts[s + 1] - 1] - args_.window + 1;
+        return args_.window > 0 && first > 0 ? (first + kPiece - 1) / kPiece : 0;
+    }
+
+    // Where the pieces end of which two sequences have the same blocks, from piece `from` on.
+    int64_t shared_end(int64_t s, int64_t t, int64_t from) const {
         const int32_t* one = args_.block_tables + s * args_.table_columns;
         const int32_t* other = args_.block_tables + t * args_.table_columns;
         const int64_t a = whole_pieces(s), b = whole_pieces(t), most = a < b ? a : b;
-        int64_t column = 0, pieces = 0;
-        for (; pieces < most; ++pieces) {
-            const int64_t end = ((pieces + 1) * kPiece - 1) / args_.shape.block_size + 1;
+        int64_t column = from * kPiece / args_.shape.block_size, piece = from;
+        for (; piece < most; ++piece) {
+            const int64_t end = ((piece + 1) * kPiece - 1) / args_.shape.block_size + 1;
             while (column < end && one[column] == other[column]) ++column;
             if (column < end) break;
         }
-        return pieces;
+        return piece;
     }
 
-    // s and the later sequences that share with it; false: nobody does. A window hides what is
-    // shared.
+    // s and the later sequences that share with it; false: nobody does. The first two of them
+    // say which pieces; who sees less of these than they stays out.
     bool add_sharers(int64_t s) {
-        if (args_.window > 0 || rows(s) == 0 || 2 * rows(s) > most_rows_) return false;
-        int64_t shared = 0, together = rows(s);
+        if (rows(s) == 0 || 2 * rows(s) > most_rows_) return false;
+        int64_t from = first_piece(s), to = 0, together = rows(s);
         const int32_t first = num_ordered_;
         for (int64_t t = s + 1; t < args_.num_sequences; ++t) {
             if (taken_[t] || rows(t) == 0 || together + rows(t) > most_rows_) continue;
-            const int64_t pieces = count_shared(s, t);
-            if (pieces == 0 || pieces < shared) continue;
-            if (shared == 0) {
-                shared = pieces;
+            const int64_t theirs = first_piece(t);
+            if (to > 0 && theirs > from) continue;
+            const int64_t begin = theirs > from ? theirs : from, end = shared_end(s, t, begin);
+            if (end <= begin || end < to) continue;
+            if (to == 0) {
+                from = begin;
+                to = end;
                 order_[num_ordered_++] = static_cast<int32_t>(s);
             }
             order_[num_ordered_++] = static_cast<int32_t>(t);
             taken_[t] = 1;
             together += rows(t);
         }
-        if (shared == 0) return false;
-        shares_[count_++] = {first, num_ordered_, 0, static_cast<int32_t>(shared)};
+        if (to == 0) return false;
+        shares_[count_++] = {first, num_ordered_, 0, static_cast<int32_t>(from),
+                             static_cast<int32_t>(to)};
         return true;
     }
 
@@ -326,7 +359,7 @@ class Shares {
         for (int32_t token = args_.seq_starts[s]; token < stop;) {
             const int32_t end = stop - token > tokens_ ? token + static_cast<int32_t>(tokens_)
                                                        : stop;
-            shares_[count_++] = {token, end, static_cast<int32_t>(s), 0};
+            shares_[count_++] = {token, end, static_cast<int32_t>(s), 0, 0};
             token = end;
         }
     }
@@ -340,14 +373,12 @@ class Shares {
 };
 
 template <class T>
-void attend_share(const AttentionArgs& args, const Shares& shares, int64_t item, char* scratch) {
+int64_t attend_share(const AttentionArgs& args, const Shares& shares, int64_t item,
+                     char* scratch) {
     const Share& share = shares.at(item % shares.count());
     const int64_t kv_head = item / shares.count();
-    if (share.shared > 0) {
-        attend_sharers<T>(args, share, shares.order(), kv_head, scratch);
-    } else {
-        attend_tokens<T>(args, share, kv_head, scratch);
-    }
+    if (share.is_shared()) return attend_sharers<T>(args, share, shares.order(), kv_head, scratch);
+    return attend_tokens<T>(args, share, kv_head, scratch);
 }
 
 }  // namespace
@@ -365,7 +396,11 @@ void attention(const AttentionArgs& args) {
                 thread, wide ? Expanded<float>::bytes(args.shape) : Expanded<bf16>::bytes(args.shape));
         }
         const auto attend = wide ? attend_share<float> : attend_share<bf16>;
-        for (int64_t item = begin; item < end; ++item) attend(args, shares, item, scratch);
+        int64_t num_pieces = 0;
+        for (int64_t item = begin; item < end; ++item) {
+            num_pieces += attend(args, shares, item, scratch);
+        }
+        __atomic_fetch_add(args.pieces_read, num_pieces, __ATOMIC_RELAXED);
     });
 }
 

@@ -454,7 +454,7 @@ void Program::run_op(const OpSpec& op, const StepInputs& inputs) {
                                       inputs.positions, inputs.block_tables,
                                       inputs.table_columns, layer_cache(op.ints[0]), shape_,
                                       op.ints[1], static_cast<float>(op.floats[0]), op.ints[2],
-                                      static_cast<float>(op.floats[1]), pool});
+                                      static_cast<float>(op.floats[1]), &pieces_read_, pool});
         case OpKind::gather_rows:
             return kernels.gather_rows({x, y, count_of(op.views[1], inputs), inputs.sample_rows,
                                         pool});

@@ -183,6 +183,12 @@ class NativeExecutor:
         """Operations finished so far, asked from any thread: progress within a step."""
         return self._native.ops_done
 
+    @property
+    def pieces_read(self) -> int:
+        """Pieces of the KV cache that attention read so far, each 256 positions of a KV head; one
+        that is read for many rows at once counts once."""
+        return self._native.pieces_read
+
     def abort(self) -> None:
         """Make the run in progress raise WorkerError before its next operation. Any thread."""
         self._native.abort()

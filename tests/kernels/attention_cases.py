@@ -185,6 +185,12 @@ class PagedCache:
         ]
         return np.concatenate(rows)
 
+    def pieces_read(self, calls: Sequence[Rows]) -> int:
+        """Pieces of 256 positions that one such call reads, of one KV head."""
+        before = self._program.pieces_read
+        self.attend(calls)
+        return (self._program.pieces_read - before) // self.geometry.kv_heads
+
     def reference(self, calls: Sequence[Rows]) -> Floats:
         """The same by the NumPy twin, from a plain cache."""
         geometry = self.geometry

@@ -137,7 +137,7 @@ def test_a_prefill_of_2048_rows_is_each_row_alone(kept: Kept) -> None:
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("window", [0, 301])
+@pytest.mark.parametrize("window", [0, 301, 400, 700])
 def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int) -> None:
     geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=20, window=window)
     tokens = Tokens(geometry, sequences=9, positions=800)
@@ -159,6 +159,38 @@ def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int
         cache.share(576, (6, 7))
         cache.store([Rows(call.sequence, 0, call.first + call.count) for call in calls])
         assert_same_bits(cache.attend(calls), cache.attend_alone(calls))
+
+
+@on_every_isa
+@however_kept
+def test_what_sharers_have_in_common_is_read_once(isa: str, kept: Kept) -> None:
+    geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=16)
+    cache = PagedCache(Tokens(geometry, sequences=16, positions=800), isa=isa)
+    cache.share(512, range(15))
+    calls = [Rows(sequence, 600 + 10 * sequence, 1) for sequence in range(16)]
+    cache.store([Rows(sequence, 0, 800) for sequence in range(16)])
+    alone = [cache.pieces_read([call]) for call in calls]
+    assert alone == [call.first // 256 + 1 for call in calls]
+    assert cache.pieces_read(calls[:2]) == 2 + (alone[0] - 2) + (alone[1] - 2)
+    # Two pieces for all 15, and for each what it has of its own; the 16th shares nothing.
+    assert cache.pieces_read(calls) == 2 + sum(count - 2 for count in alone[:15]) + alone[15]
+
+
+@on_every_isa
+def test_under_a_window_only_what_all_see_whole_is_read_once(isa: str) -> None:
+    geometry = Geometry(kept=Kept.BF16, heads=4, kv_heads=2, head_dim=16, window=600)
+    cache = PagedCache(Tokens(geometry, sequences=3, positions=1200), isa=isa)
+    cache.share(1024, range(3))
+    cache.store([Rows(sequence, 0, 1200) for sequence in range(3)])
+    near = [Rows(0, 1030, 1), Rows(1, 1040, 1), Rows(2, 1050, 1)]
+    assert [cache.pieces_read([call]) for call in near] == [4, 4, 4]
+    assert cache.pieces_read(near) == 2 + 3 * 2  # from 512 on; each its own end and beginning
+    assert cache.pieces_read([near[0], Rows(1, 1150, 1)]) == 1 + 3 + 2  # the latter from 551 on
+    narrow = Geometry(kept=Kept.BF16, heads=4, kv_heads=2, head_dim=16, window=200)
+    cache = PagedCache(Tokens(narrow, sequences=3, positions=1200), isa=isa)
+    cache.share(1024, range(3))
+    cache.store([Rows(sequence, 0, 1200) for sequence in range(3)])
+    assert cache.pieces_read(near) == sum(cache.pieces_read([call]) for call in near) == 3 * 2
 
 
 @on_every_isa
@@ -199,6 +231,7 @@ def test_any_sharing_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
         heads=kv_heads * data.draw(st.integers(1, 5), label="group"),
         kv_heads=kv_heads,
         head_dim=data.draw(st.sampled_from([1, 16, 31, 64, 70, 128]), label="head_dim"),
+        window=data.draw(st.sampled_from([0, 0, 200, 257, 400, 513, 700]), label="window"),
         soft_cap=data.draw(st.sampled_from([0.0, 0.0, 7.0]), label="soft_cap"),
     )
     count = data.draw(st.integers(2, 12), label="sequences")

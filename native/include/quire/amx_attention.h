@@ -91,9 +91,9 @@ class TileWalk {
     bool full() const { return num_rows_ == kWalkRows; }
 
     // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
-    // have rising positions, or see all of every such piece.
-    void attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
-        if (begin == end) return;
+    // have rising positions, or see all of every such piece. Returns how many pieces were read.
+    int64_t attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
+        if (begin == end) return 0;
         configured_ = 0;
         const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
         for (piece = stretch.piece; piece < stretch.stop; ++piece) {
@@ -104,6 +104,7 @@ class TileWalk {
             }
         }
         release_tiles();
+        return stretch.count();
     }
 
     template <class Y>

@@ -303,6 +303,8 @@ constexpr int64_t kAllPieces = int64_t{1} << 40;
 struct Stretch {
     int64_t piece, stop;  // pieces piece .. stop
     int64_t first, end;
+
+    int64_t count() const { return stop > piece ? stop - piece : 0; }
 };
 
 // Of rows that see positions first .. end, the part in pieces piece .. stop.

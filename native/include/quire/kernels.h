@@ -215,6 +215,7 @@ struct AttentionArgs {
     float scale;
     int64_t window;  // 0: none; else positions p - window + 1 .. p
     float soft_cap;  // 0: none
+    int64_t* pieces_read;  // grows by the pieces of the cache that were read, a KV head each
     Pool* pool;
 };
 

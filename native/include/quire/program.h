@@ -104,6 +104,9 @@ class Program {
     // later one.
     void abort() { aborted_.store(runs_.load()); }
     int64_t ops_done() const { return ops_done_.load(); }
+    // Pieces of the cache that attention read so far: 256 positions of a KV head each, however many
+    // rows were computed with them.
+    int64_t pieces_read() const { return pieces_read_; }
 
     // Take the time of each unit from now on, beginning at zero; or no longer.
     void set_timed(bool timed);
@@ -153,7 +156,7 @@ class Program {
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};
-    int64_t layers_ = 0, num_blocks_ = 0;
+    int64_t layers_ = 0, num_blocks_ = 0, pieces_read_ = 0;
     bool poison_ = false, timed_ = false;
     // Twice the runs ended, and one more during a run: an abort outside of any names none.
     std::atomic<int64_t> runs_{0}, aborted_{-1};
