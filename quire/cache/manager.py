@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire._native import hash_chains, siphash128
+from quire._native import hash_chains
 from quire.base.errors import CapacityError
 from quire.cache import audit
-from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
+from quire.cache.chain import Chain, ChainHasher, PrefixMatch
+from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of
 from quire.cache.ghosts import Ghosts
+from quire.cache.lineage import Lineage
+from quire.cache.owners import Owners
 from quire.cache.pool import BlockPool, Bools
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
 
-_ZERO = np.zeros(1, np.int32)
 # Columns of a slot that count as offered to the index where nothing of it may be found.
 _ALL_COLUMNS = np.iinfo(np.int32).max
 # Digests of evicted blocks that are remembered, for each block of the pool.
@@ -37,28 +39,6 @@ class TableDeltas:
     slots: Int32s
     columns: Int32s
     blocks: Int32s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """The digests of a request's full blocks, so that they are computed once while it waits."""
-
-    seed: Uint64s  # [2]
-    digests: Uint64s  # [num_full_blocks, 2]
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixMatch:
-    """Blocks found for a chain, in order. Valid until the next allocation."""
-
-    chain: Chain
-    blocks: Int32s
-
-    @property
-    def num_blocks(self) -> int:
-        """Full blocks found."""
-        return len(self.blocks)
 
 
 class CacheManager:
@@ -85,12 +65,13 @@ class CacheManager:
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks)
         self.ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
+        self.lineage = Lineage(num_blocks, block_size)
+        self.hasher = ChainHasher(
+            block_size, hash_key=hash_key, fingerprint=fingerprint, hash_blocks=hash_blocks
+        )
+        self.owners = Owners(self.hasher.seed)
+        self.evicted_blocks_total = 0
         self.lay_out(num_slots=1, max_tokens=block_size)
-        self._hash_key = hash_key
-        self._hash_blocks = hash_blocks
-        self._fingerprint = fingerprint
-        self._last_salt = ""
-        self._last_seed = seed_of("", hash_key, siphash128, fingerprint=fingerprint)
         # Blocks still named by a step in flight: (that step, blocks), a reference on each.
         self.holds: list[tuple[int, Int32s]] = []
         self._settled_step = 0
@@ -105,6 +86,7 @@ class CacheManager:
         self._seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
         # Slots whose request was here before: that it needs its own blocks twice is no second use.
         self._returned: Bools = np.zeros(num_slots, np.bool_)
+        self._owner_numbers: Int32s = np.zeros(num_slots, np.int32)
 
     @property
     def num_blocks(self) -> int:
@@ -165,26 +147,15 @@ class CacheManager:
             blocks=blocks,
         )
 
-    def chain(self, token_ids: Int32s, salt: str) -> Chain | None:
-        """Digests of the full blocks of a request's known tokens; None without prefix caching."""
+    def chain(self, token_ids: Int32s, salt: str, tenant: str = "") -> Chain | None:
+        """Digests of the full blocks of a request's known tokens; None without prefix caching.
+
+        Whose it is (`tenant`) is for reports; what is shared depends on the salt alone.
+        """
         if not self.prefix_caching:
             return None
-        if salt != self._last_salt:
-            self._last_seed = seed_of(
-                salt, self._hash_key, siphash128, fingerprint=self._fingerprint
-            )
-            self._last_salt = salt
-        seed = self._last_seed
-        digests = self._hash_blocks(
-            np.ascontiguousarray(token_ids, np.int32).reshape(1, -1),
-            _ZERO,
-            _ZERO,
-            np.array([len(token_ids) // self.block_size], np.int32),
-            seed.reshape(1, 2),
-            self.block_size,
-            self._hash_key,
-        )
-        return Chain(seed=seed, digests=digests, keys=tuple(keys_of(digests)))
+        owner = self.owners.owner(tenant, salt) or self.owners.add(tenant, salt, self._owners_now)
+        return self.hasher.chain(token_ids, owner)
 
     def match(self, chain: Chain) -> PrefixMatch:
         """The longest run of a chain's first blocks that the pool still holds."""
@@ -203,14 +174,14 @@ class CacheManager:
         """
         self._returned[slot] = returned
         self._registered[slot] = match.num_blocks
-        self._seeds[slot] = match.chain.seed
-        self._chain_ends[slot] = (
-            match.chain.digests[match.num_blocks - 1] if match.num_blocks else match.chain.seed
-        )
+        self._seeds[slot] = match.chain.owner.seed
+        self._owner_numbers[slot] = self.owners.number_now(match.chain.owner)
+        self._chain_ends[slot] = match.chain.end(match.num_blocks)
         if match.num_blocks:
             self.pool.share(match.blocks)
             if not returned:
                 self.pool.protect(match.blocks)
+                self.lineage.found(match.blocks)
             self.tables.append(slot, match.blocks)
 
     def fork(self, source: int, slot: int, num_tokens: int) -> tuple[Int32s, Int32s]:
@@ -249,19 +220,14 @@ class CacheManager:
         if not len(fresh):
             return
         slots, firsts, counts = slots[fresh], firsts[fresh], counts[fresh]
-        digests = self._hash_blocks(
-            tokens,
-            slots.astype(np.int32),
-            firsts,
-            counts,
-            self._chain_ends[slots],
-            self.block_size,
-            self._hash_key,
-        )
+        digests = self.hasher.go_on(tokens, slots, firsts, counts, self._chain_ends[slots])
         ends = np.cumsum(counts)
         columns = np.arange(len(digests)) - np.repeat(ends - counts - firsts, counts)
         blocks = self.tables.blocks[np.repeat(slots, counts), columns]
-        self._insert(keys_of(digests), blocks, np.repeat(slots, counts))
+        parents = np.empty_like(digests)
+        parents[1:] = digests[:-1]
+        parents[ends - counts] = self._chain_ends[slots]
+        self._insert(digests, parents, blocks, np.repeat(slots, counts), columns, tokens)
         self._registered[slots] = firsts + counts
         self._chain_ends[slots] = digests[ends - 1]
 
@@ -312,24 +278,49 @@ class CacheManager:
     def _take_blocks(self, count: int) -> Int32s:
         blocks, evicted = self.pool.allocate(count)
         if len(evicted):
+            self.evicted_blocks_total += len(evicted)
             self.ghosts.add(self.index.forget(evicted))
         return blocks
 
-    def _insert(self, keys: list[bytes], blocks: Int32s, slots: Index) -> None:
-        """blocks[i] of slots[i] is found under keys[i] from now on.
+    def _insert(
+        self,
+        digests: Uint64s,
+        parents: Uint64s,
+        blocks: Int32s,
+        slots: Index,
+        columns: NDArray[np.int64],
+        tokens: Int32s,
+    ) -> None:
+        """blocks[i], in columns[i] of slots[i], is found under digests[i] from now on.
 
         What was evicted and is computed again is as good as found: it is protected.
         """
+        keys = keys_of(digests)
         new = self.index.insert(keys, blocks)
-        found = blocks[new]
-        self.pool.findable[found] = True
+        if not len(new):
+            return
+        blocks, slots, columns = blocks[new], slots[new], columns[new]
+        self.pool.findable[blocks] = True
         again = self.ghosts.take([keys[at] for at in new.tolist()])
         if again.any():
-            self.pool.protect(found[again & ~self._returned[slots[new]]])
+            self.pool.protect(blocks[again & ~self._returned[slots]])
+        positions = columns[:, None] * self.block_size + np.arange(self.block_size)
+        self.lineage.describe(
+            blocks,
+            parents=parents[new],
+            tokens=tokens[slots[:, None], positions],
+            depths=(columns + 1).astype(np.int32),
+            owners=self._owner_numbers[slots],
+        )
+
+    def _owners_now(self) -> Int32s:
+        """Numbers of owners of what can be found, and of what runs or ran last in each slot."""
+        return np.concatenate((self.lineage.owners[self.pool.findable], self._owner_numbers))
 
     def _inherit_chain(self, slot: int, source: int, shared: Int32s) -> None:
         """Shared blocks need no second digest where the index knows the last of them."""
         self._seeds[slot] = self._seeds[source]
+        self._owner_numbers[slot] = self._owner_numbers[source]
         self._returned[slot] = False
         if self._registered[source] == _ALL_COLUMNS:  # flushed since
             self._registered[slot] = _ALL_COLUMNS

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.cache.manager import CacheManager, PrefixMatch
+from quire.cache.chain import PrefixMatch
+from quire.cache.manager import CacheManager
 from quire.scheduler.gate import prompt_is_computed
 from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
@@ -41,7 +42,9 @@ def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement
             start=known - 1, stored=known, num_new_blocks=copied, leader_slot=leader.slot
         )
     if ticket.chain is None:
-        ticket.chain = cache.chain(ticket.token_ids, ticket.request.cache_salt)
+        ticket.chain = cache.chain(
+            ticket.token_ids, ticket.request.cache_salt, ticket.request.tenant
+        )
     if ticket.chain is None:
         return Placement(start=0, stored=0, num_new_blocks=total_blocks)
     match = cache.match(ticket.chain)

@@ -23,7 +23,7 @@ from quire.base.records import (
     RequestTimes,
     TokenLogprobs,
 )
-from quire.cache.manager import Chain
+from quire.cache.chain import Chain
 
 NO_SLOT = -1
 

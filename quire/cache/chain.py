@@ -1,0 +1,81 @@
+"""Chains: the digests of a request's full blocks, and who makes them.
+
+Knows tokens, salts and the key; no blocks of the pool. Always holds: two chains have a digest in
+common exactly where the same tokens stand before it under the same salt, model and key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire._native import hash_chains, siphash128
+from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
+from quire.cache.owners import Owner
+from quire.cache.table import Index, Int32s
+
+_ZERO = np.zeros(1, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The digests of a request's full blocks, so that they are computed once while it waits."""
+
+    owner: Owner
+    digests: Uint64s  # [num_full_blocks, 2]
+    keys: tuple[bytes, ...]
+
+    def end(self, num_blocks: int) -> Uint64s:
+        """The digest after the first `num_blocks` blocks, [2]."""
+        digest: Uint64s = self.digests[num_blocks - 1] if num_blocks else self.owner.seed
+        return digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatch:
+    """Blocks found for a chain, in order. Valid until the next allocation."""
+
+    chain: Chain
+    blocks: Int32s
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks found."""
+        return len(self.blocks)
+
+
+class ChainHasher:
+    """hash_key, fingerprint: see CacheManager. All blocks of a call are digested at once."""
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        hash_key: bytes = FIXED_KEY,
+        fingerprint: str = "",
+        hash_blocks: HashChains = hash_chains,
+    ) -> None:
+        self._block_size = block_size
+        self._key = hash_key
+        self._fingerprint = fingerprint
+        self._hash_blocks = hash_blocks
+
+    def seed(self, salt: str) -> Uint64s:
+        """The digest before the first block."""
+        return seed_of(salt, self._key, siphash128, fingerprint=self._fingerprint)
+
+    def chain(self, token_ids: Int32s, owner: Owner) -> Chain:
+        """The chain of all full blocks of `token_ids`."""
+        tokens = np.ascontiguousarray(token_ids, np.int32).reshape(1, -1)
+        counts = np.array([len(token_ids) // self._block_size], np.int32)
+        digests = self.go_on(tokens, _ZERO, _ZERO, counts, owner.seed.reshape(1, 2))
+        return Chain(owner=owner, digests=digests, keys=tuple(keys_of(digests)))
+
+    def go_on(
+        self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s
+    ) -> Uint64s:
+        """Digests of the counts[i] blocks of tokens[rows[i]] from firsts[i] on, after ends[i]."""
+        return self._hash_blocks(
+            tokens, rows.astype(np.int32), firsts, counts, ends, self._block_size, self._key
+        )

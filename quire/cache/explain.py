@@ -1,0 +1,131 @@
+"""What the cache says of itself: why a prefix was not found, and what is held by whom.
+
+Reads the books of a CacheManager and changes nothing. Slow beside them (a look at every block),
+so it runs for those who ask. Always holds: what it tells of a prompt depends on prompts of the
+same salt alone, or of the same named tenant.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.base.cache_use import CacheReport, Miss, MissReason, OwnerUse, PrefixUse
+from quire.cache.chain import Chain
+from quire.cache.manager import CacheManager
+from quire.cache.owners import EVERYBODY_ELSE, Owner
+from quire.cache.table import Int32s
+
+# Other salts of a tenant that are looked at, the latest.
+MAX_OTHER_SALTS = 16
+_NOBODY = "(others)"
+
+
+def miss_of(
+    cache: CacheManager, chain: Chain | None, num_found: int, token_ids: Int32s
+) -> Miss | None:
+    """Why no more than the first `num_found` blocks of a chain were found; None where all were.
+
+    chain: of `token_ids`; None without prefix caching.
+    """
+    if chain is None:
+        return Miss(reason=MissReason.DISABLED, token=0)
+    if num_found >= len(chain.keys):
+        return None
+    begin = num_found * cache.block_size
+    if chain.keys[num_found] in cache.ghosts:
+        return Miss(reason=MissReason.EVICTED, token=begin)
+    if num_found == 0 and _is_under_another_salt(cache, chain.owner, token_ids):
+        return Miss(reason=MissReason.OTHER_SALT, token=0)
+    block = token_ids[begin : begin + cache.block_size]
+    agreed = cache.lineage.agreement(chain.end(num_found), block, cache.pool.findable)
+    if agreed is None:
+        return Miss(reason=MissReason.NOT_SEEN, token=begin)
+    return Miss(reason=MissReason.FIRST_DIFFERENCE, token=begin + agreed)
+
+
+def report_of(
+    cache: CacheManager,
+    *,
+    queried_tokens_total: int,
+    hit_tokens_total: int,
+    disk_hit_tokens_total: int = 0,
+    num_prefixes: int,
+) -> CacheReport:
+    """What the books hold now, with the prefixes that spared most tokens."""
+    pool = cache.pool
+    return CacheReport(
+        prefix_caching=cache.prefix_caching,
+        block_size=cache.block_size,
+        blocks_total=pool.num_blocks,
+        blocks_used=pool.num_blocks - pool.num_free,
+        blocks_once=pool.num_free_findable - pool.num_free_protected,
+        blocks_again=pool.num_free_protected,
+        blocks_again_most=pool.max_protected,
+        blocks_plain=pool.num_free - pool.num_free_findable,
+        blocks_findable=len(cache.index),
+        ghosts=len(cache.ghosts),
+        ghosts_most=cache.ghosts.limit,
+        queried_tokens_total=queried_tokens_total,
+        hit_tokens_total=hit_tokens_total,
+        disk_hit_tokens_total=disk_hit_tokens_total,
+        evicted_blocks_total=cache.evicted_blocks_total,
+        prefixes=_prefixes(cache, num_prefixes),
+        owners=_owners(cache),
+    )
+
+
+def _is_under_another_salt(cache: CacheManager, owner: Owner, token_ids: Int32s) -> bool:
+    """Whether its tenant has the first block under another salt of its own.
+
+    Nobody in particular ("") is told nothing: those share a name and nothing else.
+    """
+    if not owner.tenant:
+        return False
+    others = [each for each in cache.owners.of_tenant(owner.tenant) if each.salt != owner.salt]
+    block = token_ids[: cache.block_size]
+    return any(
+        cache.match(cache.hasher.chain(block, other)).num_blocks
+        for other in others[:MAX_OTHER_SALTS]
+    )
+
+
+def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUse, ...]:
+    lineage, owners = cache.lineage, cache.owners.by_number()
+    found: list[PrefixUse] = []
+    for block in lineage.most_found(cache.pool.findable, count).tolist():
+        key = cache.index.key_of(block)
+        if key is None:
+            continue
+        owner = owners.get(int(lineage.owners[block]))
+        found.append(
+            PrefixUse(
+                digest=key.hex(),
+                tokens=int(lineage.depths[block]) * cache.block_size,
+                hits=int(lineage.hits[block]),
+                tenant=owner.tenant if owner else _NOBODY,
+                salt=_salt_name(owner) if owner else _NOBODY,
+                protected=bool(cache.pool.protected[block]),
+            )
+        )
+    return tuple(found)
+
+
+def _owners(cache: CacheManager) -> tuple[OwnerUse, ...]:
+    """Those who have something, most first."""
+    numbers = cache.lineage.owners[cache.pool.findable]
+    counts = np.bincount(numbers, minlength=1)
+    owners = cache.owners.by_number()
+    held = [
+        OwnerUse(tenant=owner.tenant, salt=_salt_name(owner), blocks=int(counts[number]))
+        for number, owner in owners.items()
+        if number < len(counts) and counts[number]
+    ]
+    if counts[EVERYBODY_ELSE]:
+        blocks = int(counts[EVERYBODY_ELSE])
+        held.append(OwnerUse(tenant=_NOBODY, salt=_NOBODY, blocks=blocks))
+    return tuple(sorted(held, key=lambda use: -use.blocks))
+
+
+def _salt_name(owner: Owner) -> str:
+    """A salt is as good as a key to what is cached under it: it is named by its digest."""
+    return owner.seed.tobytes().hex() if owner.salt else ""

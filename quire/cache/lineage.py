@@ -1,0 +1,66 @@
+"""Lineage: of each block that can be found, what it stands for and how often it was.
+
+Written in bulk when blocks are registered and found; read only when somebody asks why a prefix
+was not found, or what the cache holds. Knows no digest index and decides nothing. What stands
+here of a block that cannot be found (any more) is stale; callers pass a mask of those that can.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.digest import Uint64s
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Lineage:
+    """Of `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.parents: Uint64s = np.zeros((num_blocks, 2), np.uint64)
+        self.tokens: Int32s = np.zeros((num_blocks, block_size), np.int32)
+        self.depths: Int32s = np.zeros(num_blocks, np.int32)  # blocks of the chain it ends
+        self.owners: Int32s = np.zeros(num_blocks, np.int32)
+        self.hits: Int64s = np.zeros(num_blocks, np.int64)
+        self._ends: Bools = np.zeros(num_blocks, np.bool_)  # where a prefix that was found ended
+
+    def describe(
+        self, blocks: Int32s, *, parents: Uint64s, tokens: Int32s, depths: Int32s, owners: Int32s
+    ) -> None:
+        """`blocks` can be found from now on, and were not yet."""
+        self.parents[blocks] = parents
+        self.tokens[blocks] = tokens
+        self.depths[blocks] = depths
+        self.owners[blocks] = owners
+        self.hits[blocks] = 0
+        self._ends[blocks] = False
+
+    def found(self, blocks: Int32s) -> None:
+        """A chain of blocks was found, in this order."""
+        self.hits[blocks] += 1
+        self._ends[blocks[-1]] = True
+
+    def agreement(self, parent: Uint64s, tokens: Int32s, findable: Bools) -> int | None:
+        """How many of `tokens` the block most like them begins with, of those after `parent`.
+
+        None where no block comes after it.
+        """
+        children = np.flatnonzero(
+            findable & (self.parents[:, 0] == parent[0]) & (self.parents[:, 1] == parent[1])
+        )
+        if not len(children):
+            return None
+        differs = self.tokens[children, : len(tokens)] != tokens
+        agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), len(tokens))
+        return int(agreed.max())
+
+    def most_found(self, findable: Bools, count: int) -> Int32s:
+        """The `count` blocks that end the prefixes which spared most tokens, most first."""
+        ends = np.flatnonzero(findable & self._ends)
+        spared = self.hits[ends] * self.depths[ends]
+        order = np.argsort(-spared, kind="stable")[:count]
+        return ends[order].astype(np.int32)
