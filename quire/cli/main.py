@@ -23,6 +23,7 @@ VERBS = {
     "chat": "talk to a model in the terminal",
     "complete": "continue one prompt",
     "bench": "measure speed on this machine",
+    "simulate": "replay a trace through the scheduler in virtual time, policies side by side",
     "profile": "where a step's time goes, and what this machine would allow",
     "program": "print what the engine runs for a model, with bytes and operations",
     "completion": "print a shell completion script",

@@ -1,0 +1,213 @@
+"""`quire simulate MODEL --trace FILE`: the engine's scheduler over a trace, in virtual time.
+
+Arguments and printing only; quire/sim simulates, and is imported when the verb runs. Standard
+output holds a table, or with --json one object.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.cli.options import add_engine_arguments, engine_settings
+
+if TYPE_CHECKING:
+    from quire.config.groups import EngineConfig
+    from quire.sim.machine import Machine
+
+_NOT_HERE = frozenset({"chat_template", "record_plans", "scheduling_policy"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What arrives, what is compared, what it runs on; then the engine's settings."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    parser.add_argument("--png", default="", metavar="FILE", help="draw the result")
+    _add_load(parser.add_argument_group("What arrives"))
+    _add_machine(parser.add_argument_group("What it runs on (default: MODEL is measured here)"))
+    add_engine_arguments(parser, skip=_NOT_HERE)
+
+
+def _add_load(section: argparse._ArgumentGroup) -> None:
+    section.add_argument(
+        "--trace",
+        required=True,
+        metavar="FILE",
+        help="arrivals and lengths: Azure's CSV or Mooncake's JSON lines",
+    )
+    section.add_argument(
+        "--speed",
+        type=_speeds,
+        default=(1.0,),
+        metavar="LIST",
+        help="how many times as fast the trace is replayed, as in 0.1,0.2,0.4 (default 1)",
+    )
+    section.add_argument(
+        "--policy",
+        type=_names,
+        default=("fcfs",),
+        metavar="LIST",
+        help="scheduling policies to compare, as in fcfs,sjf,fair (default fcfs)",
+    )
+    section.add_argument(
+        "--max-requests", type=_count, metavar="NUM", help="the first so many requests only"
+    )
+    section.add_argument(
+        "--max-tokens",
+        type=_count,
+        default=2048,
+        metavar="NUM",
+        help="what each request asks for at most, however long its answer is (default 2048)",
+    )
+    section.add_argument(
+        "--light",
+        type=_count,
+        metavar="NUM",
+        help="one in so many requests is a light tenant's, who keeps its pace while the others "
+        "flood; its times are told beside those without the others",
+    )
+    section.add_argument(
+        "--light-speed",
+        type=float,
+        metavar="NUM",
+        help="the light tenant's speed (default: the slowest of --speed)",
+    )
+    section.add_argument(
+        "--ttft-goal", type=float, default=2.0, help="seconds to the first token (default 2)"
+    )
+    section.add_argument(
+        "--tpot-goal", type=float, default=0.1, help="seconds for each after it (default 0.1)"
+    )
+    section.add_argument(
+        "--tell-goals",
+        action="store_true",
+        help="requests carry the goals as ttft_slo_ms and tpot_slo_ms, so that the engine can "
+        "plan by them, and refuse what it cannot keep",
+    )
+
+
+def _add_machine(section: argparse._ArgumentGroup) -> None:
+    section.add_argument(
+        "--profile", default="", metavar="FILE", help="a machine measured before, instead of MODEL"
+    )
+    section.add_argument(
+        "--save-profile", default="", metavar="FILE", help="keep what is measured here"
+    )
+    section.add_argument(
+        "--gb-per-s",
+        type=float,
+        metavar="NUM",
+        help="MODEL on a machine that reads so much memory a second; with --gflop-per-s",
+    )
+    section.add_argument(
+        "--gflop-per-s", type=float, metavar="NUM", help="and does so much arithmetic"
+    )
+    section.add_argument(
+        "--fixed-ms",
+        type=float,
+        default=0.0,
+        metavar="NUM",
+        help="and takes so long for each step beside that (default 0)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate and print. Raises what simulating raises."""
+    from quire.base.errors import SettingError
+    from quire.config.flags import engine_config
+    from quire.obs.pictures import check_plots
+    from quire.obs.report import show
+    from quire.obs.timing import Goals
+    from quire.obs.trace import read_trace
+    from quire.sim.compare import Question, compare, with_policy
+    from quire.sim.load import Asks
+    from quire.sim.plots import plot_policies
+    from quire.sim.summary import summaries_text
+
+    if arguments.png:
+        check_plots()
+    config = engine_config({"model": arguments.model, **engine_settings(arguments)})
+    for policy in arguments.policy:
+        with_policy(config, policy)  # a wrong name is told before anything is measured
+    goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
+    if not (goals.ttft_s > 0 and goals.tpot_s > 0):
+        raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
+    path = Path(arguments.trace)
+    trace = read_trace(path, max_requests=arguments.max_requests)
+    machine = _machine(arguments, config)
+    asks = Asks(
+        max_tokens=arguments.max_tokens,
+        max_model_len=config.model.max_model_len or machine.max_model_len,
+        ttft_slo_ms=1e3 * goals.ttft_s if arguments.tell_goals else None,
+        tpot_slo_ms=1e3 * goals.tpot_s if arguments.tell_goals else None,
+    )
+    question = Question(
+        trace_name=path.name,
+        trace=trace,
+        policies=arguments.policy,
+        speeds=arguments.speed,
+        asks=asks,
+        goals=goals,
+        light_every=arguments.light or 0,
+        light_speed=arguments.light_speed or min(arguments.speed),
+    )
+    outcome = compare(question, machine, config)
+    if arguments.png:
+        plot_policies(outcome, Path(arguments.png))
+    show(outcome, summaries_text(outcome), as_json=arguments.json)
+    return 0
+
+
+def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
+    """Measured before, described, or measured now."""
+    import json
+
+    from quire.base.errors import SettingError
+    from quire.sim.machine import described_machine
+    from quire.sim.profile import machine_of, measure_machine, read_machine
+
+    described = arguments.gb_per_s is not None or arguments.gflop_per_s is not None
+    if sum((bool(arguments.profile), described, bool(arguments.save_profile))) > 1:
+        raise SettingError(
+            "--profile, --save-profile and --gb-per-s are three ways to say what machine is meant; "
+            "give one of them, or none to measure the model here"
+        )
+    if arguments.profile:
+        return read_machine(Path(arguments.profile))
+    if described:
+        if arguments.gb_per_s is None or arguments.gflop_per_s is None:
+            raise SettingError("--gb-per-s and --gflop-per-s describe a machine together")
+        return described_machine(
+            config,
+            gb_per_s=arguments.gb_per_s,
+            gflop_per_s=arguments.gflop_per_s,
+            fixed_ms=arguments.fixed_ms,
+        )
+    profile = measure_machine(config)
+    if arguments.save_profile:
+        Path(arguments.save_profile).write_text(json.dumps(profile, indent=1) + "\n")
+    return machine_of(profile)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(one) for one in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value < 1e6 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of speeds as in 0.5,1,2")
+    return values
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))

@@ -1,0 +1,189 @@
+"""How long a step takes on the machine that is simulated: by measured steps, or by a roofline.
+
+`MeasuredCost` puts a step together from steps that were timed (quire/sim/profile.py).
+`RooflineCost` counts what the program's mathematics needs (quire/program/cost.py) and divides by
+what a machine is said to do. Neither reads a clock. Always holds: a step costs the same wherever
+it stands in a run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import StepPlan
+from quire.program.cost import Cost, StepShape, step_cost
+from quire.program.program import Program
+from quire.scheduler.cost import LinearCost
+
+Points = tuple[tuple[int, float], ...]  # (rows or tokens, milliseconds), rising
+
+
+class StepCost(Protocol):
+    """Predicts one step."""
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """Milliseconds from handing the plan in to having its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a plan computes, as far as its time depends on it.
+
+    Of rows with one token: how many, and the positions before them in all. Of rows with more
+    (chunks): their tokens, and pairs of such a token and a position before the chunk.
+    """
+
+    num_tokens: int
+    num_rows: int
+    single_positions: int
+    chunk_pairs: int
+
+
+def work_of(plan: StepPlan) -> Work:
+    """Sums over the rows of a plan."""
+    counts, starts = plan.counts, plan.starts
+    num_rows = len(counts)
+    num_tokens = int(np.add.reduce(counts))
+    positions = int(np.add.reduce(starts, dtype=np.int64))
+    if num_tokens == num_rows:
+        return Work(num_tokens, num_rows, positions, 0)
+    chunks = (counts > 1).nonzero()[0]
+    chunk_starts = starts[chunks].astype(np.int64)
+    pairs = int(np.dot(chunk_starts, counts[chunks]))
+    return Work(num_tokens, num_rows, positions - int(np.add.reduce(chunk_starts)), pairs)
+
+
+class MeasuredCost:
+    """Steps put together from timed ones.
+
+    chunk_ms: one chunk of so many tokens from position 0. rows_ms: so many rows of one token, at
+    position 0. pair_ms: for each token of a chunk and position before the chunk. read_ms: for each
+    position before a row of one token, by the number of such rows. loop_ms: the engine's own
+    part of each step.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_ms: Points,
+        rows_ms: Points,
+        pair_ms: float,
+        read_ms: Points,
+        loop_ms: float = 0.0,
+    ) -> None:
+        most = max(chunk_ms[-1][0], rows_ms[-1][0]) + 1
+        trunk = interpolated(chunk_ms, most)
+        rows = interpolated(rows_ms, most)
+        self._trunk_ms: list[float] = (trunk + loop_ms).tolist()
+        # What so many separate rows take beyond one chunk of as many tokens: heads, mostly.
+        self._rows_more_ms: list[float] = (rows - trunk).tolist()
+        self._read_ms: list[float] = interpolated(read_ms, most).tolist()
+        self._pair_ms = pair_ms
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        work = work_of(plan)
+        last = len(self._trunk_ms) - 1
+        tokens, rows = min(work.num_tokens, last), min(work.num_rows, last)
+        cost_ms = self._trunk_ms[tokens] + self._rows_more_ms[rows]
+        cost_ms += work.single_positions * self._read_ms[rows] + work.chunk_pairs * self._pair_ms
+        return cost_ms * work.num_tokens / tokens if work.num_tokens > last else cost_ms
+
+
+def interpolated(points: Points, length: int) -> NDArray[np.float64]:
+    """Values at 0 .. length - 1: straight between points, and on as between the outer two."""
+    at = [point for point, _ in points]
+    values = [value for _, value in points]
+    everywhere = np.arange(length)
+    found: NDArray[np.float64] = np.interp(everywhere, at, values)
+    if len(points) > 1:
+        last = bisect_right(at, length)
+        if last == len(at):
+            slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+            beyond = everywhere > at[-1]
+            found[beyond] = values[-1] + slope * (everywhere[beyond] - at[-1])
+    return found
+
+
+class RooflineCost:
+    """The program's operations and bytes, over what a machine does a second.
+
+    Products, and attention, each take as long as the slower of arithmetic and memory; the rest of
+    the arithmetic is left out. fixed_ms: of each step, whatever it computes.
+    """
+
+    def __init__(
+        self, program: Program, *, gb_per_s: float, gflop_per_s: float, fixed_ms: float
+    ) -> None:
+        self._per_byte_ms = 1e3 / (gb_per_s * 1e9)
+        self._per_op_ms = 1e3 / (gflop_per_s * 1e9)
+        self._fixed_ms = fixed_ms
+        self._prices = _prices(program)
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        counts = plan.counts.astype(np.float64)
+        num_tokens = float(np.add.reduce(counts))
+        pairs = float(np.dot(counts, plan.starts + 0.5 * (counts + 1.0)))
+        reads = num_tokens + float(np.add.reduce(plan.starts, dtype=np.float64))
+        features = (1.0, num_tokens, float(len(counts)), pairs, reads)
+        found = {name: _dot(price, features) for name, price in self._prices.items()}
+        products = max(
+            found["weight_bytes"] * self._per_byte_ms, found["product_ops"] * self._per_op_ms
+        )
+        attention = max(
+            found["kv_bytes"] * self._per_byte_ms, found["attention_ops"] * self._per_op_ms
+        )
+        return self._fixed_ms + products + attention
+
+    def linear(self) -> LinearCost:
+        """The same for the scheduler's budget: arithmetic by token, memory as the fixed part."""
+        ops, attended = self._prices["product_ops"], self._prices["attention_ops"]
+        return LinearCost(
+            fixed_ms=self._fixed_ms + self._prices["weight_bytes"][0] * self._per_byte_ms,
+            token_ms=ops[1] * self._per_op_ms,
+            position_ms=attended[3] * self._per_op_ms,
+            score_ms=ops[2] * self._per_op_ms,
+        )
+
+
+def _dot(price: Sequence[float], features: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(price, features, strict=True))
+
+
+def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
+    """Each field of Cost by 1, tokens, sampled rows, attended pairs and positions read.
+
+    All are straight lines in these (windows apart, which are taken as if they were open), so
+    that steps which differ in one of them each tell the price of it.
+    """
+    # Six steps: rows, samples, depth of one row, and a chunk at depth tell them apart.
+    shapes = (
+        ((1,), (0,), 1),
+        ((1, 1), (0, 0), 1),
+        ((1, 1), (0, 0), 2),
+        ((1,), (64,), 1),
+        ((4,), (64,), 1),
+        ((4, 1), (0, 64), 2),
+    )
+    steps = [StepShape(counts, starts, num_samples=rows) for counts, starts, rows in shapes]
+    features = np.array(
+        [
+            (1, sum(counts), rows, step.attended_positions(0), step.read_positions(0))
+            for step, (counts, _, rows) in zip(steps, shapes, strict=True)
+        ],
+        np.float64,
+    )
+    costs = [step_cost(program, step) for step in steps]
+    prices = {}
+    for field in fields(Cost):
+        values = np.array([getattr(cost, field.name) for cost in costs], np.float64)
+        found, *_ = np.linalg.lstsq(features, values, rcond=None)
+        prices[field.name] = tuple(found.tolist())
+    return prices

@@ -1,0 +1,96 @@
+"""Machine: what is simulated, in numbers: how long steps take, contexts, bytes a token.
+
+Two kinds: one whose steps were measured (quire/sim/profile.py), and one that is only described, by
+bytes and operations a second, beside the program that would run on it. Knows no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.base.errors import SettingError
+from quire.base.gguf_model import SUFFIX
+from quire.config.groups import EngineConfig
+from quire.config.memory import mib
+from quire.engine.model_files import model_folder, model_name
+from quire.engine.programs import engine_program
+from quire.models.registry import open_model
+from quire.program.program import Program
+from quire.scheduler.cost import LinearCost
+from quire.sim.cost import RooflineCost, StepCost
+from quire.weights.checkpoint import open_checkpoint
+
+# Memory of the KV cache where nobody says: a table must not depend on what this machine has free.
+DEFAULT_KV_BYTES = 4 * 2**30
+# Most tokens of a step on a machine that is only described.
+STEP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """cost: of the steps that are simulated. linear: what a scheduler with a step budget knows.
+
+    token_bytes: of keys and values. step_tokens: most of one step, unless the config says.
+    """
+
+    name: str
+    cost: StepCost
+    linear: LinearCost
+    token_bytes: int
+    max_model_len: int
+    step_tokens: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def num_blocks(self, config: EngineConfig) -> int:
+        """KV blocks; never more than all requests together can use."""
+        size, asked = config.cache.block_size, config.cache.kv_cache_memory_bytes
+        blocks = (DEFAULT_KV_BYTES if asked is None else asked) // (size * self.token_bytes)
+        if blocks < 1:
+            raise SettingError(
+                f"kv_cache_memory is {mib(asked or 0)}, less than one block of {size} tokens, "
+                f"which takes {mib(size * self.token_bytes)}; raise it or lower block_size"
+            )
+        longest = config.model.max_model_len or self.max_model_len
+        return int(min(blocks, config.scheduler.max_num_seqs * -(-longest // size)))
+
+    def step_tokens_of(self, config: EngineConfig) -> int:
+        """Most token rows of one step."""
+        scheduler = config.scheduler
+        return scheduler.max_num_batched_tokens or max(self.step_tokens, 2 * scheduler.max_num_seqs)
+
+
+def planned_program(config: EngineConfig) -> Program:
+    """The program an engine of this config runs, for as long a context as it may have.
+
+    Raises ModelError or SettingError. Loads no weights: a folder needs its config.json only.
+    """
+    folder = model_folder(config.model)
+    checkpoint = open_checkpoint(folder) if folder.suffix == SUFFIX else None
+    return engine_program(config, open_model(folder), checkpoint)
+
+
+def described_machine(
+    config: EngineConfig, *, gb_per_s: float, gflop_per_s: float, fixed_ms: float
+) -> Machine:
+    """The config's model on a machine that nobody has measured. Loads no weights.
+
+    Raises ModelError or SettingError as an engine would.
+    """
+    for name, value in (("gb_per_s", gb_per_s), ("gflop_per_s", gflop_per_s)):
+        if not value > 0:
+            raise SettingError(f"{name} is {value}; it must be above 0")
+    if not fixed_ms >= 0:
+        raise SettingError(f"fixed_ms is {fixed_ms}; it must be at least 0")
+    program = planned_program(config)
+    cost = RooflineCost(program, gb_per_s=gb_per_s, gflop_per_s=gflop_per_s, fixed_ms=fixed_ms)
+    return Machine(
+        name=model_name(config.model),
+        cost=cost,
+        linear=cost.linear(),
+        token_bytes=sum(cache.token_bytes for cache in program.caches),
+        max_model_len=program.max_positions,
+        step_tokens=STEP_TOKENS,
+        about={"gb_per_s": gb_per_s, "gflop_per_s": gflop_per_s, "fixed_ms": fixed_ms},
+    )

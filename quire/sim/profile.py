@@ -1,0 +1,286 @@
+"""A profile: what steps of a real engine took, kept as JSON, so that it can be simulated anywhere.
+
+Made-up steps are timed through the engine's own runner, as the settings make it: chunks from
+position 0, rows of one token, both at depth; then a short run of the whole loop tells what the
+engine adds to each step. Reads the machine's clock; whoever simulates from the file does not.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.errors import SettingError
+from quire.base.records import NO_INTS, Request, StepPlan, StepResult
+from quire.base.report import Field
+from quire.base.sampling_params import SamplingParams
+from quire.config.groups import EngineConfig
+from quire.engine.assemble import Engine, assemble
+from quire.engine.core import EngineCore, Runner
+from quire.engine.warm_up import made_up_plan, measure_cost
+from quire.obs.report import Progress
+from quire.runner.handle import Handle
+from quire.runner.model_runner import ModelRunner
+from quire.scheduler.cost import LinearCost
+from quire.scheduler.limits import SchedulerLimits
+from quire.sim.cost import MeasuredCost, Points
+from quire.sim.machine import Machine, planned_program
+
+VERSION = 1
+_GREEDY = SamplingParams(temperature=0.0, seed=0)
+_TIMES = 5
+_DEPTH = 512
+# Tokens that rows at depth hold together, at most: filling the cache takes as long as a prompt.
+_DEEP_TOKENS = 8192
+_LOOP_PROMPT, _LOOP_OUTPUT = 48, 24
+
+
+def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -> dict[str, Any]:
+    """The profile of an engine of this config, here and now, ready for JSON.
+
+    Raises ModelError, CapacityError or SettingError as an engine's start does.
+    """
+    progress = progress or Progress()
+    progress.say("packing the weights")
+    clock = Clock()
+    engine = assemble(config, clock=clock, report=_ignore)
+    runner, card = engine.core.runner, engine.card
+    assert isinstance(runner, ModelRunner)
+    with closing(runner):
+        measured = _Steps(runner, engine, clock, progress).measure()
+        limits = SchedulerLimits(
+            max_num_seqs=card.max_num_seqs,
+            max_num_batched_tokens=engine.step_tokens,
+            max_model_len=card.max_model_len,
+        )
+        linear = measure_cost(runner, limits, card.num_blocks, clock)
+        progress.say("measuring the loop")
+        cost = MeasuredCost(**_points(measured))
+        measured["loop_ms"] = _loop_ms(engine, cost, clock)
+        token_bytes = sum(cache.token_bytes for cache in planned_program(config).caches)
+    progress.clear()
+    return {
+        "profile_version": VERSION,
+        "name": card.name,
+        "dtype": card.dtype,
+        "quantization": card.quantization,
+        "recipe": card.recipe,
+        "max_model_len": card.max_model_len,
+        "step_tokens": engine.step_tokens,
+        "token_bytes": token_bytes,
+        **measured,
+        "linear": asdict(linear),
+    }
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine of a profile's file. Raises SettingError where it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path}: the profile cannot be read: {error}") from error
+    return machine_of(found, where=str(path))
+
+
+def machine_of(profile: Mapping[str, Any], *, where: str = "the profile") -> Machine:
+    """The machine a profile tells of. Raises SettingError where something is missing or wrong."""
+    try:
+        if profile["profile_version"] != VERSION:
+            raise SettingError(
+                f"{where} has version {profile['profile_version']}, this is for {VERSION}; measure "
+                "it again"
+            )
+        return Machine(
+            name=str(profile["name"]),
+            cost=MeasuredCost(**_points(profile)),
+            linear=LinearCost(**{name: float(v) for name, v in profile["linear"].items()}),
+            token_bytes=int(profile["token_bytes"]),
+            max_model_len=int(profile["max_model_len"]),
+            step_tokens=int(profile["step_tokens"]),
+            about={name: profile[name] for name in ("dtype", "quantization", "recipe")},
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise SettingError(
+            f"{where} is no profile of an engine's steps ({type(error).__name__}: {error}); "
+            "quire simulate --save-profile writes one"
+        ) from error
+
+
+def _points(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of MeasuredCost."""
+    found: dict[str, Any] = {
+        name: tuple((int(at), float(ms)) for at, ms in profile[name])
+        for name in ("chunk_ms", "rows_ms", "read_ms")
+    }
+    found["pair_ms"] = float(profile["pair_ms"])
+    found["loop_ms"] = float(profile.get("loop_ms", 0.0))
+    return found
+
+
+class _Steps:
+    """Times made-up steps of one engine."""
+
+    def __init__(
+        self, runner: ModelRunner, engine: Engine, clock: Clock, progress: Progress
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._progress = progress
+        card = engine.card
+        self._block_size = card.block_size
+        self._positions = min(card.max_model_len, card.num_blocks * card.block_size)
+        self._step_tokens = min(engine.step_tokens, self._positions - 1)
+        self._most_rows = min(card.max_num_seqs, self._step_tokens, card.num_blocks)
+        self._num_blocks = card.num_blocks
+
+    def measure(self) -> dict[str, Any]:
+        """chunk_ms, rows_ms, pair_ms and read_ms, see MeasuredCost."""
+        chunk_ms = tuple((n, self._median_ms([n], 0)) for n in _sizes(self._step_tokens))
+        rows_ms = tuple((n, self._median_ms([1] * n, 0)) for n in _sizes(self._most_rows))
+        depth = max(min(_DEPTH, self._positions - self._step_tokens - 1), 0)
+        read_ms: Points = ((1, 0.0),)
+        pair_ms = 0.0
+        if depth:
+            rows = {1, min(8, self._most_rows), self._most_rows}
+            read_ms = tuple((n, self._read_ms(n, min(depth, self._room(n)))) for n in sorted(rows))
+            count = self._step_tokens
+            self._fill(1, depth)
+            deeper_ms = self._median_ms([count], depth) - chunk_ms[-1][1]
+            pair_ms = max(deeper_ms, 0.0) / (count * depth)
+        return {
+            "chunk_ms": chunk_ms,
+            "rows_ms": rows_ms,
+            "read_ms": read_ms,
+            "pair_ms": pair_ms,
+        }
+
+    def _room(self, num_rows: int) -> int:
+        """The most tokens each of so many rows can have behind it."""
+        own_blocks = self._num_blocks // num_rows
+        return min(_DEEP_TOKENS // num_rows, own_blocks * self._block_size) - 1
+
+    def _read_ms(self, num_rows: int, depth: int) -> float:
+        if depth < 1:
+            return 0.0
+        self._fill(num_rows, depth)
+        deep_ms = self._median_ms([1] * num_rows, depth)
+        shallow_ms = self._median_ms([1] * num_rows, 0)
+        return max(deep_ms - shallow_ms, 0.0) / (num_rows * depth)
+
+    def _fill(self, num_rows: int, depth: int) -> None:
+        """Keys and values of `depth` tokens for each row: pages that were never written all read
+        from one and the same, which lies in the processor's caches."""
+        for start in range(0, depth, self._step_tokens):
+            count = min(self._step_tokens, depth - start)
+            self._run(made_up_plan([count], [start], *self._what()))
+        columns, width = self._blocks(depth), self._blocks(depth + 1)
+        if num_rows == 1:
+            return
+        others = np.arange(1, num_rows, dtype=np.int32)[:, None] * width
+        first = np.arange(columns, dtype=np.int32)
+        self._run(
+            replace(
+                made_up_plan([1] * num_rows, [depth] * num_rows, *self._what()),
+                copy_from=np.tile(first, num_rows - 1),
+                copy_to=(others + first).reshape(-1),
+            )
+        )
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _median_ms(self, counts: Sequence[int], start: int) -> float:
+        """A step of rows that were admitted before."""
+        self._progress.say(
+            f"measuring a step: {len(counts)} rows, {sum(counts)} tokens, at {start}"
+        )
+        plan = made_up_plan(counts, [start] * len(counts), *self._what())
+        self._run(plan)
+        steady = replace(
+            plan, admissions=(), table_slots=NO_INTS, table_columns=NO_INTS, table_blocks=NO_INTS
+        )
+        return statistics.median(self._run(steady) for _ in range(_TIMES))
+
+    def _what(self) -> tuple[int, SamplingParams]:
+        return self._block_size, _GREEDY
+
+    def _run(self, plan: StepPlan) -> float:
+        began_ms = self._clock.now_ms()
+        self._runner.collect(self._runner.submit(plan))
+        return self._clock.now_ms() - began_ms
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, and from there on also halfway, up to `most`."""
+    sizes = {most}
+    size = 1
+    while size < most:
+        sizes |= {size, min(size * 3 // 2, most)} if size >= 16 else {size}
+        size *= 2
+    return sorted(sizes)
+
+
+def _loop_ms(engine: Engine, cost: MeasuredCost, clock: Clock) -> float:
+    """What a step takes beyond its prediction, when the whole loop runs a few requests."""
+    card, plans = engine.card, list[StepPlan]()
+    scheduler = engine.core.scheduler
+    core = EngineCore(
+        scheduler, _Noting(engine.core.runner, plans), plans_in_flight=1, report=_ignore
+    )
+    output = min(_LOOP_OUTPUT, max(card.max_model_len // 2, 1))
+    prompt = min(_LOOP_PROMPT, card.max_model_len - output)
+    fit = card.num_blocks // -(-(prompt + output) // card.block_size)
+    for number in range(max(min(8, card.max_num_seqs, fit), 1)):
+        name = f"measured-{number}"
+        core.add(
+            (
+                Request(
+                    request_id=name,
+                    group_id=name,
+                    stream=0,
+                    prompt_ids=np.full(prompt, number % card.vocab_size, np.int32),
+                    sampling=_GREEDY,
+                    stop_ids=(),
+                    max_total_tokens=prompt + output,
+                    arrival_ms=clock.now_ms(),
+                ),
+            )
+        )
+    began_ms = clock.now_ms()
+    while core.has_work:
+        core.step(clock.now_ms)
+    wall_ms = clock.now_ms() - began_ms
+    predicted_ms = sum(cost.step_ms(plan) for plan in plans)
+    return max(wall_ms - predicted_ms, 0.0) / max(len(plans), 1)
+
+
+class _Noting:
+    """A runner that keeps the plans it hands on."""
+
+    def __init__(self, runner: Runner, plans: list[StepPlan]) -> None:
+        self._runner = runner
+        self._plans = plans
+
+    def submit(self, plan: StepPlan) -> Handle:
+        """Note, and hand on."""
+        self._plans.append(plan)
+        return self._runner.submit(plan)
+
+    def collect(self, handle: Handle) -> StepResult:
+        """See ModelRunner."""
+        return self._runner.collect(handle)
+
+    def close(self) -> None:
+        """Its owner closes it."""
+
+
+def _ignore(what: str, **fields: Field) -> None:
+    """Nothing fails here that would not be seen."""

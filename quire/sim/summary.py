@@ -1,0 +1,163 @@
+"""What is said of a simulation: times, goodput and waits, of all requests and of each tenant.
+
+Arithmetic over what ended; the words and shares are those of measured load (quire/obs/timing.py).
+A latency is from arrival to the last token; a wait is from arrival to the first step that computes
+something of the request, and for one that was refused there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.obs.report import table
+from quire.obs.timing import Goals, RequestTimes, percentiles, rate_summary
+from quire.sim.load import Job
+from quire.sim.run import Ended, Run
+
+
+def summary_of(run: Run, jobs: Sequence[Job], goals: Goals) -> dict[str, Any]:
+    """Plain numbers, seconds; under "tenants" the same for each, where there are any."""
+    found = _times(run.ended, run.refused, goals)
+    stats = run.stats
+    queried = stats.prefix_queried_tokens_total
+    found |= {
+        "refusals": run.refusals,
+        "steps": stats.steps_total,
+        "preemptions": stats.preemptions_total,
+        "hit_share": stats.prefix_hit_tokens_total / queried if queried else 0.0,
+        "busy_share": run.busy_ms / run.end_ms if run.end_ms else 0.0,
+        "end_s": run.end_ms / 1e3,
+    }
+    tenants = sorted({job.tenant for job in jobs} - {""})
+    found["tenants"] = {
+        tenant: _times(
+            [one for one in run.ended if one.job.tenant == tenant],
+            [one for one in run.refused if one[0].tenant == tenant],
+            goals,
+        )
+        for tenant in tenants
+    }
+    return found
+
+
+def _times(
+    ended: Sequence[Ended], refused: Sequence[tuple[Job, str]], goals: Goals
+) -> dict[str, Any]:
+    times = [_request_times(one) for one in ended]
+    times += [_refused_times(job, kind) for job, kind in refused]
+    arrivals_s = [one.sent_s for one in times]
+    seconds = max(max(arrivals_s) - min(arrivals_s), 1e-9)
+    found = rate_summary(times, offered_per_s=len(times) / seconds, seconds=seconds, goals=goals)
+    latencies_s = [one.last_s - one.sent_s for one in times[: len(ended)]]
+    waits_s = [(one.first_scheduled_ms - one.job.arrival_ms) / 1e3 for one in ended]
+    return found | {
+        "ttft_mean_s": _mean([one.ttft_s for one in times[: len(ended)]]),
+        "latency_s": percentiles(latencies_s),
+        "latency_mean_s": _mean(latencies_s),
+        "longest_wait_s": max(waits_s, default=0.0),
+    }
+
+
+def _request_times(one: Ended) -> RequestTimes:
+    return RequestTimes(
+        sent_s=one.job.arrival_ms / 1e3,
+        first_s=one.first_token_ms / 1e3,
+        last_s=one.last_token_ms / 1e3,
+        prompt_tokens=one.job.prompt_tokens,
+        output_tokens=one.job.output_tokens,
+    )
+
+
+def _refused_times(job: Job, kind: str) -> RequestTimes:
+    sent_s = job.arrival_ms / 1e3
+    return RequestTimes(
+        sent_s=sent_s,
+        first_s=sent_s,
+        last_s=sent_s,
+        prompt_tokens=job.prompt_tokens,
+        output_tokens=0,
+        error=kind,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
+
+
+def summaries_text(outcome: Mapping[str, Any]) -> str:
+    """The table of a whole simulation: a line a speed and policy, and one each for who is light."""
+    settings = outcome["settings"]
+    goals = settings["goals"]
+    lines = [
+        f"{settings['machine']}: {settings['num_requests']} requests of {settings['trace']}, "
+        f"{settings['left_out']} left out; max_tokens {settings['max_tokens']}",
+        f"good: first token within {goals['ttft_s']:g} s, "
+        f"{1e3 * goals['tpot_s']:g} ms for each after it",
+        table(_HEADINGS, [_row(one) for one in outcome["runs"]]),
+    ]
+    flooded = [one for one in outcome["runs"] if one["light"] is not None]
+    if flooded:
+        lines += ["", _light_text(flooded)]
+    return "\n".join(lines)
+
+
+_HEADINGS = (
+    *("policy", "speed", "offered", "refused", "mean", "TTFT mean", "p50", "p99"),
+    *("TPOT p99", "goodput", "longest wait", "preempted", "hits", "busy"),
+)
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    found = one["summary"]
+    return (
+        one["policy"],
+        f"{one['speed']:g}",
+        f"{found['offered_per_s']:.3g}/s",
+        str(found["num_errors"]),
+        _seconds(found["latency_mean_s"]),
+        _seconds(found["ttft_mean_s"]),
+        _seconds(found["ttft_s"].get("p50")),
+        _seconds(found["ttft_s"].get("p99")),
+        f"{1e3 * found['tpot_s']['p99']:.0f} ms" if found["tpot_s"] else "-",
+        f"{found['goodput_per_s']:.3g}/s",
+        _seconds(found["longest_wait_s"]),
+        str(found["preemptions"]),
+        f"{100 * found['hit_share']:.0f} %",
+        f"{100 * found['busy_share']:.0f} %",
+    )
+
+
+def _light_text(flooded: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for one in flooded:
+        light, alone = one["light"]["beside"], one["light"]["alone"]
+        rows.append(
+            (
+                one["policy"],
+                f"{one['speed']:g}",
+                *(
+                    text
+                    for name in ("ttft_s", "latency_s")
+                    for text in _beside(light[name].get("p99"), alone[name].get("p99"))
+                ),
+            )
+        )
+    headings = (
+        *("a light tenant", "speed of the flood", "TTFT p99", "alone", "times"),
+        *("latency p99", "alone", "times"),
+    )
+    return table(headings, rows)
+
+
+def _beside(loaded: float | None, alone: float | None) -> tuple[str, str, str]:
+    times = f"{loaded / alone:.2f}" if loaded is not None and alone else "-"
+    return _seconds(loaded), _seconds(alone), times
+
+
+def _seconds(value: float | None) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"

@@ -1,0 +1,96 @@
+"""`quire simulate`: a table, the same as JSON, a picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.command import quire_command
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{number // 4:02d}.{25 * (number % 4):02d}00000,"
+    f"{20 + 7 * number % 200},{5 + number % 30}\n"
+    for number in range(80)
+)
+MACHINE = ("--gb-per-s", "0.5", "--gflop-per-s", "2", "--fixed-ms", "1")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """A minute of made-up requests."""
+    file = tmp_path / "trace.csv"
+    file.write_text(TRACE)
+    return str(file)
+
+
+def test_policies_are_compared_at_each_speed(trace: str) -> None:
+    words = ("--trace", trace, *MACHINE, "--policy", "fcfs,sjf", "--speed", "1,4")
+    done = quire_command("simulate", *words, "--light", "8")
+    assert (done.returncode, done.stderr) == (0, "")
+    table = done.stdout
+    assert "box: 80 requests of trace.csv, 0 left out; max_tokens 2048" in table
+    assert [line.split()[:2] for line in table.splitlines()[3:7]] == [
+        *(["fcfs", "1"], ["fcfs", "4"], ["sjf", "1"], ["sjf", "4"])
+    ]
+    assert "a light tenant" in table
+    assert quire_command("simulate", *words, "--light", "8").stdout == table
+
+
+def test_json_has_every_run_with_its_settings(trace: str) -> None:
+    done = quire_command(
+        "simulate", "--json", "--trace", trace, *MACHINE, "--max-requests", "40", "--tell-goals"
+    )
+    told = json.loads(done.stdout)
+    assert told["bench"] == "simulate"
+    assert told["settings"]["num_requests"] == 40
+    assert told["settings"]["goals_are_told"] is True
+    assert told["settings"]["machine_gb_per_s"] == 0.5
+    [run] = told["runs"]
+    assert run["summary"]["num_requests"] == 40
+    assert run["light"] is None
+
+
+def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "policies.png"
+    done = quire_command("simulate", "--trace", trace, *MACHINE, "--light", "8", "--png", str(file))
+    assert done.returncode == 0, done.stderr
+    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_measured_machine_is_kept_and_used_again(trace: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    settings = ("--threads", "1", "--max-num-seqs", "4", "--kv-cache-memory", "8MiB")
+    first = quire_command("simulate", "--trace", trace, *settings, "--save-profile", str(file))
+    assert first.returncode == 0, first.stderr
+    second = quire_command("simulate", "--trace", trace, *settings, "--profile", str(file))
+    assert second.stdout == first.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--policy", "best"), "allowed: "),
+        (("--speed", "0"), "is not a list of speeds"),
+        (("--light", "0"), "is not a whole number"),
+        (("--light", "1"), "must leave some"),
+        (("--ttft-goal", "0"), "both must be > 0"),
+        (("--profile", "none.json"), "three ways to say"),
+        (("--max-tokens", "x"), "is not a whole number"),
+    ],
+)
+def test_what_cannot_be_is_refused(trace: str, words: tuple[str, ...], told: str) -> None:
+    done = quire_command("simulate", "--trace", trace, *MACHINE, *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stdout == ""
+
+
+def test_half_a_machine_and_no_trace_are_refused(trace: str, tmp_path: Path) -> None:
+    half = quire_command("simulate", "--trace", trace, "--gb-per-s", "3")
+    assert "describe a machine together" in half.stderr
+    none = quire_command("simulate", "--trace", str(tmp_path / "none"), *MACHINE)
+    assert "cannot be read" in none.stderr
+    assert "--trace" in quire_command("simulate").stderr

@@ -1,0 +1,70 @@
+"""What simulated steps cost: measured steps come out as they went in, a roofline as counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.models.registry import build_program, open_model
+from quire.program.cost import StepShape, step_cost
+from quire.program.ops import DType
+from quire.sim.cost import MeasuredCost, RooflineCost, interpolated, work_of
+from tests.tiny_models import write_tiny_llama
+from tests.unit.sim.made import plan_of
+
+
+def _measured() -> MeasuredCost:
+    return MeasuredCost(
+        chunk_ms=((1, 10.0), (16, 25.0), (64, 121.0)),
+        rows_ms=((1, 11.0), (4, 20.0), (8, 30.0)),
+        pair_ms=0.001,
+        read_ms=((1, 0.02), (8, 0.01)),
+        loop_ms=0.5,
+    )
+
+
+def test_work_is_summed_apart_for_rows_of_one_token_and_of_more() -> None:
+    work = work_of(plan_of((7, 1), (100, 1), (32, 8), (0, 5)))
+    assert (work.num_tokens, work.num_rows) == (15, 4)
+    assert (work.single_positions, work.chunk_pairs) == (107, 256)
+    steady = work_of(plan_of((7, 1), (100, 1)))
+    assert (steady.num_tokens, steady.single_positions, steady.chunk_pairs) == (2, 107, 0)
+
+
+def test_a_measured_step_costs_what_was_measured() -> None:
+    cost = _measured()
+    assert cost.step_ms(plan_of((0, 1))) == pytest.approx(11.5)
+    assert cost.step_ms(plan_of(*[(0, 1)] * 4)) == pytest.approx(20.5)
+    assert cost.step_ms(plan_of((0, 16))) == pytest.approx(25 + 1 + 0.5)  # one row goes on
+    assert cost.step_ms(plan_of((0, 40))) == pytest.approx(73 + 1 + 0.5)  # halfway between
+
+
+def test_depth_costs_by_rows_of_one_token_and_by_chunks() -> None:
+    cost = _measured()
+    shallow, deep = plan_of((0, 1), (0, 16)), plan_of((200, 1), (64, 16))
+    added_ms = 200 * (0.02 - 0.01 / 7) + 64 * 16 * 0.001
+    assert cost.step_ms(deep) - cost.step_ms(shallow) == pytest.approx(added_ms)
+
+
+def test_beyond_what_was_measured_lines_go_on() -> None:
+    found = interpolated(((1, 10.0), (3, 14.0)), 7)
+    assert found.tolist() == pytest.approx([10, 10, 12, 14, 16, 18, 20])
+    assert _measured().step_ms(plan_of((0, 130))) == pytest.approx(2 * (121 + 2 + 1.5), rel=0.02)
+
+
+def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
+    spec = open_model(write_tiny_llama(tmp_path, seed=1))
+    program = build_program(spec, dtype=DType.F32, max_positions=512)
+    shape = StepShape((1, 1, 30), (3, 90, 40), num_samples=3)
+    counted = step_cost(program, shape)
+    plan = plan_of((3, 1), (90, 1), (40, 30))
+
+    def step_ms(*, gb_per_s: float, gflop_per_s: float) -> float:
+        cost = RooflineCost(program, gb_per_s=gb_per_s, gflop_per_s=gflop_per_s, fixed_ms=2.0)
+        return cost.step_ms(plan) - 2.0
+
+    memory_ms = 1e3 * counted.memory_bytes / 1e9
+    assert step_ms(gb_per_s=1, gflop_per_s=1e12) == pytest.approx(memory_ms, rel=1e-6)
+    arithmetic_ms = 1e3 * (counted.product_ops + counted.attention_ops) / 1e9
+    assert step_ms(gb_per_s=1e12, gflop_per_s=1) == pytest.approx(arithmetic_ms, rel=1e-6)

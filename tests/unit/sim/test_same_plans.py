@@ -1,0 +1,168 @@
+"""A simulation makes the plans that the engine makes: the model's answers do not matter to it.
+
+An engine computes a tiny model, samples, and stops where sampled tokens say so; its clock is made
+to show what the machine that is simulated would take. A simulation that knows only how long the
+answers were must then hand out the same plans, to the last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.clock import Clock
+from quire.base.records import Request, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.config.groups import EngineConfig
+from quire.engine.assemble import assemble
+from quire.engine.core import EngineCore, Runner
+from quire.engine.deciders import make_scheduler, scheduler_limits
+from quire.runner.handle import Handle
+from quire.sim.clock import VirtualClock
+from quire.sim.load import Asks, Job, Requests
+from quire.sim.machine import Machine
+from quire.sim.run import Feed, Run, simulate
+from quire.sim.runner import Computing
+from tests.tiny_models import write_tiny_llama
+from tests.unit.sim.made import config, drawn_jobs, machine
+
+ASKS = Asks(max_tokens=40, max_model_len=256)
+STOP_IDS = tuple(range(12))  # of 307: answers of about 25 tokens
+
+
+class _Timed:
+    """Computes with the engine's own runner; its time is virtual."""
+
+    def __init__(self, runner: Runner, clock: VirtualClock, machine: Machine) -> None:
+        self.runner = runner
+        self.clock = clock
+        self.cost = machine.cost
+        self.until_ms = 0.0
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> Computing:
+        self.plans.append(plan)
+        begin_ms = max(self.clock.now_ms(), self.until_ms)
+        self.until_ms = begin_ms + self.cost.step_ms(plan)
+        return Computing(self.runner.collect(self.runner.submit(plan)), self.until_ms)
+
+    def collect(self, handle: Handle) -> StepResult:
+        assert isinstance(handle, Computing)
+        self.clock.wait_until(handle.until_ms)
+        return handle.result
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class _Asking(Requests):
+    """Requests that are sampled and end by what the model says."""
+
+    def make(self, number: int, job: Job) -> Request:
+        return replace(
+            super().make(number, job),
+            sampling=SamplingParams(seed=number, temperature=1.0, max_tokens=40),
+            stop_ids=STOP_IDS,
+        )
+
+
+def _engine_run(settings: EngineConfig, jobs: list[Job]) -> tuple[Run, list[StepPlan]]:
+    """The engine of `settings`, with as many blocks as the simulation has."""
+    engine = assemble(settings, clock=Clock(), report=_nothing)
+    with closing(engine.core.runner):
+        made = machine()
+        num_blocks = made.num_blocks(settings)
+        assert num_blocks <= engine.card.num_blocks
+        limits = scheduler_limits(
+            settings.scheduler, num_blocks=num_blocks, max_model_len=256, step_tokens=32
+        )
+        scheduler = make_scheduler(
+            settings, limits, num_blocks=num_blocks, fingerprint="tiny", hash_key=bytes(16)
+        )
+        clock = VirtualClock()
+        timed = _Timed(engine.core.runner, clock, made)
+        core = EngineCore(scheduler, timed, plans_in_flight=limits.plans_in_flight, report=_nothing)
+        requests = _Asking(jobs, ASKS, vocab_size=engine.card.vocab_size)
+        lengths: dict[str, int] = {}
+        _count_tokens(core, lengths)
+        run = Feed(core, clock, jobs, requests).run()
+    for number, job in enumerate(jobs):
+        jobs[number] = replace(job, output_tokens=lengths[str(number)])
+    return run, timed.plans
+
+
+def _count_tokens(core: EngineCore, lengths: dict[str, int]) -> None:
+    """Notes how many tokens each request gets."""
+    step: Callable[..., Any] = core.step
+
+    def counted(now_ms: Callable[[], float]) -> Any:
+        outputs = step(now_ms)
+        for output in outputs or ():
+            name = output.request_id
+            lengths[name] = lengths.get(name, 0) + len(output.token_ids)
+        return outputs
+
+    core.step = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"plans_in_flight": 2},
+        {"scheduling_policy": "sjf", "enable_prefix_caching": False},
+        {"scheduling_policy": "fair", "max_num_seqs": 6},
+    ],
+    ids=lambda more: "-".join(map(str, more.values())) or "plain",
+)
+def test_a_simulation_makes_the_plans_of_the_engine(tmp_path: Path, more: dict[str, Any]) -> None:
+    folder = write_tiny_llama(tmp_path, seed=5, max_position_embeddings=256)
+    base = {"model": str(folder), "executor": "reference", "max_model_len": 256, "threads": 1}
+    # The simulated machine has a kilobyte a token, the model less: the blocks are the former's.
+    settings = config(**{**base, "kv_cache_memory": "300KiB", **more})
+    jobs = drawn_jobs(24, per_s=6, seed=3, shared=True)
+    real, real_plans = _engine_run(settings, jobs)
+    plans: list[StepPlan] = []
+    run = simulate(jobs, ASKS, machine(), settings, on_plan=plans.append)
+    assert len({job.output_tokens for job in jobs}) > 8, (
+        "answers of many lengths, or it proves little"
+    )
+    assert run.stats == real.stats
+    assert run.stats.preemptions_total > 0
+    assert run.stats.prefix_hit_tokens_total > 0 or not settings.cache.enable_prefix_caching
+    assert [_numbers(one) for one in run.ended] == [_numbers(one) for one in real.ended]
+    assert len(plans) == len(real_plans)
+    for plan, real_plan in zip(plans, real_plans, strict=True):
+        assert _told(plan) == _told(real_plan)
+
+
+def _numbers(one: Any) -> tuple[float, ...]:
+    return (
+        one.job.arrival_ms,
+        one.first_scheduled_ms,
+        one.first_token_ms,
+        one.last_token_ms,
+        one.num_preemptions,
+        one.cached_tokens,
+    )
+
+
+def _told(plan: StepPlan) -> list[list[int]]:
+    """All of a plan but which tokens there are."""
+    arrays = (
+        *(plan.retired, plan.table_slots, plan.table_columns, plan.table_blocks),
+        *(plan.copy_from, plan.copy_to, plan.slots, plan.starts, plan.counts, plan.store_from),
+        plan.samples,
+    )
+    admitted = [(one.slot, int(one.request_id), len(one.token_ids)) for one in plan.admissions]
+    return [*(np.asarray(array).tolist() for array in arrays), *map(list, admitted)]
+
+
+def _nothing(what: str, **fields: Any) -> None:
+    raise AssertionError(f"{what}: {fields}")
