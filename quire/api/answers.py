@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from quire.api.serving import Engine
+from quire.base.cache_use import CacheUse, for_strangers
 from quire.base.errors import OverloadedError, RequestError, ShuttingDown, StepRowError
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    cache_uses: tuple[CacheUse, ...] = ()  # of each prompt, where they were asked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +62,10 @@ class Choice:
 
 
 class Answers:
-    """The answers to the prompts of one request: `deltas` once, `usage` after it."""
+    """The answers to the prompts of one request: `deltas` once, `usage` after it.
+
+    among_strangers: its prefixes are shared with callers who may not learn of each other's prompts.
+    """
 
     def __init__(
         self,
@@ -71,15 +76,18 @@ class Answers:
         *,
         cache_salt: str = "",
         terms: Terms = DEFAULT_TERMS,
+        among_strangers: bool = False,
     ) -> None:
         self.prompts = prompts
         self._cache_salt = cache_salt
         self._terms = terms
+        self._among_strangers = among_strangers
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
         self._last: dict[tuple[int, int], TextDelta] = {}
         self._cached = [0] * len(prompts)
+        self._cache_uses: dict[int, CacheUse] = {}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(index of the prompt, delta), as they come. Raises what `generate` raises.
@@ -127,6 +135,7 @@ class Answers:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(delta.num_output_tokens for delta in self._last.values()),
             cached_tokens=sum(self._cached),
+            cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
         )
 
     @property
@@ -159,6 +168,13 @@ class Answers:
         self._last[prompt, delta.index] = delta
         if delta.index == 0:
             self._cached[prompt] = delta.cached_tokens
+            if delta.cache_use is not None:
+                use = delta.cache_use
+                self._cache_uses[prompt] = (
+                    for_strangers(use, self._engine.card.block_size)
+                    if self._among_strangers
+                    else use
+                )
         if delta.finish_reason is None:
             return
         self._ended(delta.index, delta, delta.finish_reason)

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.api.cache import Cache
 from quire.api.chat import Chat
 from quire.api.completions import Completions
 from quire.api.edge import Edge
@@ -23,6 +24,7 @@ from quire.api.version import show_pointer, show_version
 def build_app(serving: Serving) -> ASGIApp:
     """The application a server runs."""
     completions, chat = Completions(serving), Chat(serving)
+    cache = Cache(serving)
     models, watch, texts = Models(serving), Watch(serving), Texts(serving)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
@@ -35,6 +37,10 @@ def build_app(serving: Serving) -> ASGIApp:
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         Route("/health", watch.health, methods=["GET"]),
         Route("/metrics", watch.metrics, methods=["GET"]),
+        Route("/v1/cache", cache.get, methods=["GET"]),
+        Route("/v1/cache/flush", cache.flush, methods=["POST"]),
+        Route("/reset_prefix_cache", cache.flush, methods=["POST"]),
+        Route("/flush_cache", cache.flush, methods=["POST"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/", show_pointer, methods=["GET"]),
     ]

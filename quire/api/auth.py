@@ -22,7 +22,7 @@ from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
 # What tells of everybody's requests, and what changes things for everybody.
-ADMIN_PATHS = ("/metrics", "/v1/cache")
+ADMIN_PATHS = ("/metrics", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,15 @@ SAMPLING = frozenset(
     }
 )
 # On what terms a request is served; no token depends on them.
-TERMS = frozenset({"priority", "deadline_ms", "ttft_slo_ms", "tpot_slo_ms"})
+TERMS = frozenset(
+    {
+        "priority",
+        "deadline_ms",
+        "ttft_slo_ms",
+        "tpot_slo_ms",
+        "return_cached_tokens_details",
+    }
+)
 _SHARED = (
     SAMPLING
     | TERMS

@@ -95,7 +95,13 @@ async def generate(
     )
     job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
     answers = Answers(
-        engine, serving.metrics, job.prompts, request_id, cache_salt=cache_salt, terms=terms
+        engine,
+        serving.metrics,
+        job.prompts,
+        request_id,
+        cache_salt=cache_salt,
+        terms=terms,
+        among_strangers=serving.has_strangers and not cache_salt,
     )
     request.state.answers = answers
     if stream:
@@ -123,7 +129,23 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **_details(usage)},
+    }
+
+
+def _details(usage: Usage) -> dict[str, Any]:
+    """Where cached tokens were found, and for each prompt why no more; if that was asked for."""
+    if not usage.cache_uses:
+        return {}
+    return {
+        "cached_tokens_details": {
+            "pool": sum(use.pool_tokens for use in usage.cache_uses),
+            "disk": sum(use.disk_tokens for use in usage.cache_uses),
+            "misses": [
+                None if use.miss is None else {"reason": use.miss.reason, "token": use.miss.token}
+                for use in usage.cache_uses
+            ],
+        }
     }
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from quire.api.errors import shape_of
 from quire.api.lanes import Lanes
+from quire.base.cache_use import CacheReport
 from quire.base.errors import (
     ContextTooLong,
     OverloadedError,
@@ -59,6 +60,10 @@ class Engine(Protocol):
         terms: Terms = DEFAULT_TERMS,
     ) -> AsyncIterator[TextDelta]: ...
 
+    async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport: ...
+
+    async def flush_cache(self) -> int: ...
+
     def health(self) -> Health: ...
 
 
@@ -88,6 +93,13 @@ class Serving:
         self.idle.set()
         self._engine: Engine | None = None
         self._num_open = 0
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether callers may be different people: more than one key, or none and open to all."""
+        num_keys = len(self.config.api_key)
+        num_keys += sum(len(tenant.key_digests) for tenant in self.tenants or ())
+        return num_keys > 1 or (num_keys == 0 and self.config.insecure)
 
     def start(self, engine: Engine) -> None:
         """The engine is ready: take requests."""

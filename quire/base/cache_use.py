@@ -6,7 +6,7 @@ tokens, and no salt is spelled out: prefixes and salts are named by keyed digest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -15,6 +15,7 @@ class MissReason(StrEnum):
 
     FIRST_DIFFERENCE = "first_difference"  # the nearest known prompt goes on with other tokens
     NOT_SEEN = "not_seen"  # nothing known goes on from there
+    NOT_FOUND = "not_found"  # no more is told where strangers share prefixes; see for_strangers
     EVICTED = "evicted"  # it was known, and its block was given to others
     OTHER_SALT = "other_salt"  # the same tenant has it under another salt
     SCORED = "prompt_is_scored"  # log-probabilities of the prompt are computed, never found
@@ -39,6 +40,19 @@ class CacheUse:
     pool_tokens: int = 0
     disk_tokens: int = 0
     miss: Miss | None = None
+
+
+def for_strangers(use: CacheUse, block_size: int) -> CacheUse:
+    """What one caller may be told where others, who are nobody to it, share its prefixes.
+
+    That is what the time to a first token tells anyway: how many blocks were found. An exact first
+    difference would let anybody read another's prompt token by token, trying what may come next
+    where 16 tokens at once cannot be tried; the other reasons tell that there was a prompt.
+    """
+    if use.miss is None or use.miss.reason in (MissReason.SCORED, MissReason.DISABLED):
+        return use
+    token = use.miss.token // block_size * block_size
+    return replace(use, miss=Miss(reason=MissReason.NOT_FOUND, token=token))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.cache_use import CacheUse
 from quire.base.sampling_params import SamplingParams
 
 Int32s = NDArray[np.int32]
@@ -64,7 +65,8 @@ class Request:
     What policies read, none of which can change an answer: `tenant` (who asks; "" for nobody in
     particular), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
-    ttft count from arrival_ms, None where nobody asked.
+    ttft count from arrival_ms, None where nobody asked. explain_cache: its outputs have a
+    cache_use.
     """
 
     request_id: str
@@ -82,6 +84,7 @@ class Request:
     deadline_ms: float | None = None
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
+    explain_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +227,10 @@ class RequestOutput:
     """What happened to a request since its last output. The last one carries finish_reason.
 
     stop_id: the token that ended it (it is part of token_ids), where one did.
-    cached_tokens: prompt tokens found in the prefix cache at first admission. scores: of all
-    prompt tokens but the first, told once: with the first token, or with the end where nothing is
-    generated, by one stream of a group, which computed the prompt for all.
+    cached_tokens: prompt tokens found in the prefix cache at first admission; cache_use: where,
+    and why no more, if the request asked (not told of a fork: its leader's tells it). scores: of
+    all prompt tokens but the first, told once: with the first token, or with the end where nothing
+    is generated, by one stream of a group, which computed the prompt for all.
     """
 
     request_id: str
@@ -237,6 +241,7 @@ class RequestOutput:
     stop_id: int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    cache_use: CacheUse | None = None
     num_preemptions: int = 0
     times: RequestTimes | None = None
 

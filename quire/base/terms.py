@@ -26,7 +26,8 @@ class Terms:
     tenant: who asks, by name; "" where there is one tenant only. priority: lower is served
     earlier, where the policy says so. deadline_ms: when the whole answer should be there;
     ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
-    time between its tokens after the first. Raises InvalidParameter naming the field.
+    time between its tokens after the first. return_cached_tokens_details: tell where cached
+    tokens were found, and why no more were. Raises InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -34,6 +35,7 @@ class Terms:
     deadline_ms: float | None = None
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
+    return_cached_tokens_details: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:
@@ -41,6 +43,12 @@ class Terms:
                 f"tenant is {show(self.tenant)}; a name of at most {MAX_TENANT_CHARS} characters "
                 "is allowed",
                 param="tenant",
+            )
+        if not isinstance(self.return_cached_tokens_details, bool):
+            raise InvalidParameter(
+                f"return_cached_tokens_details is {show(self.return_cached_tokens_details)}; true "
+                "or false is allowed",
+                param="return_cached_tokens_details",
             )
         priority = whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         object.__setattr__(self, "priority", priority)

@@ -16,7 +16,9 @@ import zmq
 from quire.base.wire import Wire
 from quire.engine.messages import (
     Abort,
+    AskCache,
     Beat,
+    CacheTold,
     Failed,
     FromEngine,
     Hello,
@@ -35,12 +37,12 @@ _RECONNECT_MS = 5
 
 def to_engine_wire() -> Wire:
     """What a client may say."""
-    return Wire(Submit, Abort, Stop)
+    return Wire(Submit, Abort, AskCache, Stop)
 
 
 def from_engine_wire() -> Wire:
     """What an engine may say."""
-    return Wire(Hello, Loading, Ready, Outputs, Beat, Refused, Failed)
+    return Wire(Hello, Loading, Ready, Outputs, Beat, Refused, CacheTold, Failed)
 
 
 class EngineSide:

@@ -16,18 +16,22 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
+from quire.base.cache_use import CacheReport
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.records import EngineStats, Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import EngineConfig
+from quire.engine.asks import Asks
 from quire.engine.card import EngineState, Health, ModelCard
 from quire.engine.launch import EngineProcess
 from quire.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AskCache,
     Beat,
+    CacheTold,
     Failed,
     Fault,
     FromEngine,
@@ -97,6 +101,7 @@ class EngineClient:
         self._started: asyncio.Future[ModelCard] | None = None
         self._streams: OpenStreams[_Queue] = OpenStreams()
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
+        self._asks: Asks[CacheTold] = Asks()
         self._progress_ms = 0.0
         self._ops_done = -1
 
@@ -219,6 +224,14 @@ class EngineClient:
         """End the streams of a request; its generator yields their last deltas ("abort")."""
         self._send_abort(self._callers.get(request_id, ()))
 
+    async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
+        """What the prefix cache holds, with the prefixes that spared most tokens."""
+        return (await self._ask_cache(num_prefixes=num_prefixes)).report
+
+    async def flush_cache(self) -> int:
+        """Nothing computed until now is found again; how many blocks were findable."""
+        return (await self._ask_cache(flush=True)).flushed_blocks
+
     def health(self) -> Health:
         """Progress: ok only in state ready, and if something is computed while work is pending."""
         reason = ""
@@ -268,6 +281,8 @@ class EngineClient:
         elif isinstance(message, Refused):
             for queue in self._streams.end(message.request_ids):
                 queue.put_nowait(message.fault)
+        elif isinstance(message, CacheTold):
+            self._asks.answered(message.ask_id, message)
         elif isinstance(message, Failed):
             self._die(message.fault)
         elif isinstance(message, Ready):
@@ -303,14 +318,25 @@ class EngineClient:
             self._started.exception()  # somebody may have stopped waiting
         for queue in self._streams.end():
             queue.put_nowait(fault)
+        self._asks.fail(error_of(fault))
+
+    async def _ask_cache(self, *, num_prefixes: int = 0, flush: bool = False) -> CacheTold:
+        self._check_answers()
+        ask_id, answer = self._asks.open()
+        if not self._link.send(AskCache(ask_id=ask_id, num_prefixes=num_prefixes, flush=flush)):
+            self._asks.fail(WorkerError("the engine takes no messages; it is gone, or about to be"))
+        return await answer
 
     # ---- open streams
 
-    def _check_takes_requests(self, request_id: str) -> None:
+    def _check_answers(self) -> None:
         if self._state == "dead":
             raise error_of(self._fault) if self._fault else WorkerError("the engine is gone")
         if self._state == "starting":
             raise WorkerError("the engine is still starting; wait for ready()")
+
+    def _check_takes_requests(self, request_id: str) -> None:
+        self._check_answers()
         if request_id in self._callers:
             raise InvalidParameter(
                 f"request id {request_id!r} is in use by a request that still runs; use another",

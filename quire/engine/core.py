@@ -28,6 +28,8 @@ from quire.base.records import (
 from quire.base.report import Field, Report
 from quire.engine.messages import (
     Abort,
+    AskCache,
+    CacheTold,
     FromEngine,
     Outputs,
     Refused,
@@ -123,6 +125,12 @@ class EngineCore:
         """Counters and gauges as of now."""
         return self.scheduler.stats()
 
+    def ask_cache(self, ask: AskCache) -> CacheTold:
+        """What the prefix cache holds; flushed first where that is asked for."""
+        flushed_blocks = self.scheduler.flush_cache() if ask.flush else 0
+        report = self.scheduler.cache_report(num_prefixes=ask.num_prefixes)
+        return CacheTold(ask_id=ask.ask_id, report=report, flushed_blocks=flushed_blocks)
+
     def audit(self) -> None:
         """Compare the books, put right what can be, and report. Only while there is no work."""
         found = self.scheduler.check_integrity(repair=True)
@@ -186,6 +194,8 @@ def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], No
     if isinstance(message, Abort):
         ended = core.abort(message.request_ids)
         emit(Outputs(outputs=_events(ended), stats=core.stats()))
+    elif isinstance(message, AskCache):
+        emit(core.ask_cache(message))
     elif isinstance(message, Submit):
         try:
             core.add(message.requests)

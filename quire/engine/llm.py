@@ -24,6 +24,7 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from quire.base.cache_use import CacheUse
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter
 from quire.base.records import FinishReason, Request
@@ -63,8 +64,9 @@ class Completion:
     """One finished stream. logprobs are parallel to token_ids, empty if not asked for.
     With SamplingParams.logprob_token_ids each of them has `listed`.
 
-    stop_reason: the stop string or the caller's stop token id, if one ended it. error: why, where
-    finish_reason is "error".
+    stop_reason: the stop string or the caller's stop token id, if one ended it. cache_use: where
+    cached_tokens were found, and why no more, if Terms.return_cached_tokens_details asked. error:
+    why, where finish_reason is "error".
     """
 
     index: int
@@ -75,6 +77,7 @@ class Completion:
     stop_reason: str | int | None
     seed: int | None
     cached_tokens: int
+    cache_use: CacheUse | None = None
     error: str | None = None
 
 
@@ -456,6 +459,7 @@ def _completion(deltas: Sequence[TextDelta]) -> Completion:
         stop_reason=last.stop_reason,
         seed=last.seed,
         cached_tokens=last.cached_tokens,
+        cache_use=last.cache_use,
         error=last.error,
     )
 

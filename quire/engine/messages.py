@@ -1,7 +1,7 @@
 """What client and engine say to each other, whatever carries it.
 
-Frozen records. Client to engine: Submit, Abort, Stop. Engine to client: Hello first, Loading
-while it starts, then Ready or Failed; after Ready, Outputs, Refused, Beat
+Frozen records. Client to engine: Submit, Abort, AskCache, Stop. Engine to client: Hello first,
+Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheTold, Beat
 while a step is long, and Failed at the end.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.base import errors
+from quire.base.cache_use import CacheReport
 from quire.base.errors import OverloadedError, QuireError, RequestError, WorkerError
 from quire.base.records import EngineStats, Request, StepOutputs
 from quire.engine.card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,16 @@ class Abort:
     """End these streams now; unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskCache:
+    """Tell what the prefix cache holds, with the prefixes that spared most; after a flush of it,
+    where `flush` is set. ask_id comes back with the answer."""
+
+    ask_id: int
+    num_prefixes: int = 0
+    flush: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +106,23 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTold:
+    """The answer to AskCache. flushed_blocks: how many could be found before a flush, else 0."""
+
+    ask_id: int
+    report: CacheReport
+    flushed_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The engine cannot start or go on; nothing follows."""
 
     fault: Fault
 
 
-ToEngine = Submit | Abort | Stop
-FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | Failed
+ToEngine = Submit | Abort | AskCache | Stop
+FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | CacheTold | Failed
 
 
 def fault_of(error: BaseException) -> Fault:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from quire.base.cache_use import CacheUse
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
 from quire.engine.token_text import PromptLogprobs, TokenText
 from quire.text.detokenizer import Detokenizer, Span
@@ -45,6 +46,7 @@ class TextDelta:
     seed: int | None
     error: str | None
     prompt_logprobs: Sequence[TokenText | None] = ()
+    cache_use: CacheUse | None = None
 
 
 class OutputStream:
@@ -74,6 +76,7 @@ class OutputStream:
         self._chars_of: dict[int, int] = {}  # characters by the token that completed them
         self._num_chars = 0  # of the delivered tokens
         self._cached_tokens = 0
+        self._cache_use: CacheUse | None = None
         self._times: RequestTimes | None = None
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not told yet
         self._listed = tuple(
@@ -130,6 +133,7 @@ class OutputStream:
                 skip_special_tokens=self._request.sampling.skip_special_tokens,
             )
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._cache_use = output.cache_use or self._cache_use
         times = output.times or self._times
         if times is not None and output.token_ids and step_ms > times.last_token_ms:
             times = replace(times, last_token_ms=step_ms)
@@ -203,6 +207,7 @@ class OutputStream:
             stop_reason=stop_reason,
             num_prompt_tokens=len(self._request.prompt_ids),
             cached_tokens=self._cached_tokens,
+            cache_use=self._cache_use,
             num_output_tokens=num_tokens,
             times=self._times,
             seed=self._request.sampling.seed,

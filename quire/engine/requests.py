@@ -85,6 +85,7 @@ def make_requests(
             deadline_ms=terms.deadline_ms,
             ttft_slo_ms=terms.ttft_slo_ms,
             tpot_slo_ms=terms.tpot_slo_ms,
+            explain_cache=terms.return_cached_tokens_details,
         )
         for stream in range(first_stream, first_stream + sampling.n)
     )

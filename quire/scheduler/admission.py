@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.base.cache_use import CacheUse, Miss, MissReason
 from quire.base.records import Admission
+from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.draft import PlanDraft
@@ -99,6 +101,8 @@ class Admissions:
         cache, request = self._cache, ticket.request
         returned = ticket.was_admitted
         self._count_prefix(ticket, placement)
+        if request.explain_cache and not returned and placement.leader_slot is None:
+            ticket.cache_use = self._cache_use(ticket, placement)
         if not returned:
             ticket.first_scheduled_ms = now_ms
         slot = self._state.occupy(ticket, placement.start, placement.stored)
@@ -136,6 +140,16 @@ class Admissions:
         samples = state.schedule(index, ends, state.goal[index])
         store_from = np.maximum(starts, state.stored[index])
         draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
+
+    def _cache_use(self, ticket: Ticket, placement: Placement) -> CacheUse:
+        """Where the stored tokens of `placement` were found, and why no more were."""
+        cache = self._cache
+        found = placement.match.num_blocks if placement.match is not None else 0
+        if cache.prefix_caching and ticket.has_positions_to_score:
+            miss: Miss | None = Miss(reason=MissReason.SCORED, token=placement.stored)
+        else:
+            miss = miss_of(cache, ticket.chain, found, ticket.token_ids)
+        return CacheUse(pool_tokens=found * cache.block_size, miss=miss)
 
     def _count_prefix(self, ticket: Ticket, placement: Placement) -> None:
         if placement.match is None or ticket.has_positions_to_score:  # not looked up

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.cache_use import CacheReport
 from quire.base.errors import ContextTooLong, InvalidParameter, OverloadedError, WorkerError
 from quire.base.records import (
     EngineStats,
@@ -29,6 +30,7 @@ from quire.base.records import (
     StepPlan,
     StepResult,
 )
+from quire.cache.explain import report_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.admission import Admissions
 from quire.scheduler.budget import StepBudget
@@ -225,6 +227,19 @@ class Scheduler:
             row_errors_total=self._row_errors,
             last_step_ms=self._last_step_ms,
         )
+
+    def cache_report(self, *, num_prefixes: int) -> CacheReport:
+        """What the prefix cache holds, with the prefixes that spared most tokens."""
+        return report_of(
+            self._cache,
+            queried_tokens_total=self._admissions.queried_tokens_total,
+            hit_tokens_total=self._admissions.hit_tokens_total,
+            num_prefixes=num_prefixes,
+        )
+
+    def flush_cache(self) -> int:
+        """Nothing computed until now is found again; how many blocks were findable."""
+        return self._cache.flush()
 
     def check_integrity(self, *, repair: bool = False) -> list[str]:
         """Contradictions in the books, in words; none if all agree. See CacheManager."""

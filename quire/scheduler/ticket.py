@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.cache_use import CacheUse
 from quire.base.errors import WorkerError
 from quire.base.records import (
     NO_FLOATS,
@@ -52,6 +53,7 @@ class Ticket:
     alive: bool = True
     was_admitted: bool = False
     cached_tokens: int = 0
+    cache_use: CacheUse | None = None
     num_preemptions: int = 0
     mirostat_mu: float | None = None
     first_scheduled_ms: float = math.nan
@@ -127,6 +129,7 @@ class Ticket:
             stop_id=stop_id,
             error=error,
             cached_tokens=self.cached_tokens,
+            cache_use=self.cache_use,
             num_preemptions=self.num_preemptions,
             times=RequestTimes(
                 arrival_ms=self.request.arrival_ms,

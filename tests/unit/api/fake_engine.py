@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.api.app import build_app
 from quire.api.serving import Serving
+from quire.base.cache_use import CacheReport, CacheUse
 from quire.base.log import Log
 from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
@@ -121,6 +122,32 @@ class FakeEngine:
         self.fails_after = 0
         self.last_reason = FinishReason.STOP
         self.pause: Callable[[], Any] | None = None
+        self.cache = CacheReport(
+            prefix_caching=True,
+            block_size=16,
+            blocks_total=9,
+            blocks_used=2,
+            blocks_once=3,
+            blocks_again=1,
+            blocks_again_most=7,
+            blocks_plain=3,
+            blocks_findable=5,
+            ghosts=4,
+            ghosts_most=36,
+            queried_tokens_total=0,
+            hit_tokens_total=0,
+        )
+        self.cache_use: CacheUse | None = None
+        self.num_prefixes_asked: list[int] = []
+        self.num_flushes = 0
+
+    async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
+        self.num_prefixes_asked.append(num_prefixes)
+        return self.cache
+
+    async def flush_cache(self) -> int:
+        self.num_flushes += 1
+        return self.cache.blocks_findable
 
     def default_sampling(self) -> SamplingParams:
         return self.defaults
@@ -232,6 +259,7 @@ class FakeEngine:
             num_output_tokens=at + 1,
             times=TIMES,
             seed=7 if sampling.seed is None else sampling.seed,
+            cache_use=self.cache_use,
             error="row 3 is NaN" if last and self.last_reason is FinishReason.ERROR else None,
         )
 
@@ -305,6 +333,7 @@ class Site:
         on_part: Callable[[bytes], Any] | None = None,
         part_bytes: int = 1 << 30,
         cut_short: bool = False,
+        query: bytes = b"",
     ) -> Reply:
         """One exchange. `gone`: when set, the caller leaves. `on_part` is awaited for each part.
 
@@ -343,7 +372,7 @@ class Site:
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query,
             "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),

@@ -235,6 +235,7 @@ def make_request(
     deadline_ms: float | None = None,
     ttft_slo_ms: float | None = None,
     tpot_slo_ms: float | None = None,
+    explain_cache: bool = False,
 ) -> Request:
     """A request as the engine would make it."""
     return Request(
@@ -256,4 +257,5 @@ def make_request(
         deadline_ms=deadline_ms,
         ttft_slo_ms=ttft_slo_ms,
         tpot_slo_ms=tpot_slo_ms,
+        explain_cache=explain_cache,
     )

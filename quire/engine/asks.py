@@ -1,0 +1,40 @@
+"""Asks: questions an engine was asked that it has not answered yet.
+
+Knows nothing of what is asked. Always holds: each question gets one answer or one error, also
+where the engine ends or whoever asked has stopped waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class Asks(Generic[Answer]):
+    """Questions by number, each a future of the running event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, asyncio.Future[Answer]] = {}
+        self._num_asked = 0
+
+    def open(self) -> tuple[int, asyncio.Future[Answer]]:
+        """A new question: its number, and its answer to come."""
+        self._num_asked += 1
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._open[self._num_asked] = answer
+        return self._num_asked, answer
+
+    def answered(self, number: int, answer: Answer) -> None:
+        """The answer to question `number`; nobody may be waiting any more."""
+        waiting = self._open.pop(number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        """There will be no more answers."""
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+        self._open.clear()

@@ -1,0 +1,110 @@
+"""The prefix cache through the API: turns of a chat, reasons of misses, the report, a flush."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from typing import Any
+
+from tests.serve.running_server import RunningServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def capital_letters(server: RunningServer) -> list[int]:
+    """Ids of tokens whose text is read again as the same tokens, whatever stands beside it."""
+    asked = {"prompt": string.ascii_uppercase, "add_special_tokens": False}
+    ids: list[int] = server.post("/tokenize", asked)[1]["tokens"]
+    assert len(ids) == 26
+    return ids
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(
+    server: RunningServer,
+) -> None:
+    fields = {"allowed_token_ids": capital_letters(server), "max_tokens": 80, "seed": 5}
+    messages = [{"role": "user", "content": "a question nobody else asks"}]
+    turns = []
+    for turn in range(3):
+        status, answer = server.post(CHAT, {**fields, "messages": messages})
+        assert status == 200, answer
+        turns.append(answer)
+        messages.append(answer["choices"][0]["message"])
+        messages.append({"role": "user", "content": f"and then, {turn}?"})
+    for before, after in itertools.pairwise(turns):
+        known = before["usage"]["prompt_tokens"] + before["usage"]["completion_tokens"]
+        # All but the last partial block, and the last token, whose keys nobody needed.
+        assert cached(after) >= (known - 1) // 16 * 16 > before["usage"]["prompt_tokens"]
+
+
+def test_a_response_tells_where_its_prompt_differs_from_the_nearest_known(
+    server: RunningServer,
+) -> None:
+    ids = capital_letters(server)
+    prompt = [ids[at * at % 26] for at in range(64)]
+    asked = {"max_tokens": 1, "temperature": 0, "return_cached_tokens_details": True}
+    server.post(COMPLETIONS, {"prompt": prompt, **asked})
+    other = [*prompt[:41], 300, *prompt[42:]]
+    _, answer = server.post(COMPLETIONS, {"prompt": other, **asked})
+    assert answer["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 32,
+        "cached_tokens_details": {
+            "pool": 32,
+            "disk": 0,
+            "misses": [{"reason": "first_difference", "token": 41}],
+        },
+    }
+    _, answer = server.post(COMPLETIONS, {"prompt": prompt, **asked})
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["misses"] == [None]
+    with server.stream(
+        COMPLETIONS, {"prompt": other, **asked, "stream_options": {"include_usage": True}}
+    ) as reader:
+        usage = [event for event in reader if event != "[DONE]" and event.get("usage")][-1]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens_details"]["pool"] == 64
+
+
+def test_the_report_names_prefixes_by_digest_and_a_flush_forgets_them(
+    server: RunningServer,
+) -> None:
+    text = "kept by nobody else " * 12
+    asked = {"prompt": text, "max_tokens": 1, "temperature": 0}
+    answers = [server.post(COMPLETIONS, asked)[1] for _ in range(3)]
+    status, report = server.get("/v1/cache?prefixes=1000")
+    assert status == 200
+    found = [(prefix["tokens"], prefix["hits"]) for prefix in report["prefixes"]]
+    assert (cached(answers[1]), 2) in found
+    assert all(len(prefix["digest"]) == 32 for prefix in report["prefixes"])
+    assert "kept" not in str(report)
+    blocks = report["blocks"]
+    parts = ("used", "free_used_once", "free_used_again", "free_plain")
+    assert sum(blocks[part] for part in parts) == blocks["total"]
+    assert report["tokens"]["found_total"]["pool"] >= 2 * cached(answers[1])
+
+    status, flushed = server.post("/v1/cache/flush", None)
+    assert (status, flushed) == (200, {"flushed_blocks": blocks["findable"]})
+    assert server.get("/v1/cache")[1]["blocks"]["findable"] == 0
+    _, answer = server.post(COMPLETIONS, asked)
+    assert cached(answer) == 0
+    assert answer["choices"][0]["text"] == answers[0]["choices"][0]["text"]
+
+
+def test_another_salt_sees_neither_a_hit_nor_a_reason(server: RunningServer) -> None:
+    """What is told of a prompt under one salt is the same whether another has it or not."""
+    ids = capital_letters(server)
+    secret = [ids[(7 * at + 3) % 26] for at in range(48)]
+    unknown = [ids[(11 * at + 5) % 26] for at in range(48)]
+    asked = {"max_tokens": 1, "temperature": 0, "return_cached_tokens_details": True}
+    server.post(COMPLETIONS, {"prompt": secret, "cache_salt": "victim", **asked})
+    told = [
+        server.post(COMPLETIONS, {"prompt": prompt, "cache_salt": salt, **asked})[1]["usage"]
+        for prompt, salt in ((secret, "one"), (unknown, "two"))
+    ]
+    assert told[0] == told[1]
+    details = told[0]["prompt_tokens_details"]
+    assert details["cached_tokens"] == 0
+    assert details["cached_tokens_details"]["misses"] == [{"reason": "not_seen", "token": 0}]
