@@ -49,6 +49,9 @@ class Admissions:
         Returns whether trying again in the next step can succeed though nothing else happens.
         """
         state, cache = self._state, self._cache
+        # Nobody can be admitted: then nobody looks for a prefix, and registering can wait.
+        if budget.spent or not state.free_slots:
+            return budget.spent
         active = state.active
         cache.register(active, state.computed[active], state.tokens.tokens)
         # What running requests need to compute all they know is spoken for.
