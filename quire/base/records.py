@@ -323,7 +323,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # that they know: prompts, and what preempted ones have generated
-    # By tenant, in the order of its file; empty where there is none.
+    # By tenant, the default one first, then as their file has them.
     tenant_running: tuple[int, ...] = ()
     tenant_waiting: tuple[int, ...] = ()
     tenant_blocks: tuple[int, ...] = ()  # of running requests, shared ones divided

@@ -1,13 +1,14 @@
 """From a config to a Scheduler: which policy, gates and limits; no tensors and no clock.
 
 Apart from `assemble`, so that a simulation has the very deciders that serve: what differs there is
-the executor and the clock. Reads the config and nothing else.
+the executor and the clock. Reads the config, and the file of tenants it names.
 """
 
 from __future__ import annotations
 
 from quire.cache.manager import CacheManager
 from quire.config.groups import EngineConfig, SchedulerConfig
+from quire.engine.tenant_limits import read_limits
 from quire.scheduler.cost import CostModel
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policies import make_policy
@@ -46,5 +47,7 @@ def make_scheduler(
         fingerprint=fingerprint,
         hash_key=hash_key,
     )
-    policy = make_policy(config.scheduler.scheduling_policy, aging=config.scheduler.policy_aging)
-    return Scheduler(limits, cache, policy, cost=cost)
+    settings = config.scheduler
+    tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)
+    policy = make_policy(settings.scheduling_policy, aging=settings.policy_aging, weights=weights)
+    return Scheduler(limits, cache, policy, cost=cost, tenants=tenants)

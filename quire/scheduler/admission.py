@@ -23,6 +23,7 @@ from quire.scheduler.placement import Placement, place
 from quire.scheduler.policy import Policy
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.state import RunningState
+from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
 
 _Row = tuple[int, int, int]  # slot, start, count
@@ -32,46 +33,76 @@ class Admissions:
     """Admits into `state` and `cache`; counts prompt tokens asked for and found by prefix."""
 
     def __init__(
-        self, state: RunningState, cache: CacheManager, policy: Policy, gates: Sequence[Gate]
+        self,
+        state: RunningState,
+        cache: CacheManager,
+        policy: Policy,
+        tenants: TenantBooks,
+        gates: Sequence[Gate],
     ) -> None:
         self._state = state
         self._cache = cache
         self._policy = policy
+        self._tenants = tenants
         self._gates = gates
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
 
     def admit(
-        self, queue: WaitingQueue, draft: PlanDraft, budget: StepBudget, now_ms: float
+        self,
+        queue: WaitingQueue,
+        draft: PlanDraft,
+        budget: StepBudget,
+        now_ms: float,
+        *,
+        floors_only: bool = False,
     ) -> bool:
-        """Admit while budget, slots and blocks last.
+        """Admit while budget, slots and blocks last. floors_only: those whose tenant has blocks
+        held back for it, into these.
 
         Returns whether trying again in the next step can succeed though nothing else happens.
         """
-        state, cache = self._state, self._cache
+        state, cache, tenants = self._state, self._cache, self._tenants
         # Nobody can be admitted: then nobody looks for a prefix, and registering can wait.
         if budget.spent or not state.free_slots:
             return budget.spent
+        tenants.changed()
         active = state.active
         cache.register(active, state.computed[active], state.tokens.tokens)
         # What running requests need to compute all they know is spoken for.
         spoken_for = int(np.add.reduce(cache.blocks_short(active, state.goal[active])))
         rows: list[_Row] = []
-        try_again = False
+        try_again, blocked = False, floors_only
+        held: set[str] = set()  # tenants whose turn has come, and who wait
         for ticket in queue:
             if budget.spent:
                 try_again = True
                 break
             if not state.free_slots:
                 break
+            if blocked and not tenants.someone_has_floor_left():
+                break
+            tenant = ticket.request.tenant
+            if tenant in held or tenants.is_full(ticket):
+                continue
+            if blocked and not tenants.has_floor_left(ticket):
+                continue
             if any(gate.holds(ticket, state, now_ms) for gate in self._gates):
                 try_again = True
                 continue
             placement = place(ticket, cache, state)
             margin = self._margin(len(active) + len(rows))
-            room = cache.num_takeable(placement.match) - spoken_for - margin
-            if placement.num_new_blocks > room:
-                break
+            takeable = cache.num_takeable(placement.match)
+            taken = placement.num_new_blocks + cache.num_free - takeable
+            if not tenants.passes_ceiling(ticket, taken):
+                held.add(tenant)
+                continue
+            room = takeable - spoken_for - margin - tenants.kept_from(ticket)
+            has_room = not blocked and placement.num_new_blocks <= room
+            if not has_room and not tenants.fits_floor(ticket, taken):
+                blocked = True
+                held.add(tenant)
+                continue
             known = len(ticket.token_ids)
             count = budget.hand_out_one(
                 placement.start, known - placement.start, scored=ticket.has_positions_to_score
@@ -80,6 +111,7 @@ class Admissions:
                 try_again = True
                 break
             queue.remove(ticket)
+            tenants.waits_no_more(ticket)
             end = placement.start + count
             rows.append(
                 (self._start(draft, ticket, placement, end, now_ms), placement.start, count)
@@ -109,6 +141,7 @@ class Admissions:
         if not returned:
             ticket.first_scheduled_ms = now_ms
         slot = self._state.occupy(ticket, placement.start, placement.stored)
+        self._tenants.runs(ticket)
         self._policy.admitted(ticket, len(ticket.token_ids) - placement.start)
         if placement.leader_slot is not None:
             copy_from, copy_to = cache.fork(placement.leader_slot, slot, placement.stored)

@@ -16,6 +16,7 @@ import numpy as np
 from quire.cache.manager import CacheManager
 from quire.scheduler.policy import Policy
 from quire.scheduler.state import Bools, Index, Int32s
+from quire.scheduler.tenants import TenantBooks
 
 
 def make_room(
@@ -24,13 +25,14 @@ def make_room(
     *,
     cache: CacheManager,
     policy: Policy,
+    tenants: TenantBooks,
     in_flight: Bools,
     preempt: Callable[[int], None],
 ) -> Bools:
     """Which rows may go on with what they need; `preempt` is called for each victim.
 
     index: slots of the rows in order of service; needs[i]: blocks row i lacks; in_flight[i]:
-    whether a plan in flight names it.
+    whether a plan in flight names it. What `tenants` hold back for others is not taken.
     """
     goes_on = np.ones(len(index), np.bool_)
     row_of = np.empty(1 + int(index.max()), np.intp)
@@ -41,13 +43,19 @@ def make_room(
             continue
         reserved += int(needs[row])
         promised = 0
+        slot = int(index[row])
         for victim in policy.victims(index[row + 1 :][goes_on[row + 1 :]]).tolist():
-            if reserved <= cache.num_free + promised:
+            if reserved <= cache.num_free - tenants.kept_from_slot(slot) + promised:
                 break
+            if not tenants.may_lose(victim, slot):
+                continue
             goes_on[row_of[victim]] = False
             if in_flight[row_of[victim]]:
                 promised += cache.num_freed_by(victim)
             else:
                 preempt(victim)
-        goes_on[row] = reserved <= cache.num_free
+        kept = tenants.kept_from_slot(slot)
+        goes_on[row] = reserved <= cache.num_free - kept
+        if not goes_on[row] and kept:  # what it waits for is not what those behind it may take
+            reserved -= int(needs[row])
     return goes_on

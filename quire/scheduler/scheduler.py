@@ -47,6 +47,7 @@ from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.scores import keep_scores
 from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
+from quire.scheduler.tenants import TenantBooks, TenantLimits
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
 
@@ -55,7 +56,8 @@ class Scheduler:
 
     gates: further reasons to wait, beside that of forks. cost: needed where
     limits.step_budget_ms is set. speed: what is known of steps' times to begin with; it learns
-    with each update, and is the one source for whoever must predict.
+    with each update, and is the one source for whoever must predict. tenants: all there are; none:
+    there is one, whatever requests call it.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Scheduler:
         gates: Sequence[Gate] = (),
         cost: CostModel | None = None,
         speed: SpeedEstimate | None = None,
+        tenants: Sequence[TenantLimits] = (),
     ) -> None:
         if limits.step_budget_ms and cost is None:
             raise InvalidParameter(
@@ -81,7 +84,10 @@ class Scheduler:
         self._cost = cost
         self.speed = SpeedEstimate() if speed is None else speed
         self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
-        self._admissions = Admissions(self._state, cache, policy, (GroupGate(), *gates))
+        self._tenants = TenantBooks(tenants, self._state, cache)
+        self._admissions = Admissions(
+            self._state, cache, policy, self._tenants, (GroupGate(), *gates)
+        )
         self.lengths = LengthHistory()
         policy.begin(self._state, self.speed, self.lengths)
         self._queue = WaitingQueue(policy)
@@ -116,6 +122,7 @@ class Scheduler:
                 f"{len(self._queue)} requests are waiting, at most "
                 f"{limits.max_queued_requests} may beside those that can start; try again later"
             )
+        self._tenants.check_queue(request)
         ticket = Ticket(
             request=request,
             arrival=self._num_arrivals,
@@ -139,6 +146,7 @@ class Scheduler:
             return None
         if ticket.slot == NO_SLOT:
             self._queue.remove(ticket)
+            self._tenants.waits_no_more(ticket)
             self._may_admit = True
             self._forget(ticket)
         else:
@@ -153,9 +161,14 @@ class Scheduler:
         budget = StepBudget(
             self._limits.max_num_batched_tokens, self._limits.step_budget_ms, self._cost
         )
-        had_room = not len(self._state.active) or self._go_on(draft, budget)
-        if had_room and self._may_admit and len(self._queue):
-            self._may_admit = self._admissions.admit(self._queue, draft, budget, now_ms)
+        self._tenants.changed()
+        paused = self._keep_ceilings()
+        had_room = not len(self._state.active) or self._go_on(draft, budget, paused)
+        if self._may_admit and len(self._queue):
+            if had_room:
+                self._may_admit = self._admissions.admit(self._queue, draft, budget, now_ms)
+            elif self._tenants.someone_has_floor_left():
+                self._admissions.admit(self._queue, draft, budget, now_ms, floors_only=True)
         if not draft.has_rows:
             return None
         self._step += 1
@@ -215,6 +228,9 @@ class Scheduler:
         return EngineStats(
             running=len(self._state.active),
             waiting=len(self._queue),
+            tenant_running=tuple(self._tenants.running),
+            tenant_waiting=tuple(self._tenants.waiting),
+            tenant_blocks=self._tenants.told_blocks(self._last_step_ms),
             blocks_total=self._cache.num_blocks,
             blocks_used=self._cache.num_blocks - self._cache.num_free,
             blocks_cached=self._cache.pool.num_free_findable,
@@ -243,7 +259,11 @@ class Scheduler:
 
     def check_integrity(self, *, repair: bool = False) -> list[str]:
         """Contradictions in the books, in words; none if all agree. See CacheManager."""
-        return [*self._state.problems(), *self._cache.check_integrity(repair=repair)]
+        return [
+            *self._state.problems(),
+            *self._tenants.problems(len(self._queue)),
+            *self._cache.check_integrity(repair=repair),
+        ]
 
     def _limit_of(self, request: Request) -> int:
         """The most tokens a request may have; refuses what can never run."""
@@ -276,18 +296,45 @@ class Scheduler:
                 "or give it more memory",
                 param="prompt",
             )
+        most_tokens = self._tenants.most_tokens(request)
+        if prompt + least > most_tokens:
+            raise ContextTooLong(
+                f"{found}; requests of tenant {self._tenants.shown(request)} have {most_tokens} "
+                "tokens of the KV cache at most (its ceiling, and what others' floors leave): "
+                "shorten the prompt",
+                param="prompt",
+            )
         if request.max_total_tokens < prompt + least:
             raise InvalidParameter(
                 f"max_total_tokens is {request.max_total_tokens} and the prompt has {prompt}; "
                 "there must be room for at least one token",
                 param="max_tokens",
             )
-        return min(request.max_total_tokens, room, self._cache.num_tokens)
+        return min(request.max_total_tokens, room, self._cache.num_tokens, most_tokens)
 
-    def _go_on(self, draft: PlanDraft, budget: StepBudget) -> bool:
-        """Schedule the running requests; False if blocks ran out."""
+    def _keep_ceilings(self) -> list[int]:
+        """Preempt the last requests of tenants that have grown beyond their ceilings.
+
+        Returns slots that are in flight: they are left out of this step, and preempted then.
+        """
+        paused: list[int] = []
+        for tenant, slots in self._tenants.above_ceilings():
+            for slot in self._policy.victims(slots[self._order_of(slots)][1:]).tolist():
+                if not self._tenants.is_above_ceiling(tenant):
+                    break
+                if self._last_steps(np.array([slot]))[0]:
+                    paused.append(slot)
+                else:
+                    self._preempt(slot)
+        return paused
+
+    def _go_on(self, draft: PlanDraft, budget: StepBudget, paused: list[int]) -> bool:
+        """Schedule the running requests but those paused; False if blocks ran out."""
         state, cache = self._state, self._cache
         index, slots = state.active, state.active_slots
+        if paused:
+            goes_on = ~np.isin(index, paused)
+            index, slots = index[goes_on], slots[goes_on]
         starts, goals = state.scheduled[index], state.goal[index]
         scored = state.still_scored(index, starts)
         counts = budget.hand_out(starts, goals - starts, scored)
@@ -296,7 +343,7 @@ class Scheduler:
         over = (ends > cache.capacities[index]).nonzero()[0]
         if len(over):
             needs = cache.blocks_short(index[over], ends[over])
-            had_room = cache.can_allocate(int(np.add.reduce(needs)))
+            had_room = self._tenants.can_grow(index[over], needs)
             if not had_room:
                 may = self._make_room(index, over, needs)
                 budget.give_back(
@@ -320,19 +367,24 @@ class Scheduler:
         """Which of the rows may go on, after preempting others; served in the policy's order."""
         all_needs = np.zeros(len(index), np.int32)
         all_needs[over] = needs
-        tickets = [self._state.ticket(slot) for slot in index.tolist()]
-        keys = [(ticket.key, ticket.arrival) for ticket in tickets]
-        order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
+        order = self._order_of(index)
         goes_on = np.empty(len(index), np.bool_)
         goes_on[order] = make_room(
             index[order],
             all_needs[order],
             cache=self._cache,
             policy=self._policy,
+            tenants=self._tenants,
             in_flight=self._last_steps(index[order]) > 0,
             preempt=self._preempt,
         )
         return goes_on
+
+    def _order_of(self, index: Index) -> Index:
+        """Places in `index`, slots of running requests, in which these are served."""
+        tickets = [self._state.ticket(slot) for slot in index.tolist()]
+        keys = [(ticket.key, ticket.arrival) for ticket in tickets]
+        return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
 
     def _events(
         self, index: Index, lengths: Int32s, stops: Bools, has_event: Bools, now_ms: float
@@ -385,6 +437,7 @@ class Scheduler:
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._queue.add(ticket)
+        self._tenants.waits(ticket)
         self._may_admit = True
 
     def _leave(self, slots: list[int]) -> None:
@@ -394,6 +447,7 @@ class Scheduler:
             self._policy.left(state.ticket(slot))
         self._cache.register(index, state.computed[index], state.tokens.tokens)
         self._cache.free(index, self._last_steps(index))
+        self._tenants.runs_no_more(slots)
         state.release(slots)
         self._retired.extend(slots)
         for flight in self._flights:

@@ -14,6 +14,7 @@ from quire.scheduler.cost import CostModel
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.tenants import TenantLimits
 from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_scores
 
 
@@ -31,6 +32,7 @@ class Setup:
     step_budget_ms: float = 0.0
     run_late: bool = False  # the worker computes only when its result is asked for
     policy: Callable[[], Policy] = FirstCome
+    tenants: tuple[TenantLimits, ...] = ()
 
 
 class Harness:
@@ -48,7 +50,9 @@ class Harness:
             plans_in_flight=setup.plans_in_flight,
             step_budget_ms=setup.step_budget_ms,
         )
-        self.scheduler = Scheduler(limits, self.cache, setup.policy(), cost=cost)
+        self.scheduler = Scheduler(
+            limits, self.cache, setup.policy(), cost=cost, tenants=setup.tenants
+        )
         self.worker = FakeWorker(
             setup.max_num_seqs, setup.max_model_len, setup.num_blocks, setup.block_size
         )
@@ -141,7 +145,8 @@ class Harness:
     def limit(self, request: Request) -> int:
         """The most tokens a request can have here."""
         pool_tokens = self.setup.num_blocks * self.setup.block_size
-        return min(request.max_total_tokens, self.setup.max_model_len, pool_tokens)
+        most_tokens = self.scheduler._tenants.most_tokens(request)
+        return min(request.max_total_tokens, self.setup.max_model_len, pool_tokens, most_tokens)
 
     def check(self) -> None:
         """What must hold at every moment."""
