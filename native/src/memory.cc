@@ -7,6 +7,9 @@
 #include <new>
 #include <utility>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #include <sys/mman.h>
 
 namespace quire {
@@ -58,6 +61,12 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 void Memory::release() {
     if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
     mapped_ = data_ = nullptr;
+}
+
+void give_back_freed_memory() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }
 
 }  // namespace quire

@@ -34,4 +34,7 @@ class Memory {
     std::size_t mapped_bytes_ = 0;
 };
 
+// Pages of freed small memory go back to the system, where the C library keeps them.
+void give_back_freed_memory();
+
 }  // namespace quire
