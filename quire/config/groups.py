@@ -128,6 +128,11 @@ class SchedulerConfig:
         None,
         "file of tenants (.toml or .json): their keys, weights, limits; see docs/serving.md",
     )
+    queue_timeout_s: float | None = setting(
+        None,
+        "seconds a request may wait for its first step, then it is refused; default: no limit",
+        flag="queue-timeout",
+    )
     step_budget_ms: float = setting(
         0.0, "predicted milliseconds a step may take; 0: only max-num-batched-tokens limits it"
     )
@@ -149,6 +154,8 @@ class SchedulerConfig:
         _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
         _at_least("max_queued_requests", self.max_queued_requests, 1)
         _at_least("step_budget_ms", self.step_budget_ms, 0)
+        if self.queue_timeout_s is not None:
+            _at_least("queue_timeout_s", self.queue_timeout_s, 0.001)
         if self.tenants == "":
             raise SettingError("tenants is empty; give a file, or leave it out")
         if self.max_num_batched_tokens is None:

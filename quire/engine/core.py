@@ -121,6 +121,11 @@ class EngineCore:
         plan, handle = self._flight.popleft()
         return self.scheduler.update(plan, self._result(plan, handle), now_ms())
 
+    def expire(self, now_ms: float) -> list[Refused]:
+        """End what has waited for its first step as long as it may."""
+        expired = self.scheduler.expire(now_ms)
+        return [Refused(request_ids=ids, fault=fault_of(error)) for ids, error in expired]
+
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
         return self.scheduler.stats()
@@ -180,6 +185,8 @@ def serve(
             if isinstance(message, Stop):
                 return
             _handle(core, message, emit)
+        for refused in core.expire(now_ms()):
+            emit(refused)
         if core.has_work:
             outputs = core.step(now_ms)
             stuck, audited = outputs is None, False

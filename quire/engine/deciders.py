@@ -26,6 +26,7 @@ def scheduler_limits(
         plans_in_flight=config.plans_in_flight,
         max_queued_requests=config.max_queued_requests,
         step_budget_ms=config.step_budget_ms,
+        queue_timeout_ms=1000.0 * (config.queue_timeout_s or 0.0),
     )
 
 

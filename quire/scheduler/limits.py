@@ -17,7 +17,8 @@ class SchedulerLimits:
     max_model_len: prompt and output of one request, in tokens. plans_in_flight: how many plans
     may be out at once. max_queued_requests: how many may wait, beside those that can start at
     once, before new ones are refused.
-    step_budget_ms: predicted milliseconds of one step, 0 for no such limit.
+    step_budget_ms: predicted milliseconds of one step, 0 for no such limit. queue_timeout_ms: how
+    long a request may wait for its first step, 0 for ever.
 
     Raises InvalidParameter, which names the field.
     """
@@ -28,11 +29,12 @@ class SchedulerLimits:
     plans_in_flight: int = 1
     max_queued_requests: int = 1024
     step_budget_ms: float = 0.0
+    queue_timeout_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "step_budget_ms" else 1
+            least = 0 if field.name.endswith("_ms") else 1
             if not value >= least:
                 raise InvalidParameter(
                     f"{field.name} is {value}; it must be at least {least}", param=field.name

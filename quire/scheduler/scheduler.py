@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.cache_use import CacheReport
-from quire.base.errors import ContextTooLong, InvalidParameter, OverloadedError, WorkerError
+from quire.base.errors import (
+    ContextTooLong,
+    InvalidParameter,
+    OverloadedError,
+    QueueTimedOut,
+    WorkerError,
+)
 from quire.base.records import (
     EngineStats,
     FinishReason,
@@ -44,6 +50,7 @@ from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption import make_room
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.queue_time import QueueTime
 from quire.scheduler.scores import keep_scores
 from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
@@ -91,6 +98,7 @@ class Scheduler:
         self.lengths = LengthHistory()
         policy.begin(self._state, self.speed, self.lengths)
         self._queue = WaitingQueue(policy)
+        self._queue_time = QueueTime(limits.queue_timeout_ms)
         self._tickets: dict[str, Ticket] = {}
         self._leaders: dict[str, Ticket] = {}  # by group
         self._flights: deque[Flight] = deque()
@@ -137,6 +145,7 @@ class Scheduler:
         else:
             ticket.leader = leader
             leader.forks.append(ticket)
+        self._queue_time.note(ticket)
         self._enqueue(ticket)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -152,6 +161,29 @@ class Scheduler:
         else:
             self._end_all([ticket])
         return ticket.output(finish_reason=FinishReason.ABORT)
+
+    def expire(self, now_ms: float) -> list[tuple[tuple[str, ...], QueueTimedOut]]:
+        """End what has waited for its first step too long: ids of each group, and what to say.
+
+        A group of which any has begun goes on.
+        """
+        expired = []
+        for ticket in self._queue_time.overdue(now_ms):
+            if not ticket.alive:  # with its group
+                continue
+            leader = ticket.leader or ticket
+            group = (leader, *leader.forks)
+            if any(one.was_admitted for one in group):
+                continue
+            group = tuple(one for one in group if one.alive)
+            for one in reversed(group):  # the leader last: nobody is to take its place
+                self._queue.remove(one)
+                self._tenants.waits_no_more(one)
+                self._forget(one)
+            self._may_admit = True
+            error = self._queue_time.error(ticket, now_ms, retry_after_s=None)
+            expired.append((tuple(one.request.request_id for one in group), error))
+        return expired
 
     def schedule(self, now_ms: float) -> StepPlan | None:
         """The next plan; None if there is nothing to compute, or not before an update."""

@@ -28,6 +28,7 @@ from quire.config.groups import (
         (SchedulerConfig, "max_num_batched_tokens", (64, None), (0, 63)),
         (SchedulerConfig, "plans_in_flight", (1, 2), (0, 3)),
         (SchedulerConfig, "max_queued_requests", (1,), (0,)),
+        (SchedulerConfig, "queue_timeout_s", (0.001, None), (0, -1, float("nan"))),
         (SchedulerConfig, "tenants", ("t.toml", None), ("",)),
         (SchedulerConfig, "step_budget_ms", (0, 0.5), (-0.1, float("nan"))),
         (ExecutorConfig, "executor", ("native", "reference"), ("torch", "")),

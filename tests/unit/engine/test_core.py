@@ -23,7 +23,9 @@ from tests.unit.runner.scripted_executor import ScriptedExecutor
 class Rig:
     """A core over a scripted executor; `reports` are the lines it had reason to write."""
 
-    def __init__(self, *, plans_in_flight: int = 1, max_queued: int = 100) -> None:
+    def __init__(
+        self, *, plans_in_flight: int = 1, max_queued: int = 100, queue_timeout_ms: float = 0.0
+    ) -> None:
         self.executor = ScriptedExecutor()
         self.reports: list[str] = []
         limits = SchedulerLimits(
@@ -32,6 +34,7 @@ class Rig:
             max_model_len=64,
             plans_in_flight=plans_in_flight,
             max_queued_requests=max_queued,
+            queue_timeout_ms=queue_timeout_ms,
         )
         runner = ModelRunner(
             self.executor, num_slots=4, max_model_len=64, block_size=16, max_samples=64
@@ -227,6 +230,18 @@ def test_the_loop_tells_who_was_refused_and_why() -> None:
     assert isinstance(refused, Refused)
     assert refused.request_ids == tuple(stream.request_id for stream in streams)
     assert refused.fault.kind == "OverloadedError"
+
+
+def test_the_loop_refuses_what_has_waited_too_long_and_goes_on_with_the_rest() -> None:
+    rig = Rig(queue_timeout_ms=5.0)
+    streams = tuple(request(f"r{index}", output=9) for index in range(5))  # four can run
+    sent = _served(rig, Inbox([Submit(requests=(stream,)) for stream in streams]))
+    (refused,) = (message for message in sent if isinstance(message, Refused))
+    assert refused.request_ids == ("r4/0",)
+    assert refused.fault.kind == "QueueTimedOut"
+    told = [m.outputs for m in sent if isinstance(m, Outputs) and m.outputs is not None]
+    ends = [out.request_id for step in told for out in step if out.finish_reason is not None]
+    assert sorted(ends) == ["r0/0", "r1/0", "r2/0", "r3/0"]
 
 
 def test_the_loop_answers_an_abort_with_the_last_output() -> None:

@@ -30,6 +30,7 @@ class Setup:
     plans_in_flight: int = 1
     prefix_caching: bool = True
     step_budget_ms: float = 0.0
+    queue_timeout_ms: float = 0.0
     run_late: bool = False  # the worker computes only when its result is asked for
     policy: Callable[[], Policy] = FirstCome
     tenants: tuple[TenantLimits, ...] = ()
@@ -49,6 +50,7 @@ class Harness:
             max_model_len=setup.max_model_len,
             plans_in_flight=setup.plans_in_flight,
             step_budget_ms=setup.step_budget_ms,
+            queue_timeout_ms=setup.queue_timeout_ms,
         )
         self.scheduler = Scheduler(
             limits, self.cache, setup.policy(), cost=cost, tenants=setup.tenants

@@ -1,0 +1,102 @@
+"""Queue time: who waited too long is told so, with its whole group; who ran is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.base.errors import QueueTimedOut
+from tests.unit.scheduler.fake_worker import make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+
+def harness(limit_ms: float = 100.0) -> Harness:
+    return Harness(Setup(max_num_seqs=1, queue_timeout_ms=limit_ms))
+
+
+def add(found: Harness, name: str, arrival_ms: float = 0.0, streams: int = 1) -> None:
+    for stream in range(streams):
+        request = make_request(
+            f"{name}.{stream}",
+            [1, 2],
+            max_tokens=20,
+            group=name,
+            stream=stream,
+            arrival_ms=arrival_ms,
+        )
+        found.add(request)
+
+
+def expired(found: Harness, now_ms: float) -> list[tuple[str, ...]]:
+    return [ids for ids, _ in found.scheduler.expire(now_ms)]
+
+
+def test_who_waits_as_long_as_it_may_is_ended_and_told_so_with_both_numbers() -> None:
+    found = harness()
+    add(found, "runs")
+    found.step()
+    add(found, "waits", arrival_ms=5.0)
+    assert found.scheduler.expire(104.0) == []
+    ((ids, error),) = found.scheduler.expire(105.0)
+    assert ids == ("waits.0",)
+    assert isinstance(error, QueueTimedOut)
+    assert "waited 100 ms" in str(error)
+    assert "at most 100 ms" in str(error)
+    assert found.scheduler.stats().waiting == 0
+    assert found.scheduler.expire(1e6) == []
+    assert found.scheduler.check_integrity() == []
+
+
+def test_who_runs_is_never_ended_however_long_it_takes_nor_is_one_that_was_preempted() -> None:
+    found = harness()
+    add(found, "runs")
+    found.step()
+    assert found.scheduler.expire(1e6) == []
+    found.scheduler._preempt(0)
+    assert found.scheduler.expire(2e6) == []
+    found.drain()
+    found.check_end()
+
+
+def test_a_group_is_ended_as_one_before_any_of_it_ran_and_not_at_all_after() -> None:
+    found = harness()
+    add(found, "first", streams=2)
+    found.step()  # its leader runs; the fork goes on waiting
+    add(found, "second", streams=3)
+    assert expired(found, 200.0) == [("second.0", "second.1", "second.2")]
+    for name in ("second.0", "second.1", "second.2"):
+        del found.requests[name]
+    found.drain()
+    found.check_end()
+
+
+@pytest.mark.parametrize("abort_first", [True, False])
+def test_a_group_whose_leader_left_is_ended_all_the_same(abort_first: bool) -> None:
+    found = harness()
+    add(found, "runs")
+    found.step()
+    add(found, "group", streams=3)
+    if abort_first:
+        found.abort("group.0")
+    left = ("group.1", "group.2") if abort_first else ("group.0", "group.1", "group.2")
+    assert expired(found, 200.0) == [left]
+    assert found.scheduler.check_integrity() == []
+
+
+def test_without_a_limit_everybody_waits() -> None:
+    found = harness(0.0)
+    add(found, "runs")
+    add(found, "waits")
+    assert found.scheduler.expire(1e12) == []
+    found.drain()
+    found.check_end()
+
+
+def test_a_fork_whose_leader_has_answered_is_not_ended() -> None:
+    found = harness()
+    add(found, "group", streams=2)
+    while "group.0" not in found.ends:
+        found.step()
+    assert "group.1" not in found.ends
+    assert found.scheduler.expire(1e6) == []
+    found.drain()
+    found.check_end()
