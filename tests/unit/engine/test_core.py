@@ -235,7 +235,8 @@ def test_the_loop_tells_who_was_refused_and_why() -> None:
 def test_the_loop_refuses_what_has_waited_too_long_and_goes_on_with_the_rest() -> None:
     rig = Rig(queue_timeout_ms=5.0)
     streams = tuple(request(f"r{index}", output=9) for index in range(5))  # four can run
-    sent = _served(rig, Inbox([Submit(requests=(stream,)) for stream in streams]))
+    submits: list[ToEngine] = [Submit(requests=(stream,)) for stream in streams]
+    sent = _served(rig, Inbox(submits, *([] for _ in range(20))))
     (refused,) = (message for message in sent if isinstance(message, Refused))
     assert refused.request_ids == ("r4/0",)
     assert refused.fault.kind == "QueueTimedOut"
