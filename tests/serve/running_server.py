@@ -143,13 +143,19 @@ class RunningServer:
 
     @contextmanager
     def stream(
-        self, path: str, body: dict[str, Any], *, receive_buffer_bytes: int | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        receive_buffer_bytes: int | None = None,
+        headers: dict[str, str] | None = None,
     ) -> Iterator[EventReader]:
         """An open stream on a raw socket; leaving closes it, complete or not."""
         raw = json.dumps({**body, "stream": True}).encode()
+        further = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = (
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(raw)}\r\n\r\n"
+            f"{further}Content-Length: {len(raw)}\r\n\r\n"
         )
         with socket.socket() as connection:
             if receive_buffer_bytes is not None:

@@ -1,0 +1,215 @@
+"""Tenants and limits over real sockets: who may come in, how many, and what the others are told.
+
+One server with a file of tenants for most cases: `small` may run one request and have one wait,
+and has a ceiling; `floor` has blocks held back for it; `boss` is an admin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import GIVE_UP_S, ROOT, EventReader, RunningServer
+
+COMPLETIONS = "/v1/completions"
+TENANTS = """
+[tenants.small]
+keys = ["small-key"]
+max_running = 1
+max_queued = 1
+kv_ceiling_blocks = 64
+priority_max = 5
+
+[tenants.floor]
+keys = ["floor-key"]
+kv_floor_blocks = 128
+
+[tenants.boss]
+keys = ["boss-key"]
+admin = true
+"""
+LONG = {"prompt": "the sea", "max_tokens": 900, "ignore_eos": True, "seed": 1}
+
+
+class Tenant:
+    """A caller with a key."""
+
+    def __init__(self, server: RunningServer, key: str) -> None:
+        self.server = server
+        self.headers = {"Authorization": f"Bearer {key}"}
+
+    def post(self, **fields: Any) -> tuple[int, dict[str, str], Any]:
+        status, headers, raw = self.server.request(
+            "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2, **fields}, **self.headers
+        )
+        return status, headers, json.loads(raw)
+
+    def metrics(self) -> tuple[int, str]:
+        status, _, raw = self.server.request("GET", "/metrics", **self.headers)
+        return status, raw.decode()
+
+    @contextmanager
+    def stream(self, **fields: Any) -> Iterator[EventReader]:
+        body = {**LONG, **fields}
+        with self.server.stream(COMPLETIONS, body, headers=self.headers) as reader:
+            yield reader
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    file = tmp_path_factory.mktemp("tenants") / "tenants.toml"
+    file.write_text(TENANTS)
+    flags = ("--tenants", str(file), "--max-num-seqs", "4", "--threads", "1")
+    with RunningServer(tiny, *flags) as found:
+        yield found
+
+
+def gauge(server: RunningServer, name: str, tenant: str) -> float:
+    text = Tenant(server, "boss-key").metrics()[1]
+    (value,) = re.findall(rf'^{name}{{tenant="{tenant}"}} (\S+)$', text, re.MULTILINE)
+    return float(value)
+
+
+@pytest.mark.parametrize("key", ["", "nobody", "small-key2"])
+def test_an_unknown_key_is_refused(server: RunningServer, key: str) -> None:
+    status, headers, answer = Tenant(server, key).post()
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    assert headers["www-authenticate"] == "Bearer"
+
+
+def test_every_tenant_is_answered_and_only_an_admin_sees_the_metrics(server: RunningServer) -> None:
+    for key in ("small-key", "floor-key", "boss-key"):
+        assert Tenant(server, key).post()[0] == 200
+    assert Tenant(server, "small-key").metrics()[0] == 403
+    status, text = Tenant(server, "boss-key").metrics()
+    assert status == 200
+    assert 'quire_tenant_generated_tokens_total{tenant="floor"}' in text
+
+
+def test_a_tenant_at_its_limit_is_told_so_while_others_are_served(server: RunningServer) -> None:
+    small, floor = Tenant(server, "small-key"), Tenant(server, "floor-key")
+    with small.stream() as running:
+        running.next()
+        with small.stream() as waiting:
+            server.until(
+                lambda: gauge(server, "quire_tenant_waiting_requests", "small") == 1, "one waits"
+            )
+            status, _, answer = small.post()
+            assert (status, answer["error"]["code"]) == (429, "tenant_limit")
+            assert "at most 1 may" in answer["error"]["message"]
+            assert floor.post()[0] == 200
+            assert gauge(server, "quire_tenant_running_requests", "small") == 1
+            running.close()
+            assert waiting.next()["choices"]  # its turn has come
+    server.until(lambda: gauge(server, "quire_tenant_running_requests", "small") == 0, "idle")
+
+
+def test_what_never_fits_below_a_ceiling_is_refused_with_both_numbers(
+    server: RunningServer,
+) -> None:
+    prompt = [7] * 1100
+    status, _, answer = Tenant(server, "small-key").post(prompt=prompt)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "has 1100 tokens" in answer["error"]["message"]
+    assert "tenant small have 1024 tokens" in answer["error"]["message"]
+    assert Tenant(server, "floor-key").post(prompt=prompt)[0] == 200
+
+
+def test_an_answer_ends_where_its_tenants_ceiling_is(server: RunningServer) -> None:
+    fields = {"prompt": [7] * 1000, "max_tokens": 200, "ignore_eos": True}
+    _, _, small = Tenant(server, "small-key").post(**fields)
+    _, _, boss = Tenant(server, "boss-key").post(**fields)
+    assert small["choices"][0]["finish_reason"] == boss["choices"][0]["finish_reason"] == "length"
+    counts = [answer["usage"]["completion_tokens"] for answer in (small, boss)]
+    assert counts == [24, 200]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("priority", -1, "tenant small may ask for 0 to 5"),
+        ("priority", 6, "tenant small may ask for 0 to 5"),
+        ("priority", 1e300, "a whole number from -1000000"),
+        ("deadline_ms", -5, "above 0 to 31536000000"),
+        ("deadline_ms", 1e300, "above 0 to 31536000000"),
+        ("ttft_slo_ms", "soon", 'ttft_slo_ms is "soon"'),
+        ("tpot_slo_ms", True, "tpot_slo_ms is true"),
+    ],
+)
+def test_absurd_terms_are_refused_by_name(
+    server: RunningServer, field: str, value: Any, said: str
+) -> None:
+    status, _, answer = Tenant(server, "small-key").post(**{field: value})
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert said in answer["error"]["message"]
+
+
+def test_terms_that_are_met_are_goodput_and_those_missed_are_told_by_name(
+    server: RunningServer,
+) -> None:
+    boss = Tenant(server, "boss-key")
+    before = count(boss, "quire_goodput_requests_total")
+    assert boss.post(ttft_slo_ms=6e5, tpot_slo_ms=6e5)[0] == 200
+    assert count(boss, "quire_goodput_requests_total") == before + 1
+    assert boss.post(ttft_slo_ms=1e-3)[0] == 200
+    assert count(boss, "quire_goodput_requests_total") == before + 1
+    assert count(boss, 'quire_missed_objectives_total{objective="ttft_slo_ms"}') == 1
+
+
+def count(caller: Tenant, name: str) -> float:
+    found = re.findall(rf"^{re.escape(name)} (\S+)$", caller.metrics()[1], re.MULTILINE)
+    return float(found[0]) if found else 0.0
+
+
+def test_who_waits_longer_than_the_queue_timeout_is_told_so(tiny: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--queue-timeout", "0.3", "--threads", "1")
+    with RunningServer(tiny, *flags) as server:
+        with server.stream(COMPLETIONS, {**LONG, "max_tokens": 30000}) as running:
+            running.next()
+            status, answer = server.post(COMPLETIONS, {"prompt": "a", "n": 2})
+            assert (status, answer["error"]["code"]) == (503, "queue_timeout")
+            assert "at most 300 ms" in answer["error"]["message"]
+            assert running.next()["choices"]  # it goes on
+        server.until(lambda: server.metric("quire_running_requests") == 0, "idle")
+        assert server.metric("quire_waiting_requests") == 0
+        assert server.metric("quire_refused_requests_total") == 1
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[tenants.a]\nkeys = ["k"]\nwieght = 2', '"wieght" is not known; did you mean weight?'),
+        ("[tenants.a]\nweight = 2", "tenant a has no key"),
+        ('[tenants.a]\nkeys = ["k"]\nkv_floor_blocks = 99999999', "floors are 99999999 KV blocks"),
+        (
+            '[tenants.a]\nkeys = ["k"]\nkv_floor_share = 0.6\n'
+            '[tenants.b]\nkeys = ["l"]\nkv_floor_share = 0.6',
+            "lower them, or give it more memory",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_honoured_ends_the_start_in_words(
+    tiny: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", str(tiny), "--port", "0", "--tenants", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
