@@ -147,7 +147,23 @@ class SchedulerConfig:
         "(then favoured requests can starve others)",
     )
 
+    tpot_target_ms: float = setting(
+        0.0,
+        "milliseconds between two tokens of an answer that others' prompts may stretch them to; 0: "
+        "what requests ask (tpot_slo_ms), and for long prompts about twice what they take alone",
+    )
+    long_prompt_tokens: int = setting(
+        2048, "from so many tokens on a prompt counts as long; 0: none does"
+    )
+    max_long_prompts: int = setting(
+        0, "requests with long prompts that may run at once; 0: any number"
+    )
+    max_short_prompts: int = setting(0, "other requests that may run at once; 0: any number")
+
     def __post_init__(self) -> None:
+        for name in ("tpot_target_ms", "long_prompt_tokens", "max_long_prompts"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("max_short_prompts", self.max_short_prompts, 0)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _at_least("policy_aging", self.policy_aging, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)

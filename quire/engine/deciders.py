@@ -27,6 +27,10 @@ def scheduler_limits(
         max_queued_requests=config.max_queued_requests,
         step_budget_ms=config.step_budget_ms,
         queue_timeout_ms=1000.0 * (config.queue_timeout_s or 0.0),
+        tpot_target_ms=config.tpot_target_ms,
+        long_prompt_tokens=config.long_prompt_tokens,
+        max_long_prompts=config.max_long_prompts,
+        max_short_prompts=config.max_short_prompts,
     )
 
 

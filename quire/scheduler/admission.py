@@ -3,7 +3,7 @@
 Knows the queue's order, gates, placements and what must stay free for those that run. Preempts
 nobody. Always holds: a request is admitted only if the blocks for all its known tokens are free
 beside those that running requests still need for theirs; who is blocked blocks those behind it,
-so nobody is overtaken but by those a gate lets pass.
+so nobody is overtaken but by those a gate lets pass, and long prompts by a few short ones.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
 
 _Row = tuple[int, int, int]  # slot, start, count
+# So many short requests may pass a long one that lacks blocks; then it blocks them.
+MAX_PASSED = 16
 
 
 class Admissions:
@@ -56,9 +58,10 @@ class Admissions:
         now_ms: float,
         *,
         floors_only: bool = False,
+        before: tuple[float, ...] | None = None,
     ) -> bool:
         """Admit while budget, slots and blocks last. floors_only: those whose tenant has blocks
-        held back for it, into these.
+        held back for it, into these. before: none of this rank or behind.
 
         Returns whether trying again in the next step can succeed though nothing else happens.
         """
@@ -74,21 +77,26 @@ class Admissions:
         rows: list[_Row] = []
         try_again, blocked = False, floors_only
         held: set[str] = set()  # tenants whose turn has come, and who wait
+        passed: Ticket | None = None  # a long one that lacks blocks and may still be passed
+        skips_long = False
         for ticket in queue:
-            if budget.spent:
+            if budget.spent or (before is not None and self._policy.rank(ticket) >= before):
                 try_again = True
                 break
             if not state.free_slots:
                 break
+            if passed is not None and passed.passed >= MAX_PASSED:
+                blocked = True
             if blocked and not tenants.someone_has_floor_left():
                 break
             tenant = ticket.request.tenant
-            if tenant in held or tenants.is_full(ticket):
+            if tenant in held or tenants.is_full(ticket) or (skips_long and ticket.is_long):
                 continue
             if blocked and not tenants.has_floor_left(ticket):
                 continue
-            if any(gate.holds(ticket, state, now_ms) for gate in self._gates):
-                try_again = True
+            gate = next((gate for gate in self._gates if gate.holds(ticket, state, now_ms)), None)
+            if gate is not None:
+                try_again |= not gate.until_event
                 continue
             placement = place(ticket, cache, state)
             margin = self._margin(len(active) + len(rows))
@@ -100,16 +108,27 @@ class Admissions:
             room = takeable - spoken_for - margin - tenants.kept_from(ticket)
             has_room = not blocked and placement.num_new_blocks <= room
             if not has_room and not tenants.fits_floor(ticket, taken):
-                blocked = True
-                held.add(tenant)
+                if ticket.is_long and not blocked:
+                    passed, skips_long = ticket, True
+                else:
+                    blocked = True
+                    held.add(tenant)
                 continue
             known = len(ticket.token_ids)
             count = budget.hand_out_one(
-                placement.start, known - placement.start, scored=ticket.has_positions_to_score
+                placement.start,
+                known - placement.start,
+                scored=ticket.has_positions_to_score,
+                is_long=ticket.is_long,
             )
             if count < 1:
                 try_again = True
-                break
+                if not ticket.is_long:
+                    break
+                skips_long = True  # its kind's share of the step is spent, not the step
+                continue
+            if passed is not None:
+                passed.passed += 1
             queue.remove(ticket)
             tenants.waits_no_more(ticket)
             end = placement.start + count

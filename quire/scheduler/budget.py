@@ -2,7 +2,8 @@
 
 Hands out in the order it is given and knows nothing of slots, blocks or requests. Always
 holds: the first row that wants tokens gets at least one, however small the budget, so a step
-never starves everybody.
+never starves everybody; and rows of several tokens, bounded so that those of one are not kept
+waiting, get a few together in each step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import numpy as np
 
 from quire.scheduler.cost import Bools, CostModel, Int32s
 
+# What prompts get in a step together, however tight their bound: one tile of rows.
+LEAST_PROMPT_TOKENS = 16
+
 
 class StepBudget:
     """A fresh budget for one step. `tokens` and `ms` say what is left."""
@@ -22,6 +26,19 @@ class StepBudget:
         self._cost = cost if ms > 0 else None
         self.ms = ms - self._cost.fixed_ms if self._cost is not None else math.inf
         self._untouched = True
+        self._prompt_cost: CostModel | None = None
+        self._prompt_ms = self._long_ms = math.inf
+        self._least = 0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether prompts are bounded."""
+        return self._prompt_cost is not None
+
+    def bound(self, prompt_ms: float, long_ms: float, cost: CostModel) -> None:
+        """Further rows of several tokens may take so much together, and long prompts' so much."""
+        self._prompt_cost, self._prompt_ms, self._long_ms = cost, prompt_ms, long_ms
+        self._least = LEAST_PROMPT_TOKENS
 
     @property
     def spent(self) -> bool:
@@ -50,16 +67,39 @@ class StepBudget:
         if self._cost is not None:
             self.ms += float(np.add.reduce(self._cost.rows_ms(starts, counts, scored)))
 
-    def hand_out_one(self, start: int, wanted: int, *, scored: bool = False) -> int:
-        """Tokens for one further row that wants `wanted` >= 1 of them; 0 if none are left."""
+    def hand_out_one(
+        self, start: int, wanted: int, *, scored: bool = False, is_long: bool = False
+    ) -> int:
+        """Tokens for one further row that wants `wanted` >= 1 of them; 0 if none are left.
+
+        is_long: the row is a part of a long prompt.
+        """
         count = min(wanted, self.tokens)
-        if self._cost is not None:
+        if wanted > 1 and self._prompt_cost is not None:
+            count = self._bounded(self._prompt_cost, start, count, scored=scored, is_long=is_long)
+        if self._cost is not None and count > 0:
             most = self._cost.most_tokens(start, self.ms, scored=scored)
             count = min(count, max(most, int(self._untouched)))
             row = np.array([start], np.int32), np.array([count], np.int32), np.array([scored])
             self.ms -= float(self._cost.rows_ms(*row)[0])
         self.tokens -= count
         self._untouched = self._untouched and not count
+        return count
+
+    def _bounded(
+        self, cost: CostModel, start: int, count: int, *, scored: bool, is_long: bool
+    ) -> int:
+        """At most `count` tokens of a prompt, within its bounds, which shrink."""
+        left_ms = min(self._prompt_ms, self._long_ms) if is_long else self._prompt_ms
+        if left_ms == math.inf:
+            return count
+        count = min(count, max(cost.most_tokens(start, left_ms, scored=scored), self._least))
+        if count > 0:
+            row = np.array([start], np.int32), np.array([count], np.int32), np.array([scored])
+            ms = float(cost.rows_ms(*row)[0])
+            self._prompt_ms -= ms
+            self._long_ms -= ms * is_long
+            self._least = max(self._least - count, 0)
         return count
 
     def _cut_to_time(

@@ -19,6 +19,11 @@ class SchedulerLimits:
     once, before new ones are refused.
     step_budget_ms: predicted milliseconds of one step, 0 for no such limit. queue_timeout_ms: how
     long a request may wait for its first step, 0 for ever.
+    tpot_target_ms: predicted milliseconds of a step that makes tokens, kept by bounding the
+    prompts in it; 0 for what requests ask.
+    long_prompt_tokens: from how many known tokens on a request counts as long, 0 for never.
+    max_long_prompts, max_short_prompts: how many long ones, and others, may run at once beside
+    max_num_seqs; 0 for no such limit.
 
     Raises InvalidParameter, which names the field.
     """
@@ -30,11 +35,15 @@ class SchedulerLimits:
     max_queued_requests: int = 1024
     step_budget_ms: float = 0.0
     queue_timeout_ms: float = 0.0
+    tpot_target_ms: float = 0.0
+    long_prompt_tokens: int = 0
+    max_long_prompts: int = 0
+    max_short_prompts: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name.endswith("_ms") else 1
+            least = 0 if field.default in (0, 0.0) else 1  # 0: no such limit
             if not value >= least:
                 raise InvalidParameter(
                     f"{field.name} is {value}; it must be at least {least}", param=field.name

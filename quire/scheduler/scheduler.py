@@ -43,12 +43,13 @@ from quire.scheduler.budget import StepBudget
 from quire.scheduler.cost import CostModel
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.flight import Flight
-from quire.scheduler.gate import Gate, GroupGate
+from quire.scheduler.gate import Gate, GroupGate, LengthGate
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption import make_room
+from quire.scheduler.prompts import PromptShares
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.queue_time import QueueTime
 from quire.scheduler.scores import keep_scores
@@ -56,6 +57,8 @@ from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.tenants import TenantBooks, TenantLimits
 from quire.scheduler.ticket import NO_SLOT, Ticket
+
+NOBODY: list[Ticket] = []
 
 
 class Scheduler:
@@ -92,11 +95,13 @@ class Scheduler:
         self.speed = SpeedEstimate() if speed is None else speed
         self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
         self._tenants = TenantBooks(tenants, self._state, cache)
-        self._admissions = Admissions(
-            self._state, cache, policy, self._tenants, (GroupGate(), *gates)
-        )
+        all_gates: list[Gate] = [GroupGate(), *gates]
+        if limits.max_long_prompts or limits.max_short_prompts:
+            all_gates.append(LengthGate(limits.max_long_prompts, limits.max_short_prompts))
+        self._admissions = Admissions(self._state, cache, policy, self._tenants, all_gates)
         self.lengths = LengthHistory()
         policy.begin(self._state, self.speed, self.lengths)
+        self._prompts = PromptShares(limits, self._state, policy, self.speed)
         self._queue = WaitingQueue(policy)
         self._queue_time = QueueTime(limits.queue_timeout_ms)
         self._tickets: dict[str, Ticket] = {}
@@ -189,20 +194,26 @@ class Scheduler:
         """The next plan; None if there is nothing to compute, or not before an update."""
         if len(self._flights) >= self._limits.plans_in_flight:
             return None
-        draft = PlanDraft(self._step + 1)
-        budget = StepBudget(
-            self._limits.max_num_batched_tokens, self._limits.step_budget_ms, self._cost
-        )
+        draft, budget = PlanDraft(self._step + 1), self._budget()
         self._tenants.changed()
-        paused = self._keep_ceilings()
-        had_room = not len(self._state.active) or self._go_on(draft, budget, paused)
+        paused = self._keep_ceilings() if self._tenants.has_ceilings else []
+        had_room, behind = True, NOBODY
+        if len(self._state.active):
+            had_room, behind = self._go_on(draft, budget, paused)
         if self._may_admit and len(self._queue):
+            self._prompts.bound(budget, len(self._queue))
+            before, admit = self._policy.rank(behind[0]) if behind else None, self._admissions.admit
             if had_room:
-                self._may_admit = self._admissions.admit(self._queue, draft, budget, now_ms)
+                self._may_admit = admit(self._queue, draft, budget, now_ms, before=before)
             elif self._tenants.someone_has_floor_left():
-                self._admissions.admit(self._queue, draft, budget, now_ms, floors_only=True)
+                admit(self._queue, draft, budget, now_ms, floors_only=True, before=before)
+        if behind:
+            self._go_on_behind(draft, budget, behind)
         if not draft.has_rows:
-            return None
+            if len(self._state.active):  # nobody could go on: the first by key can
+                self._go_on(draft, self._budget(), paused, by_key=True)
+            if not draft.has_rows:
+                return None
         self._step += 1
         flight = draft.finish(self._retired)
         self._retired = []
@@ -360,8 +371,15 @@ class Scheduler:
                     self._preempt(slot)
         return paused
 
-    def _go_on(self, draft: PlanDraft, budget: StepBudget, paused: list[int]) -> bool:
-        """Schedule the running requests but those paused; False if blocks ran out."""
+    def _budget(self) -> StepBudget:
+        limits = self._limits
+        return StepBudget(limits.max_num_batched_tokens, limits.step_budget_ms, self._cost)
+
+    def _go_on(
+        self, draft: PlanDraft, budget: StepBudget, paused: list[int], *, by_key: bool = False
+    ) -> tuple[bool, list[Ticket]]:
+        """Schedule the running requests but those paused; whether there were blocks enough, and
+        whose prompts stepped back behind waiting ones. by_key: strictly in the order of keys."""
         state, cache = self._state, self._cache
         index, slots = state.active, state.active_slots
         if paused:
@@ -369,7 +387,20 @@ class Scheduler:
             index, slots = index[goes_on], slots[goes_on]
         starts, goals = state.scheduled[index], state.goal[index]
         scored = state.still_scored(index, starts)
-        counts = budget.hand_out(starts, goals - starts, scored)
+        wanted, behind = goals - starts, NOBODY
+        if by_key:
+            order, counts = self._order_of(index), np.zeros(len(index), np.int32)
+            of_scored = None if scored is None else scored[order]
+            counts[order] = budget.hand_out(starts[order], wanted[order], of_scored)
+        elif np.count_nonzero(wanted > 1):
+            num_waiting = len(self._queue)
+            first = self._queue.first if self._may_admit and num_waiting else None
+            shares = self._prompts.hand_out(
+                budget, index, starts, wanted, scored, first, num_waiting
+            )
+            counts, behind = shares.counts, [state.ticket(int(index[r])) for r in shares.behind]
+        else:
+            counts = budget.hand_out(starts, wanted, scored)
         ends = starts + counts
         had_room, goes_on = True, counts > 0
         over = (ends > cache.capacities[index]).nonzero()[0]
@@ -383,6 +414,7 @@ class Scheduler:
                 )
                 goes_on &= may
                 over, needs = over[may[over]], needs[may[over]]
+                behind = [ticket for ticket in behind if ticket.slot != NO_SLOT]
             if len(over):
                 draft.add_deltas(cache.allocate(index[over], needs))
         num_rows = np.count_nonzero(goes_on)
@@ -393,7 +425,31 @@ class Scheduler:
             samples = state.schedule(index, ends, goals)
             store_from = np.maximum(starts, state.stored[index])
             draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
-        return had_room
+        return had_room, behind
+
+    def _go_on_behind(self, draft: PlanDraft, budget: StepBudget, tickets: list[Ticket]) -> None:
+        """Schedule running prompts that let waiting ones go first, while budget and blocks last."""
+        state, cache = self._state, self._cache
+        index = np.array([ticket.slot for ticket in tickets], np.intp)
+        starts = state.scheduled[index]
+        scored = state.still_scored(index, starts)
+        counts = np.zeros(len(index), np.int32)
+        for row, slot in enumerate(index.tolist()):
+            if not budget.spent:
+                counts[row] = self._prompts.hand_out_one(budget, slot, scored, row)
+        needs = cache.blocks_short(index, starts + counts)
+        # Their blocks were spoken for when they were admitted; who lacks them now waits a step.
+        fits = (counts > 0) & (np.cumsum(needs) <= cache.num_free)
+        if not np.count_nonzero(fits):
+            return
+        index, starts, counts, needs = index[fits], starts[fits], counts[fits], needs[fits]
+        if np.count_nonzero(needs):
+            draft.add_deltas(cache.allocate(index[needs > 0], needs[needs > 0]))
+        ends, goals = starts + counts, state.goal[index]
+        samples = state.schedule(index, ends, goals)
+        store_from = np.maximum(starts, state.stored[index])
+        slots = index.astype(np.int32)
+        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
     def _make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
         """Which of the rows may go on, after preempting others; served in the policy's order."""
@@ -468,6 +524,8 @@ class Scheduler:
         self._enqueue(ticket)
 
     def _enqueue(self, ticket: Ticket) -> None:
+        least = self._limits.long_prompt_tokens
+        ticket.is_long = 0 < least <= len(ticket.token_ids)
         self._queue.add(ticket)
         self._tenants.waits(ticket)
         self._may_admit = True

@@ -1,11 +1,11 @@
 """SpeedEstimate: what steps cost on this machine, learned from the steps that run anyway.
 
-A step is a fixed part, tokens through the trunk, rows through the head, and attended positions.
-Their four prices are a least-squares fit of recent steps' times, relative errors counting, held
-in place by a prior where no step has told them apart yet. Knows no clock and no machine: times are
-arguments. Always holds: prices are not negative; the first steps set the scale of all of them, so
-that a prior needs the right proportions only; a long run of decode steps does not make it
-forget what prompts cost. Noting a step is an append; the fit is made when somebody asks.
+A step is a fixed part, tokens through the trunk, rows through the head, positions attended to and
+positions read. Their five prices are a least-squares fit of recent steps' times, relative errors
+counting, held in place by a prior where no step has told them apart yet. Knows no clock and no
+machine: times are arguments. Always holds: prices are not negative; the first steps set the scale
+of all of them, so that a prior needs the right proportions only; a long run of decode steps does
+not make it forget what prompts cost. Noting a step is an append; who asks pays for the fit.
 """
 
 from __future__ import annotations
@@ -19,28 +19,34 @@ from quire.base.records import StepPlan
 from quire.scheduler.cost import Bools, Float64s, Int32s, LinearCost
 
 # Proportions of a small model on a CPU; the first step sets the scale.
-DEFAULT_PRIOR = LinearCost(fixed_ms=10.0, token_ms=0.5, position_ms=0.0002, score_ms=0.1)
+DEFAULT_PRIOR = LinearCost(
+    fixed_ms=10.0, token_ms=0.5, position_ms=0.0002, score_ms=0.1, read_ms=0.002
+)
+_NUM_PRICES = 5
 # Steps that wait for the fit at most. More make the fit cheaper by the step and older.
 _MOST_NOTED = 64
 # What a step of the same kind leaves of its forerunners' weight: the last 100 or so count.
 _KEEP = 0.99
-# The prior weighs as much as a hundredth of a step.
-_PRIOR_WEIGHT = 0.01
+# The prior weighs next to nothing, where steps say anything.
+_PRIOR_WEIGHT = 0.0001
 
 
 class SpeedEstimate:
     """A CostModel that learns. prior: prices to begin with; score_ms is that of a head row."""
 
     def __init__(self, prior: LinearCost = DEFAULT_PRIOR) -> None:
-        given = (prior.fixed_ms, prior.token_ms, prior.score_ms, prior.position_ms)
+        given = (
+            *(prior.fixed_ms, prior.token_ms, prior.score_ms),
+            *(prior.position_ms, prior.read_ms),
+        )
         # A price of nothing could never be learned.
         self._prior: Float64s = np.maximum(given, max(*given, 1e-6) * 1e-9)
         self._prices: Float64s = self._prior.copy()
         self._linear = prior
         self._noted: list[tuple[StepPlan, int, float]] = []
         # Of steps without and with rows of several tokens: sums of products, and of features.
-        self._products: Float64s = np.zeros((2, 4, 4))
-        self._sums: Float64s = np.zeros((2, 4))
+        self._products: Float64s = np.zeros((2, _NUM_PRICES, _NUM_PRICES))
+        self._sums: Float64s = np.zeros((2, _NUM_PRICES))
         self.num_steps = 0
 
     def note(self, plan: StepPlan, num_heads: int, ms: float) -> None:
@@ -76,10 +82,11 @@ class SpeedEstimate:
         """A step of `num_rows` rows of one token each, which attend to `positions` in all."""
         price = self.now
         each_ms = price.token_ms + price.score_ms
-        return price.fixed_ms + num_rows * each_ms + positions * price.position_ms
+        position_ms = price.position_ms + price.read_ms
+        return price.fixed_ms + num_rows * each_ms + positions * position_ms
 
     def span_ms(self, start: int, end: int) -> float:
-        """Computing positions start .. end - 1, beside what a step costs anyway."""
+        """Computing positions start .. end - 1, beside what steps cost anyway."""
         price, tokens = self.now, end - start
         positions = tokens * start + tokens * (tokens + 1) / 2
         return tokens * price.token_ms + positions * price.position_ms
@@ -96,10 +103,11 @@ class SpeedEstimate:
         firsts = np.cumsum(sizes) - sizes
         counts = np.concatenate([plan.counts for plan in plans]).astype(np.float64)
         depths = np.concatenate([plan.starts for plan in plans])
-        features = np.ones((len(plans), 4))
+        features = np.ones((len(plans), _NUM_PRICES))
         features[:, 1] = np.add.reduceat(counts, firsts)
         features[:, 2] = [heads for _, heads, _ in self._noted]
         features[:, 3] = np.add.reduceat(counts * (depths + 0.5 * (counts + 1.0)), firsts)
+        features[:, 4] = np.add.reduceat(counts + depths, firsts)
         times_ms = np.array([ms for _, _, ms in self._noted])
         self._noted = []
         if not self._products.any():  # the first steps: the scale, by which all prices move
@@ -114,20 +122,24 @@ class SpeedEstimate:
                 self._products[kind] = left * self._products[kind] + weighted.T @ rows
                 self._sums[kind] = left * self._sums[kind] + weighted.sum(axis=0)
         self._prices = self._prior * self._fit()
-        fixed_ms, token_ms, score_ms, position_ms = self._prices.tolist()
+        fixed_ms, token_ms, score_ms, position_ms, read_ms = self._prices.tolist()
         self._linear = LinearCost(
-            fixed_ms=fixed_ms, token_ms=token_ms, position_ms=position_ms, score_ms=score_ms
+            fixed_ms=fixed_ms,
+            token_ms=token_ms,
+            position_ms=position_ms,
+            score_ms=score_ms,
+            read_ms=read_ms,
         )
 
     def _fit(self) -> Float64s:
         """Prices as multiples of the prior's: least squares, none below 0."""
-        products = self._products.sum(axis=0) + _PRIOR_WEIGHT * np.eye(4)
+        products = self._products.sum(axis=0) + _PRIOR_WEIGHT * np.eye(_NUM_PRICES)
         sums = self._sums.sum(axis=0) + _PRIOR_WEIGHT
-        free: NDArray[np.intp] = np.arange(4)
+        free: NDArray[np.intp] = np.arange(_NUM_PRICES)
         while True:
             found = np.linalg.solve(products[np.ix_(free, free)], sums[free])
             if (found >= 0).all():
-                multiples = np.zeros(4)
+                multiples = np.zeros(_NUM_PRICES)
                 multiples[free] = found
                 return multiples
             free = free[found > 0]  # never empty: sums are positive, so some price is

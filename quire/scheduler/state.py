@@ -54,6 +54,8 @@ class RunningState:
         self._stops_any: Bools = np.zeros(1, np.bool_)
         self.last_token_ms: NDArray[np.float64] = np.full(num_slots, np.nan)
         self.mirostat_mus: NDArray[np.float32] = np.zeros(num_slots, np.float32)
+        self.tpot_slo_ms: NDArray[np.float64] = np.full(num_slots, np.inf)  # inf: not asked for
+        self.num_long = 0  # running requests with long prompts
         self.tickets: list[Ticket | None] = [None] * num_slots
         self.free_slots: list[int] = list(range(num_slots - 1, -1, -1))
         # Replaced on events and never changed in place: while nobody comes or goes it is the
@@ -91,6 +93,9 @@ class RunningState:
         self.next_event[slot] = known + 1 if known == num_prompt_tokens else ticket.limit
         self.last_token_ms[slot] = ticket.last_token_ms
         self.mirostat_mus[slot] = ticket.mirostat_mu or 0.0
+        tpot_slo_ms = ticket.request.tpot_slo_ms
+        self.tpot_slo_ms[slot] = np.inf if tpot_slo_ms is None else tpot_slo_ms
+        self.num_long += ticket.is_long
         self._watch_stops(slot, ticket.request.stop_ids)
         self._request_ids[slot] = ticket.request.request_id
         self.tickets[slot] = ticket
@@ -153,6 +158,7 @@ class RunningState:
             ticket = self.ticket(slot)
             ticket.last_token_ms = float(self.last_token_ms[slot])
             ticket.slot = NO_SLOT
+            self.num_long -= ticket.is_long
             self.tickets[slot] = None
             self._request_ids[slot] = None
             self.free_slots.append(slot)

@@ -37,7 +37,8 @@ class Ticket:
     leader: who computes the prompt it shares, where it is a fork: stream 0 of its group, or an
     heir. forks: whose leader it is, unless they have ended. mirostat_mu: where it stood when it
     was preempted, None before its first token or without mirostat. chain: digests of token_ids,
-    made once while it waits. key: the policy's, given when it entered the queue.
+    made once while it waits. key: the policy's, given when it entered the queue. is_long: whether
+    its known tokens were many then. passed: how many went before it while blocks were short.
     """
 
     request: Request
@@ -46,6 +47,8 @@ class Ticket:
     token_ids: NDArray[np.int32]
     key: tuple[float, ...] = ()
     missed_first_token: bool = False
+    is_long: bool = False
+    passed: int = 0
     leader: Ticket | None = None
     forks: list[Ticket] = field(default_factory=list)
     chain: Chain | None = None

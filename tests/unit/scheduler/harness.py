@@ -31,6 +31,10 @@ class Setup:
     prefix_caching: bool = True
     step_budget_ms: float = 0.0
     queue_timeout_ms: float = 0.0
+    tpot_target_ms: float = 0.0
+    long_prompt_tokens: int = 0
+    max_long_prompts: int = 0
+    max_short_prompts: int = 0
     run_late: bool = False  # the worker computes only when its result is asked for
     policy: Callable[[], Policy] = FirstCome
     tenants: tuple[TenantLimits, ...] = ()
@@ -51,6 +55,10 @@ class Harness:
             plans_in_flight=setup.plans_in_flight,
             step_budget_ms=setup.step_budget_ms,
             queue_timeout_ms=setup.queue_timeout_ms,
+            tpot_target_ms=setup.tpot_target_ms,
+            long_prompt_tokens=setup.long_prompt_tokens,
+            max_long_prompts=setup.max_long_prompts,
+            max_short_prompts=setup.max_short_prompts,
         )
         self.scheduler = Scheduler(
             limits, self.cache, setup.policy(), cost=cost, tenants=setup.tenants

@@ -53,6 +53,18 @@ POLICIES = (  # put a new policy here
 COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
 
 
+def draw_bounds(random: Random) -> dict[str, float]:
+    """How prompts are bounded; those of several tokens get few of them beside rows of one."""
+    if random.random() < 0.5:
+        return {}
+    return {
+        "tpot_target_ms": random.choice([0.0, 0.1, 3.0]),
+        "long_prompt_tokens": random.choice([4, 12]),
+        "max_long_prompts": random.choice([0, 1, 2]),
+        "max_short_prompts": random.choice([0, 1, 3]),
+    }
+
+
 def draw_setup(random: Random) -> Setup:
     """Sizes at which things go short all the time."""
     return Setup(
@@ -64,6 +76,7 @@ def draw_setup(random: Random) -> Setup:
         plans_in_flight=random.choice([1, 2, 3]),
         prefix_caching=random.random() < 0.75,
         step_budget_ms=random.choice([0.0, 0.0, 0.5, 4.0]),
+        **draw_bounds(random),
         run_late=random.random() < 0.5,
         policy=random.choice(POLICIES),
     )

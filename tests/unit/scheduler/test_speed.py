@@ -11,7 +11,7 @@ from quire.base.records import StepPlan
 from quire.scheduler.cost import LinearCost
 from quire.scheduler.speed import SpeedEstimate
 
-TRUE = LinearCost(fixed_ms=12.0, token_ms=0.8, position_ms=0.001, score_ms=0.5)
+TRUE = LinearCost(fixed_ms=12.0, token_ms=0.8, position_ms=0.001, score_ms=0.5, read_ms=0.004)
 
 
 def plan_of(counts: list[int], starts: list[int]) -> StepPlan:
@@ -54,17 +54,18 @@ def test_the_prices_of_steps_are_found_from_their_times() -> None:
     assert found.token_ms == pytest.approx(TRUE.token_ms, rel=0.02)
     assert found.position_ms == pytest.approx(TRUE.position_ms, rel=0.05)
     assert found.score_ms == pytest.approx(TRUE.score_ms, rel=0.1)
+    assert found.read_ms == pytest.approx(TRUE.read_ms, rel=0.05)
 
 
 def test_noisy_times_give_predictions_that_are_right_on_the_whole() -> None:
     estimate = taught(SpeedEstimate(), steps=300, noise=0.3)
-    assert estimate.step_ms(8, 8 * 500) == pytest.approx(12 + 8 * 1.3 + 4, rel=0.1)
+    assert estimate.step_ms(8, 8 * 500) == pytest.approx(12 + 8 * 1.3 + 20, rel=0.1)
     assert estimate.span_ms(0, 1000) == pytest.approx(800 + 500, rel=0.15)
 
 
 def test_one_step_sets_the_scale_of_a_prior_with_the_right_proportions() -> None:
     slow = LinearCost(
-        fixed_ms=1200.0, token_ms=80.0, position_ms=0.1, score_ms=50.0
+        fixed_ms=1200.0, token_ms=80.0, position_ms=0.1, score_ms=50.0, read_ms=0.4
     )  # a hundred times slower than what will be seen
     estimate = SpeedEstimate(slow)
     plan = plan_of([1, 1, 1], [10, 20, 30])

@@ -1,0 +1,104 @@
+"""PromptShares: which prompts go on in a step, and how far, beside the rows that take one token.
+
+Rows of one token are served first. What is left goes to prompts in the policy's order, running and
+waiting ones alike, within bounds in predicted milliseconds: a step that makes tokens shall not
+take longer than the tightest target for the time between two of them; and where a long prompt is
+computed in parts, its parts shall not double the step. Knows no blocks. Always holds: prompts get
+a few tokens a step, however tight the target.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.scheduler.budget import StepBudget
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import Policy
+from quire.scheduler.speed import SpeedEstimate
+from quire.scheduler.state import Bools, Index, Int32s, RunningState
+from quire.scheduler.ticket import Ticket
+
+# A part of a long prompt may take so much of the time that the step's other rows take.
+LONG_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """counts: tokens of each row. behind: rows of prompts that come after waiting ones, in order,
+    with nothing yet."""
+
+    counts: Int32s
+    behind: list[int]
+
+
+class PromptShares:
+    """Hands out `StepBudget`s to running prompts, and bounds them for waiting ones."""
+
+    def __init__(
+        self, limits: SchedulerLimits, state: RunningState, policy: Policy, speed: SpeedEstimate
+    ) -> None:
+        self._limits = limits
+        self._state = state
+        self._policy = policy
+        self._speed = speed
+
+    def hand_out(
+        self,
+        budget: StepBudget,
+        index: Index,
+        starts: Int32s,
+        wanted: Int32s,
+        scored: Bools | None,
+        first_waiting: Ticket | None,
+        num_waiting: int,
+    ) -> Shares:
+        """Tokens for the running rows of slots `index`, of which some want more than one."""
+        is_prompt = wanted > 1
+        ones, prompts = (~is_prompt).nonzero()[0], is_prompt.nonzero()[0]
+        counts = np.zeros(len(index), np.int32)
+        of_ones = None if scored is None else scored[ones]
+        counts[ones] = budget.hand_out(starts[ones], wanted[ones], of_ones)
+        self._bound(budget, index[ones], starts[ones], len(prompts) + num_waiting)
+        rank = self._policy.rank
+        ranks = {row: rank(self._state.ticket(int(index[row]))) for row in prompts.tolist()}
+        until = None if first_waiting is None else rank(first_waiting)
+        behind = []
+        for row in sorted(ranks, key=ranks.__getitem__):
+            if until is not None and ranks[row] > until:
+                behind.append(row)
+            elif not budget.spent:
+                counts[row] = self.hand_out_one(budget, int(index[row]), scored, row)
+        return Shares(counts=counts, behind=behind)
+
+    def hand_out_one(self, budget: StepBudget, slot: int, scored: Bools | None, row: int) -> int:
+        """Tokens for the prompt that runs in `slot`; scored[row] says whether it is scored."""
+        state = self._state
+        start = int(state.scheduled[slot])
+        return budget.hand_out_one(
+            start,
+            int(state.goal[slot]) - start,
+            scored=scored is not None and bool(scored[row]),
+            is_long=state.ticket(slot).is_long,
+        )
+
+    def bound(self, budget: StepBudget, num_waiting: int) -> None:
+        """Before waiting prompts are admitted beside rows of one token, all served by now."""
+        if not budget.is_bounded:
+            active = self._state.active
+            self._bound(budget, active, self._state.scheduled[active], num_waiting)
+
+    def _bound(self, budget: StepBudget, ones: Index, starts: Int32s, num_prompts: int) -> None:
+        """Rows of slots `ones` take a token each; num_prompts want more."""
+        if not len(ones):
+            budget.bound(math.inf, math.inf, self._speed)
+            return
+        target_ms = float(np.minimum.reduce(self._state.tpot_slo_ms[ones]))
+        if self._limits.tpot_target_ms:
+            target_ms = min(target_ms, self._limits.tpot_target_ms)
+        ones_ms = self._speed.step_ms(len(ones), float(np.add.reduce(starts, dtype=np.float64)))
+        # Where more wait for prompts than for tokens, the time is shared by heads.
+        share = max(LONG_SHARE, min(num_prompts, self._limits.max_num_seqs) / len(ones))
+        budget.bound(target_ms - ones_ms, share * ones_ms, self._speed)
