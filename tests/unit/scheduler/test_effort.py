@@ -13,15 +13,23 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.tenants import TenantLimits
 from tests.unit.scheduler.fake_worker import make_request
 
 
-def steady(running: int, *, waiting: int = 0, policy: Policy | None = None) -> Scheduler:
+def steady(
+    running: int,
+    *,
+    waiting: int = 0,
+    policy: Policy | None = None,
+    tenants: tuple[TenantLimits, ...] = (),
+) -> Scheduler:
     """`running` requests that decode, lengths staggered, and as many that wait for a slot."""
     scheduler = Scheduler(
         SchedulerLimits(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=256),
         CacheManager(running * 16, 16, prefix_caching=True),
         policy or FirstCome(),
+        tenants=tenants,
     )
     for number in range(running + waiting):
         prompt = [number, *range(number % 16 + 1)]
@@ -74,6 +82,24 @@ def test_a_steady_step_makes_equally_many_calls_for_16_and_for_512_requests() ->
     counts = {calls_of_a_turn(few), calls_of_a_turn(many)}
     assert len(counts) == 1
     assert counts.pop() <= 120
+
+
+def test_tenants_with_limits_cost_a_steady_step_equally_many_calls_for_few_and_many() -> None:
+    tenants = (
+        TenantLimits(name="", shown="default", ceiling_blocks=100_000, max_running=600),
+        TenantLimits(name="a", shown="a", floor_blocks=16),
+    )
+    few, many = steady(16, tenants=tenants), steady(512, tenants=tenants)
+    counts = {calls_of_a_turn(few), calls_of_a_turn(many)}
+    assert len(counts) == 1
+    assert counts.pop() <= 160
+
+
+def test_a_tenant_that_waits_at_its_limit_costs_a_steady_step_nothing() -> None:
+    full = (TenantLimits(name="", shown="default", max_running=8),)
+    assert calls_of_a_turn(steady(16, waiting=200, tenants=full)) == calls_of_a_turn(
+        steady(16, waiting=20, tenants=full)
+    )
 
 
 def test_a_blocked_queue_costs_a_steady_step_nothing() -> None:
