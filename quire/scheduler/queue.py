@@ -35,12 +35,16 @@ class _Lane:
 
 
 class WaitingQueue:
-    """Tickets in the order of `policy`, which is told of lanes that open."""
+    """Tickets in the order of `policy`, which is told of lanes that open.
+
+    num_tokens: that those waiting know, all together.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._lanes: dict[str, _Lane] = {}
         self._num_tickets = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return self._num_tickets
@@ -73,6 +77,7 @@ class WaitingQueue:
         ticket.key = self._policy.queue_key(ticket)
         lane.add(ticket)
         self._num_tickets += 1
+        self.num_tokens += len(ticket.token_ids)
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, wherever it stands."""
@@ -82,6 +87,7 @@ class WaitingQueue:
         if not lane.keys:
             del self._lanes[name]
         self._num_tickets -= 1
+        self.num_tokens -= len(ticket.token_ids)
 
     def num_before(self, ticket: Ticket) -> int:
         """About how many are served before `ticket`, which waits: with several lanes, as if

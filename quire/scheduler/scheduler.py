@@ -271,6 +271,7 @@ class Scheduler:
         return EngineStats(
             running=len(self._state.active),
             waiting=len(self._queue),
+            waiting_tokens=self._queue.num_tokens,
             tenant_running=tuple(self._tenants.running),
             tenant_waiting=tuple(self._tenants.waiting),
             tenant_blocks=self._tenants.told_blocks(self._last_step_ms),

@@ -334,3 +334,17 @@ def test_blocks_by_tenant_add_up_to_those_in_use_and_are_summed_up_seldom() -> N
     found.step()
     assert found.scheduler.stats().tenant_blocks is stats.tenant_blocks
     found.drain()
+
+
+def test_tokens_that_wait_are_those_of_the_queue_preempted_ones_included() -> None:
+    found = harness((), max_num_seqs=1)
+    add(found, "a-1", 3, max_tokens=10)
+    add(found, "b-1", 5)
+    assert found.scheduler.stats().waiting_tokens == 8
+    for _ in range(3):
+        found.step()
+    assert found.scheduler.stats().waiting_tokens == 5
+    found.scheduler._preempt(0)
+    assert found.scheduler.stats().waiting_tokens == 5 + 3 + len(found.tokens["a-1"])
+    found.drain()
+    assert found.scheduler.stats().waiting_tokens == 0
