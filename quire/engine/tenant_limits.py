@@ -30,9 +30,9 @@ def read_limits(
 def _limits(tenant: Tenant, num_blocks: int, path: str) -> TenantLimits:
     floor, ceiling = tenant.kv_floor_blocks or 0, tenant.kv_ceiling_blocks
     if tenant.kv_floor_share is not None:
-        floor = math.floor(tenant.kv_floor_share * num_blocks)
+        floor = _share(tenant.kv_floor_share, num_blocks)
     if tenant.kv_ceiling_share is not None:
-        ceiling = max(math.floor(tenant.kv_ceiling_share * num_blocks), 1)
+        ceiling = max(_share(tenant.kv_ceiling_share, num_blocks), 1)
     if ceiling is not None and floor > ceiling:
         raise SettingError(
             f"the tenants file {path}: tenant {tenant.name} has a floor of {floor} KV blocks and a "
@@ -46,3 +46,7 @@ def _limits(tenant: Tenant, num_blocks: int, path: str) -> TenantLimits:
         max_running=tenant.max_running,
         max_queued=tenant.max_queued,
     )
+
+
+def _share(share: float, num_blocks: int) -> int:
+    return math.floor(share * num_blocks + 1e-6)  # 0.29 of 100 are 29, not 28.999...
