@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.block_copies import BlockCopies
 from quire.base.cache_use import CacheUse
 from quire.base.sampling_params import SamplingParams
 
@@ -114,7 +115,9 @@ class Admission:
 class StepPlan:
     """What one step computes. Plans are applied by each worker strictly in order of `step`.
 
-    Order within a plan: retired, admissions, table deltas, copies, then the rows are computed.
+    Order within a plan: retired, admissions, table deltas, `tier_copies` begin (blocks that leave
+    the pool are read at once, those that come arrive while this and later plans are computed),
+    copies, then the rows are computed.
     Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]; its
     tokens come from the worker's TokenTable (a plan never carries sampled tokens). Keys and
     values are stored only from position store_from[i] on: a fully cached prompt recomputes its
@@ -133,6 +136,7 @@ class StepPlan:
     table_blocks: Int32s = field(default_factory=lambda: NO_INTS)  # [M]
     copy_from: Int32s = field(default_factory=lambda: NO_INTS)  # [C] pool blocks
     copy_to: Int32s = field(default_factory=lambda: NO_INTS)  # [C] pool blocks
+    tier_copies: BlockCopies | None = None
     slots: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     starts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
@@ -316,6 +320,12 @@ def token_logprobs(
     return (chosen,)
 
 
+# Upper ends of the histogram of what preemptions cost.
+PREEMPTION_COSTS_MS = (
+    *(1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0, 3_000.0, 10_000.0, 30_000.0, 100_000.0),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters and gauges of one engine. Counters (`_total`) only grow."""
@@ -336,5 +346,18 @@ class EngineStats:
     prefix_queried_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     preemptions_total: int = 0
+    preemptions_moved_total: int = 0  # of those: their blocks went to the tier
+    preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer
+    preemptions_for_ceilings_total: int = 0  # of those: the tenant had more than it may
+    preemption_cost_counts: tuple[int, ...] = ()  # by PREEMPTION_COSTS_MS, and one for beyond
+    preemption_cost_ms_total: float = 0.0
+    watermark_blocks: int = 0  # what admission leaves free now
+    tier_blocks_total: int = 0  # places of the tier, 0 without one or where it failed
+    tier_blocks_used: int = 0
+    tier_saved_blocks_total: int = 0
+    tier_fetched_blocks_total: int = 0
+    tier_unsaved_blocks_total: int = 0  # taken out of the pool while too many were being saved
+    tier_bad_blocks_total: int = 0  # whose bytes were not those saved: computed again
+    tier_failures_total: int = 0  # 1 where the tier is out of use
     row_errors_total: int = 0
     last_step_ms: float = 0.0  # engine clock when the last step ended

@@ -44,6 +44,11 @@ class PrefixMatch:
         """Full blocks found."""
         return len(self.blocks)
 
+    @property
+    def rest(self) -> tuple[bytes, ...]:
+        """Digests of the blocks that were not."""
+        return self.chain.keys[len(self.blocks) :]
+
 
 class ChainHasher:
     """hash_key, fingerprint: see CacheManager. All blocks of a call are digested at once."""

@@ -25,6 +25,8 @@ from quire.cache.owners import Owners
 from quire.cache.pool import BlockPool, Bools
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
+from quire.cache.tier_books import Fetch, TierBooks
+from quire.cache.tier_map import TierMap
 
 # Columns of a slot that count as offered to the index where nothing of it may be found.
 _ALL_COLUMNS = np.iinfo(np.int32).max
@@ -44,8 +46,10 @@ class TableDeltas:
 class CacheManager:
     """`num_blocks` blocks of `block_size` tokens.
 
-    hash_key: 16 secret bytes, drawn anew for each process that serves; the default is for tests.
-    fingerprint: of what computes the keys and values; those of another are never found.
+    hash_key: 16 secret bytes, drawn anew for each process that serves, or kept with a tier; the
+    default is for tests. fingerprint: of what computes the keys and values; those of another are
+    never found. tier: where blocks that leave the pool go on to be found, at most most_saving of
+    them on their way there at once.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class CacheManager:
         fingerprint: str = "",
         hash_key: bytes = FIXED_KEY,
         hash_blocks: HashChains = hash_chains,
+        tier: TierMap | None = None,
+        most_saving: int = 16,
     ) -> None:
         if block_size < 1:
             raise CapacityError(f"block_size is {block_size}; it must be at least 1")
@@ -71,6 +77,11 @@ class CacheManager:
         )
         self.owners = Owners(self.hasher.seed)
         self.evicted_blocks_total = 0
+        self.tiers = (
+            TierBooks(tier, self.pool, self.index, self._insert_fetched, most_saving=most_saving)
+            if tier is not None and prefix_caching
+            else None
+        )
         self.lay_out(num_slots=1, max_tokens=block_size)
         # Blocks still named by a step in flight: (that step, blocks), a reference on each.
         self.holds: list[tuple[int, Int32s]] = []
@@ -231,6 +242,23 @@ class CacheManager:
         self._registered[slots] = firsts + counts
         self._chain_ends[slots] = digests[ends - 1]
 
+    def swap_out(self, slot: int) -> None:
+        """Save the full blocks of `slot`, which gives them back next, to the tier."""
+        if self.tiers is not None:
+            self.tiers.swap_out(self.tables.row(slot)[: self._registered[slot]])
+
+    def swap_in(self, match: PrefixMatch, places: Int32s, token_ids: Int32s) -> Fetch:
+        """Begin to fetch what comes after `match` in the chain of token_ids from the tier.
+
+        Raises CapacityError if too few blocks are free.
+        """
+        assert self.tiers is not None, "places come from a tier"
+        self.tiers.tier.begin_fetch(places)  # what is taken now may be saved, but not there
+        self.pool.share(match.blocks)
+        blocks = self._take_blocks(len(places))
+        self._describe_fetched(match, blocks, token_ids)
+        return self.tiers.swap_in(match.blocks, blocks, places, match.rest[: len(places)])
+
     def free(self, slots: Index, last_steps: NDArray[np.int64]) -> int:
         """Empty `slots` (distinct). last_steps[i] is the last step that names slots[i].
 
@@ -262,6 +290,8 @@ class CacheManager:
         self._registered[:] = _ALL_COLUMNS
         self.ghosts.clear()
         self.pool.forget_all()
+        if self.tiers is not None:
+            self.tiers.forget_all()
         return self.index.clear()
 
     def num_freed_by(self, slot: int) -> int:
@@ -273,13 +303,18 @@ class CacheManager:
 
         With `repair` reference counts and free blocks are derived anew from tables and holds.
         """
-        return audit.check(self.pool, self.index, self.tables, self.holds, repair=repair)
+        holds = self.holds if self.tiers is None else [*self.holds, *self.tiers.holds()]
+        found = audit.check(self.pool, self.index, self.tables, holds, repair=repair)
+        return found if self.tiers is None else [*found, *self.tiers.problems()]
 
     def _take_blocks(self, count: int) -> Int32s:
         blocks, evicted = self.pool.allocate(count)
         if len(evicted):
             self.evicted_blocks_total += len(evicted)
-            self.ghosts.add(self.index.forget(evicted))
+            keys = self.index.forget(evicted)
+            self.ghosts.add(keys)
+            if self.tiers is not None:
+                self.tiers.evicted(keys, evicted)
         return blocks
 
     def _insert(
@@ -311,6 +346,25 @@ class CacheManager:
             tokens=tokens[slots[:, None], positions],
             depths=(columns + 1).astype(np.int32),
             owners=self._owner_numbers[slots],
+        )
+        if self.tiers is not None:
+            self.tiers.findable([keys[at] for at in new.tolist()], blocks)
+
+    def _insert_fetched(self, keys: list[bytes], blocks: Int32s) -> None:
+        """Blocks that came from a tier are found from now on."""
+        self.pool.findable[blocks[self.index.insert(keys, blocks)]] = True
+        self.ghosts.take(keys)
+
+    def _describe_fetched(self, match: PrefixMatch, blocks: Int32s, token_ids: Int32s) -> None:
+        """What `blocks`, which come after `match`, will stand for when they can be found."""
+        chain, first, size = match.chain, match.num_blocks, self.block_size
+        last = first + len(blocks)
+        self.lineage.describe(
+            blocks,
+            parents=np.concatenate((chain.end(first)[None], chain.digests[first : last - 1])),
+            tokens=token_ids[first * size : last * size].reshape(-1, size),
+            depths=np.arange(first + 1, last + 1, dtype=np.int32),
+            owners=np.full(len(blocks), self.owners.number_now(chain.owner), np.int32),
         )
 
     def _owners_now(self) -> Int32s:

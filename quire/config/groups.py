@@ -96,7 +96,24 @@ class CacheConfig:
         True, "keep the KV of finished requests and share it with requests that begin alike"
     )
 
+    kv_tier_path: str | None = setting(
+        None,
+        "folder of one's own in which KV blocks that leave memory go on to be found, after a "
+        "restart too, and are fetched where that is faster than computing them; default: none",
+    )
+    kv_tier_bytes: int = setting(
+        8 * 1024**3, "most that folder may take, as in 8GiB", flag="kv-tier-size"
+    )
+
     def __post_init__(self) -> None:
+        _at_least("kv_tier_bytes", self.kv_tier_bytes, 1)
+        if self.kv_tier_path == "":
+            raise SettingError("kv_tier_path is empty; give a folder, or leave it out")
+        if self.kv_tier_path is not None and not self.enable_prefix_caching:
+            raise SettingError(
+                "kv_tier_path needs enable_prefix_caching: what a tier holds is found by its "
+                "prefix; leave one of them out"
+            )
         if self.block_size not in range(16, 129, 16):
             raise SettingError(
                 f"block_size is {self.block_size}; a multiple of 16 from 16 to 128 is allowed"

@@ -28,6 +28,7 @@ from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
+from quire.engine.tier import buffer_bytes, open_tier
 from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
 from quire.models.registry import compute_dtype, open_model
@@ -38,6 +39,7 @@ from quire.program.program import Program
 from quire.program.quantize import precision_text
 from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
+from quire.transfer.disk import TierFolder
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -72,8 +74,18 @@ def assemble(
         record = None
         if config.executor.record_plans is not None:  # found out early: packing may take minutes
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
+        tier_folder = None
+        if config.cache.kv_tier_path is not None:  # likewise
+            tier_folder = TierFolder(Path(config.cache.kv_tier_path).expanduser())
+            undo.callback(tier_folder.close)
         engine = _assembled(
-            config, clock=clock, report=report, progress=progress, beat=beat, record=record
+            config,
+            clock=clock,
+            report=report,
+            progress=progress,
+            beat=beat,
+            record=record,
+            tier_folder=tier_folder,
         )
         undo.pop_all()
         return engine
@@ -87,6 +99,7 @@ def _assembled(
     progress: Progress | None,
     beat: Callable[[int], None] | None,
     record: BinaryIO | None,
+    tier_folder: TierFolder | None,
 ) -> Engine:
     cache_of_weights = _pack_cache(config.executor)
     folder = model_folder(config.model)
@@ -115,6 +128,9 @@ def _assembled(
         max_model_len=memory.max_model_len,
         step_tokens=step_tokens,
     )
+    tier = None
+    if tier_folder is not None:
+        tier = open_tier(tier_folder, config.cache, executor, program, clock=clock, report=report)
     model_runner = ModelRunner(
         executor,
         num_slots=limits.max_num_seqs,
@@ -122,6 +138,7 @@ def _assembled(
         block_size=config.cache.block_size,
         max_samples=MAX_SAMPLES,
         overlap=config.scheduler.plans_in_flight > 1,
+        mover=None if tier is None else tier.mover,
     )
     warm_up(model_runner, limits, num_blocks=memory.num_blocks)
     cost = (
@@ -140,11 +157,20 @@ def _assembled(
         limits,
         num_blocks=memory.num_blocks,
         fingerprint=card.fingerprint,
-        hash_key=os.urandom(16),
+        hash_key=os.urandom(16) if tier is None else tier.hash_key,
         cost=cost,
+        tier=None if tier is None else tier.tier,
+        most_saving=1 if tier is None else tier.most_saving,
+        tier_block_ms=1.0 if tier is None else tier.block_ms,
     )
-    core = EngineCore(scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report)
-    notes = tuple(memory.text().splitlines())
+    core = EngineCore(
+        scheduler,
+        runner,
+        plans_in_flight=limits.plans_in_flight,
+        report=report,
+        tier=None if tier is None else tier.mover,
+    )
+    notes = (*memory.text().splitlines(), *([] if tier is None else [tier.note]))
     return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)
 
 
@@ -166,9 +192,12 @@ def _memory(
             Rows.SEQUENCES: config.scheduler.max_num_seqs,
         },
     )
+    moving_bytes = 0
+    if config.cache.kv_tier_path is not None:
+        moving_bytes = buffer_bytes(held.token_bytes * config.cache.block_size)
     needs = MemoryNeeds(
         weights_bytes=held.weights_bytes,
-        step_bytes=held.step_bytes,
+        step_bytes=held.step_bytes + moving_bytes,
         token_bytes=held.token_bytes,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,

@@ -8,7 +8,9 @@ unbounded: what is under way is bounded by the requests that were taken.
 from __future__ import annotations
 
 import math
+import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -54,14 +56,24 @@ class EngineSide:
         self._in.connect(socket_address(folder, "in"))
         self._out = open_socket(self._context, zmq.PUSH)
         self._out.connect(socket_address(folder, "out"))
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for source in (self._in, self._woken):
+            self._poller.register(source, zmq.POLLIN)
         self._sending = threading.Lock()  # the loop and the heartbeat both do
         self._read, self._written = to_engine_wire(), from_engine_wire()
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
         """All messages that came; waits at most `wait_s` for the first (None: for ever)."""
         if wait_s != 0.0:
-            self._in.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+            self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._woken)
         return [self._read.decode(frame) for frame in received_frames(self._in)]
+
+    def wake(self) -> None:
+        """End a wait now, or the next; from any thread."""
+        os.eventfd_write(self._woken, 1)
 
     def emit(self, message: FromEngine) -> None:
         """Queue a message to the client."""
@@ -71,6 +83,7 @@ class EngineSide:
     def close(self) -> None:
         """Give what is queued a second to leave."""
         self._context.destroy(linger=_LINGER_MS)
+        os.close(self._woken)
 
 
 def received_frames(socket: zmq.Socket[bytes]) -> list[bytes]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.base.block_copies import CopiesEnded
 from quire.base.errors import QuireError, WorkerError
 from quire.base.records import (
     NO_INTS,
@@ -59,17 +60,33 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class TierEnd(Protocol):
+    """Copies blocks between the pool and a tier, beside the steps."""
+
+    wake: Callable[[], None]  # called in a thread of its own when no copy is left
+
+    def ended(self) -> CopiesEnded | None:
+        """What has ended since this was asked last."""
+
+    def clear(self) -> None:
+        """Nothing saved until now is ever given out again."""
+
+
 class Inbox(Protocol):
     """Messages to the engine."""
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
         """All that came; waits at most `wait_s` for the first (None: for ever)."""
 
+    def wake(self) -> None:
+        """End a wait now, or the next; from any thread."""
+
 
 class EngineCore:
     """One scheduler, one runner, and the plans in flight between them.
 
-    `report` is told each thing that went wrong without ending the engine.
+    `report` is told each thing that went wrong without ending the engine. tier: what plans' copies
+    between tiers are told by.
     """
 
     def __init__(
@@ -79,10 +96,12 @@ class EngineCore:
         *,
         plans_in_flight: int,
         report: Report,
+        tier: TierEnd | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.report = report
+        self.tier = tier
         self._plans_in_flight = plans_in_flight
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
@@ -111,6 +130,8 @@ class EngineCore:
 
         Raises WorkerError when several steps in a row have failed.
         """
+        if self.tier is not None and (copies := self.tier.ended()) is not None:
+            self.scheduler.copies_ended(copies, now_ms())
         while len(self._flight) < self._plans_in_flight:
             plan = self.scheduler.schedule(now_ms())
             if plan is None:
@@ -175,6 +196,8 @@ def serve(
 ) -> None:
     """Run until a Stop comes; audit the books when there was nothing to do for a while."""
     stuck, audited = False, True
+    if core.tier is not None:
+        core.tier.wake = inbox.wake
     while True:
         if core.has_work:
             wait_s: float | None = RETRY_AFTER_S if stuck else 0.0

@@ -7,6 +7,7 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 from __future__ import annotations
 
 from quire.cache.manager import CacheManager
+from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.tenant_limits import read_limits
 from quire.scheduler.cost import CostModel
@@ -42,17 +43,24 @@ def make_scheduler(
     fingerprint: str,
     hash_key: bytes,
     cost: CostModel | None = None,
+    tier: TierMap | None = None,
+    most_saving: int = 1,
+    tier_block_ms: float = 1.0,
 ) -> Scheduler:
     """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
-    `fingerprint` has computed. cost: where limits have a step_budget_ms."""
+    `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
+    where there is one, with at most most_saving blocks on their way there at once, and
+    tier_block_ms for a block on its way back until that is measured."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
         prefix_caching=config.cache.enable_prefix_caching,
         fingerprint=fingerprint,
         hash_key=hash_key,
+        tier=tier,
+        most_saving=most_saving,
     )
     settings = config.scheduler
     tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)
     policy = make_policy(settings.scheduling_policy, aging=settings.policy_aging, weights=weights)
-    return Scheduler(limits, cache, policy, cost=cost, tenants=tenants)
+    return Scheduler(limits, cache, policy, cost=cost, tenants=tenants, tier_block_ms=tier_block_ms)

@@ -100,22 +100,26 @@ class QueueInbox:
     """An Inbox that other threads put messages in."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
 
     def put(self, message: ToEngine) -> None:
         """Queue a message."""
         self._queue.put(message)
 
+    def wake(self) -> None:
+        """End a wait now, or the next."""
+        self._queue.put(None)
+
     def take(self, wait_s: float | None) -> list[ToEngine]:
         """All that came; waits at most `wait_s` for the first (None: for ever)."""
-        messages: list[ToEngine] = []
+        came: list[ToEngine | None] = []
         try:
             if wait_s != 0.0:
-                messages.append(self._queue.get(timeout=wait_s))
+                came.append(self._queue.get(timeout=wait_s))
             while True:
-                messages.append(self._queue.get_nowait())
+                came.append(self._queue.get_nowait())
         except queue.Empty:
-            return messages
+            return [message for message in came if message is not None]
 
 
 def _loading(emit: Callable[[FromEngine], None]) -> Callable[[int, int], None]:

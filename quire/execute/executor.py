@@ -75,6 +75,20 @@ class Executor(Protocol):
     def copy_blocks(self, copy_from: NDArray[np.int32], copy_to: NDArray[np.int32]) -> None:
         """Copy whole pool blocks over all layers, in order."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one pool block over all layers, as export_block gives them."""
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy a pool block's raw bytes over all layers, scales included, to out [block_bytes].
+
+        This and import_block may be called in another thread, at any time at which nothing that
+        runs reads or writes the block.
+        """
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Make a pool block what export_block gave, of this or of an equal executor."""
+
     def run_trunk(self, batch: ForwardBatch) -> None:
         """Compute the trunk segment for all token rows of the batch."""
 

@@ -35,6 +35,7 @@ Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 NativeOp = tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]
 
+_NO_POOL: NDArray[np.uint8] = np.empty((0, 0, 0), np.uint8)
 SEGMENTS = ("trunk", "head")
 MAX_ROPES = 256
 # Where products reach their peak: later on the matrix unit, which takes rows in blocks of 32.
@@ -102,6 +103,7 @@ class NativeExecutor:
                 [_native_op(op, weights) for op in program.segments.get(segment, ())]
             )
         self._native.set_poison(poison)
+        self._pool_bytes = _NO_POOL
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool: zero pages that are taken when first written.
@@ -125,11 +127,32 @@ class NativeExecutor:
                 f"({num_blocks * block_size * spec.token_bytes} bytes) do not fit into memory; "
                 "lower the memory for the cache"
             ) from error
+        # [layers, blocks, bytes]: a block's keys and values of one layer lie together.
+        pool, shape = self._native.cache, (spec.layers, num_blocks)
+        block_layer_bytes = len(pool) // (spec.layers * num_blocks)
+        used = pool[: spec.layers * num_blocks * block_layer_bytes]
+        self._pool_bytes = used.reshape(*shape, block_layer_bytes)
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole pool blocks over all layers, in order."""
         if len(copy_from):
             self._native.copy_blocks(copy_from, copy_to)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one pool block over all layers, as export_block gives them."""
+        layers, _, layer_bytes = self._pool_bytes.shape
+        return int(layers * layer_bytes)
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy a pool block's raw bytes over all layers to out [block_bytes]; any thread."""
+        of_block = self._pool_bytes[:, block]
+        out.reshape(of_block.shape)[:] = of_block
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Make a pool block what export_block gave; any thread."""
+        of_block = self._pool_bytes[:, block]
+        of_block[:] = raw.reshape(of_block.shape)
 
     def run_trunk(self, batch: ForwardBatch) -> None:
         """Compute the trunk segment for all token rows of the batch."""
@@ -195,6 +218,7 @@ class NativeExecutor:
 
     def close(self) -> None:
         """Free threads and memory; further calls are errors."""
+        self._pool_bytes = _NO_POOL
         del self._native, self.pool
 
     @staticmethod

@@ -105,6 +105,26 @@ class ReferenceExecutor:
             self._cache_k.copy_block(source, target)
             self._cache_v.copy_block(source, target)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one pool block over all layers, as export_block gives them."""
+        num_blocks = self._cache_k.values.shape[1]
+        return (self._cache_k.nbytes + self._cache_v.nbytes) // int(num_blocks)
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy a pool block's raw bytes, values and scales over all layers, to out."""
+        first = 0
+        for part in self._block_parts(block):
+            out[first : first + part.nbytes].view(np.float32)[:] = part.reshape(-1)
+            first += part.nbytes
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Make a pool block what export_block gave."""
+        first = 0
+        for part in self._block_parts(block):
+            part[:] = raw[first : first + part.nbytes].view(np.float32).reshape(part.shape)
+            first += part.nbytes
+
     def run_trunk(self, batch: ForwardBatch) -> None:
         """Run the trunk segment on all token rows."""
         num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_starts) - 1
@@ -167,6 +187,14 @@ class ReferenceExecutor:
         )
 
     # ---- private
+
+    def _block_parts(self, block: int) -> tuple[Float32s, ...]:
+        """Views of what a block holds."""
+        return tuple(
+            part[:, block]
+            for rows in (self._cache_k, self._cache_v)
+            for part in (rows.values, rows.scales)
+        )
 
     def _check_fits(self, rows: Rows, count: int) -> None:
         if self._is_closed:

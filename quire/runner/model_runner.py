@@ -1,7 +1,8 @@
 """ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
 
-Order within a plan: admissions, table deltas, block copies, trunk; head in slices, with the scores
-of prompts; head in slices, with token choice; append to the token table. Knows nothing of policy,
+Order within a plan: admissions, table deltas, copies between tiers, block copies, trunk; head in
+slices, with the scores of prompts; head in slices, with token choice; append to the token table.
+Knows nothing of policy,
 text or time. Always holds: plans run strictly in the order they were submitted; a failed row never
 touches another; what a plan's rows read was put into the mirrors by this plan or an earlier one,
 even where computing an earlier one failed.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import WorkerError
 from quire.base.records import NO_FLOATS, NO_INTS, RowError, StepPlan, StepResult
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
@@ -19,6 +21,7 @@ from quire.runner.batches import forward_batch, sample_batch
 from quire.runner.handle import Handle
 from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, stacked
 from quire.runner.slot_tables import SlotTables
+from quire.runner.tier_mover import TierMover
 from quire.runner.worker_thread import Job, WorkerThread
 from quire.sampling.batch import TokenChoice
 
@@ -35,6 +38,7 @@ class ModelRunner:
 
     With `overlap`, plans are computed by one thread of the runner's own, so that the caller can
     make the next plan meanwhile; else submit computes. `max_samples` is the head's largest slice.
+    mover: where plans move blocks to a tier and back; closed with the runner.
     """
 
     def __init__(
@@ -46,11 +50,13 @@ class ModelRunner:
         block_size: int,
         max_samples: int,
         overlap: bool = False,
+        mover: TierMover | None = None,
     ) -> None:
         self.executor = executor
         self.tables = SlotTables(
             num_slots=num_slots, max_model_len=max_model_len, block_size=block_size
         )
+        self.mover = mover
         self._max_samples = max_samples
         self._thread = WorkerThread("quire-runner") if overlap else None
 
@@ -68,10 +74,13 @@ class ModelRunner:
         return handle.outcome()
 
     def end_thread(self) -> None:
-        """Let plans handed in finish and end the runner's own thread; the executor stays open."""
+        """Let plans handed in finish and end the runner's own threads; the executor stays open."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        if self.mover is not None:
+            self.mover.close()
+            self.mover = None
 
     def close(self) -> None:
         """Let plans handed in finish, end the thread, close the executor."""
@@ -80,6 +89,7 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         self.tables.apply(plan)
+        self._move(plan)
         if len(plan.copy_from):
             self.executor.copy_blocks(plan.copy_from, plan.copy_to)
         if len(plan.slots) == 0:
@@ -93,6 +103,19 @@ class ModelRunner:
         positions = (plan.starts + plan.counts)[plan.samples]  # [R]
         choice, listed = self._choose(batch, slots, positions)
         return self._finish(plan, scored, choice, listed, slots, positions)
+
+    def _move(self, plan: StepPlan) -> None:
+        """Begin the copies between tiers, before anything is written into what they read."""
+        if self.mover is not None:
+            if plan.tier_copies is not None:
+                self.mover.begin(plan.tier_copies)
+            self.mover.wait_for(plan.table_blocks)
+        elif plan.tier_copies is not None:
+            raise WorkerError(
+                f"step {plan.step} moves {len(plan.tier_copies)} blocks to or from a tier and the "
+                "runner has none; give it the mover of a tier (a record is replayed with an empty "
+                "one)"
+            )
 
     def _choose(
         self, batch: ForwardBatch, slots: Int32s, positions: Int32s

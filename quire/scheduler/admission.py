@@ -18,13 +18,17 @@ from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.draft import PlanDraft
+from quire.scheduler.fetches import Fetches
 from quire.scheduler.gate import Gate
 from quire.scheduler.placement import Placement, place
 from quire.scheduler.policy import Policy
+from quire.scheduler.preemption_tally import PreemptionTally
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import RunningState
 from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
+from quire.scheduler.watermark import Watermark
 
 _Row = tuple[int, int, int]  # slot, start, count
 # So many short requests may pass a long one that lacks blocks; then it blocks them.
@@ -41,12 +45,21 @@ class Admissions:
         policy: Policy,
         tenants: TenantBooks,
         gates: Sequence[Gate],
+        *,
+        fetches: Fetches,
+        watermark: Watermark,
+        tally: PreemptionTally,
+        speed: SpeedEstimate,
     ) -> None:
         self._state = state
         self._cache = cache
         self._policy = policy
         self._tenants = tenants
         self._gates = gates
+        self._fetches = fetches
+        self._watermark = watermark
+        self._tally = tally
+        self._speed = speed
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
 
@@ -99,7 +112,7 @@ class Admissions:
                 try_again |= not gate.until_event
                 continue
             placement = place(ticket, cache, state)
-            margin = self._margin(len(active) + len(rows))
+            margin = self._watermark.blocks(len(active) + len(rows), draft.step)
             takeable = cache.num_takeable(placement.match)
             taken = placement.num_new_blocks + cache.num_free - takeable
             if not tenants.passes_ceiling(ticket, taken):
@@ -108,11 +121,16 @@ class Admissions:
             room = takeable - spoken_for - margin - tenants.kept_from(ticket)
             has_room = not blocked and placement.num_new_blocks <= room
             if not has_room and not tenants.fits_floor(ticket, taken):
+                # What was fetched for others gives way; there may be room in the next step.
+                try_again = self._fetches.let_go(ticket) or try_again
                 if ticket.is_long and not blocked:
                     passed, skips_long = ticket, True
                 else:
                     blocked = True
                     held.add(tenant)
+                continue
+            if self._fetches.begin(ticket, placement, now_ms):
+                spoken_for += placement.num_new_blocks - len(placement.places)
                 continue
             known = len(ticket.token_ids)
             count = budget.hand_out_one(
@@ -140,20 +158,14 @@ class Admissions:
             self._add_rows(draft, rows)
         return try_again
 
-    def _margin(self, num_running: int) -> int:
-        """Blocks to leave free, so that who is admitted is not preempted at once.
-
-        A running request takes a block every block_size steps: half a block for each of them is
-        their growth over half that time. Nothing runs: no margin, or nothing ever would.
-        """
-        return max(self._cache.num_blocks // 100, num_running // 2) if num_running else 0
-
     def _start(
         self, draft: PlanDraft, ticket: Ticket, placement: Placement, end: int, now_ms: float
     ) -> int:
         """A slot for `ticket`, with blocks for the tokens before `end`; returns the slot."""
         cache, request = self._cache, ticket.request
         returned = ticket.was_admitted
+        if ticket.had_computed:
+            self._tally.returned(ticket, placement.start, self._speed)
         self._count_prefix(ticket, placement)
         if request.explain_cache and not returned and placement.leader_slot is None:
             ticket.cache_use = self._cache_use(ticket, placement)
@@ -169,6 +181,7 @@ class Admissions:
         elif placement.match is not None:
             cache.attach(slot, placement.match, returned=returned)
         cache.extend(slot, end)
+        self._fetches.forget(ticket)
         draft.add_deltas(cache.entries(slot))
         draft.add_admission(
             Admission(

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_INTS, Admission, StepPlan
+from quire.base.block_copies import BlockCopies
+from quire.base.records import NO_BOOLS, NO_INTS, Admission, StepPlan
 from quire.cache.manager import TableDeltas
 from quire.scheduler.flight import Flight
 from quire.scheduler.state import Bools, Index, Int32s
 
+_NO_INDEX: Index = np.empty(0, np.intp)
 _Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Bools]
 
 
@@ -25,6 +27,7 @@ class PlanDraft:
         self._deltas: list[TableDeltas] = []
         self._copies: list[tuple[Int32s, Int32s]] = []
         self._rows: list[_Rows] = []
+        self._tier_copies: BlockCopies | None = None
 
     @property
     def has_rows(self) -> bool:
@@ -56,6 +59,15 @@ class PlanDraft:
         """Blocks to copy before the rows are computed."""
         self._copies.append((copy_from, copy_to))
 
+    def set_tier_copies(self, copies: BlockCopies | None) -> None:
+        """Blocks that leave for a tier or come from one."""
+        self._tier_copies = copies
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do at all."""
+        return not self._rows and self._tier_copies is None
+
     def finish(self, retired: list[int]) -> Flight:
         """The plan, ready to go out. `retired`: slots given back since the last one."""
         index, slots, starts, counts, ends, store_from, samples = self._joined_rows()
@@ -69,6 +81,7 @@ class PlanDraft:
             table_blocks=_join([part.blocks for part in deltas]),
             copy_from=_join([source for source, _ in copies]),
             copy_to=_join([target for _, target in copies]),
+            tier_copies=self._tier_copies,
             slots=slots,
             starts=starts,
             counts=counts,
@@ -80,6 +93,8 @@ class PlanDraft:
     def _joined_rows(self) -> _Rows:
         if len(self._rows) == 1:
             return self._rows[0]
+        if not self._rows:
+            return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_BOOLS
         index, slots, starts, counts, ends, store_from, samples = zip(*self._rows, strict=True)
         return (
             np.concatenate(index),

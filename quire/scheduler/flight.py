@@ -47,7 +47,7 @@ class Flight:
 
     def names(self, index: Index) -> Bools:
         """Which of slots `index` the plan has a row for."""
-        marks = np.zeros(1 + int(max(self.index.max(), index.max())), np.bool_)
+        marks = np.zeros(1 + int(max(self.index.max(initial=0), index.max())), np.bool_)
         marks[self.index] = True
         named: Bools = marks[index]
         return named
@@ -81,7 +81,7 @@ class Flight:
         plan, counts = self.plan, result.token_counts
         present = np.ones(len(plan.slots), np.bool_)
         if self.left:
-            marks = np.zeros(1 + int(max(self.index.max(), *self.left)), np.bool_)
+            marks = np.zeros(1 + int(max(self.index.max(initial=0), *self.left)), np.bool_)
             marks[self.left] = True
             present = ~marks[self.index]
         stands = present.copy()

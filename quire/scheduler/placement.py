@@ -1,13 +1,15 @@
 """Placement: where a waiting request's keys and values can come from when it is admitted.
 
-Either from a running leader of its group (a fork), or from the prefix index, or from nowhere.
+Either from a running leader of its group (a fork), or from the prefix index and on from a tier, or
+from nowhere.
 Decides nothing about order or budget and changes no books.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from quire.base.records import NO_INTS, Int32s
 from quire.cache.chain import PrefixMatch
 from quire.cache.manager import CacheManager
 from quire.scheduler.gate import prompt_is_computed
@@ -21,13 +23,15 @@ class Placement:
 
     start is stored, but for a request whose known tokens are all there: its last token is
     computed again, without storing, because its logits are needed. num_new_blocks: what it
-    takes from the pool until all its known tokens are computed.
+    takes from the pool until all its known tokens are computed. places: where a tier goes on with
+    its chain after `match`; they could be fetched first.
     """
 
     start: int
     stored: int
     num_new_blocks: int
     match: PrefixMatch | None = None
+    places: Int32s = field(default_factory=lambda: NO_INTS)
     leader_slot: int | None = None
 
 
@@ -51,10 +55,14 @@ def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement
     if ticket.has_positions_to_score:  # what the index holds has no logits
         blocks = match.blocks[: ticket.num_scored // cache.block_size]
         match = replace(match, blocks=blocks)
+        places = NO_INTS
+    else:
+        places = NO_INTS if cache.tiers is None else cache.tiers.run(match.rest)
     stored = match.num_blocks * cache.block_size
     return Placement(
         start=min(stored, known - 1),
         stored=stored,
         num_new_blocks=total_blocks - match.num_blocks,
         match=match,
+        places=places,
     )

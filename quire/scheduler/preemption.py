@@ -10,13 +10,20 @@ step: its results land first, and by the next step either somebody ended, or it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 from quire.cache.manager import CacheManager
-from quire.scheduler.policy import Policy
 from quire.scheduler.state import Bools, Index, Int32s
 from quire.scheduler.tenants import TenantBooks
+
+
+class VictimOrder(Protocol):
+    """Who is preempted first: a Policy, or Victims around one."""
+
+    def victims(self, slots: Index) -> Index:
+        """See Policy."""
 
 
 def make_room(
@@ -24,7 +31,7 @@ def make_room(
     needs: Int32s,
     *,
     cache: CacheManager,
-    policy: Policy,
+    policy: VictimOrder,
     tenants: TenantBooks,
     in_flight: Bools,
     preempt: Callable[[int], None],

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.block_copies import CopiesEnded
 from quire.base.cache_use import CacheReport
 from quire.base.errors import (
     ContextTooLong,
@@ -42,13 +43,16 @@ from quire.scheduler.admission import Admissions
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.cost import CostModel
 from quire.scheduler.draft import PlanDraft
+from quire.scheduler.fetches import Fetches
 from quire.scheduler.flight import Flight
 from quire.scheduler.gate import Gate, GroupGate, LengthGate
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.move_cost import Choice, MoveCost
 from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption import make_room
+from quire.scheduler.preemption_tally import PreemptionTally, Why
 from quire.scheduler.prompts import PromptShares
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.queue_time import QueueTime
@@ -57,6 +61,8 @@ from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.tenants import TenantBooks, TenantLimits
 from quire.scheduler.ticket import NO_SLOT, Ticket
+from quire.scheduler.victims import Victims
+from quire.scheduler.watermark import Watermark
 
 NOBODY: list[Ticket] = []
 
@@ -67,7 +73,8 @@ class Scheduler:
     gates: further reasons to wait, beside that of forks. cost: needed where
     limits.step_budget_ms is set. speed: what is known of steps' times to begin with; it learns
     with each update, and is the one source for whoever must predict. tenants: all there are; none:
-    there is one, whatever requests call it.
+    there is one, whatever requests call it. tier_block_ms: what moving a block between the pool and
+    a tier of `cache` is thought to take, until it is known; bring_back: when blocks are fetched.
     """
 
     def __init__(
@@ -80,6 +87,8 @@ class Scheduler:
         cost: CostModel | None = None,
         speed: SpeedEstimate | None = None,
         tenants: Sequence[TenantLimits] = (),
+        tier_block_ms: float = 1.0,
+        bring_back: Choice = Choice.CHEAPER,
     ) -> None:
         if limits.step_budget_ms and cost is None:
             raise InvalidParameter(
@@ -95,10 +104,29 @@ class Scheduler:
         self.speed = SpeedEstimate() if speed is None else speed
         self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
         self._tenants = TenantBooks(tenants, self._state, cache)
-        all_gates: list[Gate] = [GroupGate(), *gates]
+        moving = (
+            MoveCost(self.speed, cache.block_size, block_ms=tier_block_ms, choice=bring_back)
+            if cache.tiers is not None
+            else None
+        )
+        self._fetches = Fetches(cache, moving)
+        self._victims = Victims(policy, self._state, cache, self.speed, moving)
+        self._watermark = Watermark(cache.num_blocks)
+        self._tally = PreemptionTally()
+        all_gates: list[Gate] = [self._fetches, GroupGate(), *gates]
         if limits.max_long_prompts or limits.max_short_prompts:
             all_gates.append(LengthGate(limits.max_long_prompts, limits.max_short_prompts))
-        self._admissions = Admissions(self._state, cache, policy, self._tenants, all_gates)
+        self._admissions = Admissions(
+            self._state,
+            cache,
+            policy,
+            self._tenants,
+            all_gates,
+            fetches=self._fetches,
+            watermark=self._watermark,
+            tally=self._tally,
+            speed=self.speed,
+        )
         self.lengths = LengthHistory()
         policy.begin(self._state, self.speed, self.lengths)
         self._prompts = PromptShares(limits, self._state, policy, self.speed)
@@ -114,12 +142,14 @@ class Scheduler:
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
         self._last_step_ms = 0.0
-        self._steps_ended = self._preemptions = self._row_errors = 0
+        self._steps_ended = self._row_errors = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request lives or a plan is out."""
-        return bool(self._tickets) or bool(self._flights)
+        """Whether a request lives, a plan is out, or blocks could be saved to a tier."""
+        if self._tickets or self._flights:
+            return True
+        return self._cache.tiers is not None and self._cache.tiers.has_work
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -209,11 +239,14 @@ class Scheduler:
                 admit(self._queue, draft, budget, now_ms, floors_only=True, before=before)
         if behind:
             self._go_on_behind(draft, budget, behind)
-        if not draft.has_rows:
-            if len(self._state.active):  # nobody could go on: the first by key can
-                self._go_on(draft, self._budget(), paused, by_key=True)
-            if not draft.has_rows:
-                return None
+        idle = not draft.has_rows
+        if idle and len(self._state.active):  # nobody could go on: the first by key can
+            self._go_on(draft, self._budget(), paused, by_key=True)
+            idle = not draft.has_rows
+        if self._cache.tiers is not None:
+            draft.set_tier_copies(self._cache.tiers.take_copies(idle=idle))
+        if idle and draft.is_empty:
+            return None
         self._step += 1
         flight = draft.finish(self._retired)
         self._retired = []
@@ -233,7 +266,7 @@ class Scheduler:
             )
         landing = self._flights[0].land(result)
         began_ms = max(self._flights.popleft().began_ms, self._last_step_ms)
-        if not result.errors:
+        if not result.errors and plan.slots.size:
             num_scores = len(result.scores.ranks) if result.scores is not None else 0
             self.speed.note(plan, len(result.token_ids) + num_scores, now_ms - began_ms)
         if self._cache.settle(plan.step):
@@ -265,6 +298,11 @@ class Scheduler:
         self._end_all(finished)
         return make_outputs(result, entries, plain, request_ids, events, ended)
 
+    def copies_ended(self, copies: CopiesEnded, now_ms: float) -> None:
+        """Blocks have reached a tier, or come from one."""
+        self._fetches.ended(copies, now_ms)
+        self._may_admit = True
+
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         last = self._last_plan
@@ -283,7 +321,9 @@ class Scheduler:
             step_tokens=last.num_tokens if last else 0,
             prefix_queried_tokens_total=self._admissions.queried_tokens_total,
             prefix_hit_tokens_total=self._admissions.hit_tokens_total,
-            preemptions_total=self._preemptions,
+            **self._tally.stats(),
+            **self._fetches.stats(),
+            watermark_blocks=self._watermark.blocks(len(self._state.active), self._step),
             row_errors_total=self._row_errors,
             last_step_ms=self._last_step_ms,
         )
@@ -369,7 +409,7 @@ class Scheduler:
                 if self._last_steps(np.array([slot]))[0]:
                     paused.append(slot)
                 else:
-                    self._preempt(slot)
+                    self._preempt(slot, Why.CEILING)
         return paused
 
     def _budget(self) -> StepBudget:
@@ -407,7 +447,9 @@ class Scheduler:
         over = (ends > cache.capacities[index]).nonzero()[0]
         if len(over):
             needs = cache.blocks_short(index[over], ends[over])
-            had_room = self._tenants.can_grow(index[over], needs)
+            had_room = self._tenants.can_grow(index[over], needs) or (
+                self._fetches.let_go() and self._tenants.can_grow(index[over], needs)
+            )
             if not had_room:
                 may = self._make_room(index, over, needs)
                 budget.give_back(
@@ -454,18 +496,21 @@ class Scheduler:
 
     def _make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
         """Which of the rows may go on, after preempting others; served in the policy's order."""
+        state = self._state
         all_needs = np.zeros(len(index), np.int32)
         all_needs[over] = needs
         order = self._order_of(index)
+        in_prompts = state.scheduled[index[over]] < state.tokens.prompt_lengths[index[over]]
+        why = Why.PROMPT if in_prompts.any() else Why.ANSWER
         goes_on = np.empty(len(index), np.bool_)
         goes_on[order] = make_room(
             index[order],
             all_needs[order],
             cache=self._cache,
-            policy=self._policy,
+            policy=self._victims,
             tenants=self._tenants,
             in_flight=self._last_steps(index[order]) > 0,
-            preempt=self._preempt,
+            preempt=lambda slot: self._preempt(slot, why),
         )
         return goes_on
 
@@ -511,16 +556,23 @@ class Scheduler:
             t.output(scores=t.take_scores(), finish_reason=FinishReason.LENGTH) for t in tickets
         ]
 
-    def _preempt(self, slot: int) -> None:
-        """Back to the queue with all tokens known; what was computed may still be found there."""
-        state = self._state
+    def _preempt(self, slot: int, why: Why = Why.ANSWER) -> None:
+        """Back to the queue with all tokens known; what was computed may still be found there, or
+        is fetched from a tier."""
+        state, index = self._state, np.array([slot], np.intp)
         ticket = state.ticket(slot)
+        _, moved = self._victims.return_ms(slot)
+        if moved:
+            self._cache.register(index, state.computed[index], state.tokens.tokens)
+            self._cache.swap_out(slot)
+        self._tally.preempted(why, moved=moved)
+        self._watermark.preempted(self._step)
+        ticket.had_computed = int(state.computed[slot])
         ticket.token_ids = state.tokens.tokens[slot, : state.tokens.lengths[slot]].copy()
         ticket.chain = None
         if ticket.request.sampling.mirostat and len(ticket.token_ids) > ticket.num_prompt_tokens:
             ticket.mirostat_mu = float(state.mirostat_mus[slot])
         ticket.num_preemptions += 1
-        self._preemptions += 1
         self._leave([slot])
         self._enqueue(ticket)
 
@@ -555,6 +607,7 @@ class Scheduler:
     def _forget(self, ticket: Ticket) -> None:
         """A request is over; it is in no slot and not in the queue."""
         ticket.alive = False
+        self._fetches.forget(ticket)
         del self._tickets[ticket.request.request_id]
         if self._leaders.get(ticket.request.group_id) is ticket:
             del self._leaders[ticket.request.group_id]

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
 from quire.base.log import Log
+from quire.base.own_folder import danger
 from quire.base.strict_json import parse_object
 
 Bytes = NDArray[np.uint8]
@@ -105,7 +106,7 @@ class PackCache:
             raise SettingError(
                 f"pack_cache: {folder} cannot be used as a folder: {error.strerror}"
             ) from error
-        if why := _danger(found):
+        if why := danger(found):
             raise SettingError(
                 f"pack_cache: {folder}: {why}, who could change a model's answers unseen; take a "
                 "folder of your own, or chmod 700 it"
@@ -251,20 +252,11 @@ def _open(path: Path) -> int:
     except OSError as error:
         raise Unusable(f"it cannot be opened: {error.strerror}") from error
     found = os.fstat(descriptor)
-    why = "it is no plain file" if not stat.S_ISREG(found.st_mode) else _danger(found)
+    why = "it is no plain file" if not stat.S_ISREG(found.st_mode) else danger(found)
     if why:
         os.close(descriptor)
         raise Unusable(why)
     return descriptor
-
-
-def _danger(found: os.stat_result) -> str:
-    """Who else may write there, if anyone."""
-    if found.st_uid not in (0, os.geteuid()):
-        return f"it belongs to another user ({found.st_uid})"
-    if found.st_mode & 0o022:
-        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
-    return ""
 
 
 def _read_index(content: Bytes, recipe: Recipe) -> tuple[dict[str, Any], bytes]:

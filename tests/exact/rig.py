@@ -7,6 +7,8 @@ test plants a fault.
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -22,7 +24,9 @@ from quire.base.records import (
     StepResult,
     TokenLogprobs,
 )
+from quire.base.report import Field
 from quire.cache.manager import CacheManager
+from quire.cache.tier_map import TierMap
 from quire.engine.core import EngineCore
 from quire.execute.executor import Executor
 from quire.execute.native import NativeExecutor
@@ -33,9 +37,13 @@ from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
+from quire.runner.tier_mover import TierMover
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.move_cost import Choice
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.transfer.disk import DiskStore, TierFolder
+from quire.transfer.segment import segment_bytes
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.workload import ALONE, MAX_MODEL_LEN, Arrival, Case, Settings
 
@@ -87,6 +95,8 @@ class Outcome:
     streams: dict[str, Stream]
     preempted: bool
     prefix_hit: bool
+    saved: bool  # to the disk tier
+    fetched: bool  # from it
     chunked: bool
     forked: bool  # a block was really copied
     cancelled: bool
@@ -177,6 +187,9 @@ def run_case(
     streams = {request.request_id: Stream() for request in case.requests}
     num_cancelled = 0
     clock = count()
+    woken = threading.Event()
+    if core.tier is not None:
+        core.tier.wake = woken.set
     try:
         for step in range(MAX_STEPS):
             if not core.has_work and all(arrival.at_step < step for arrival in case.arrivals):
@@ -184,8 +197,12 @@ def run_case(
             for output in _events_before(core, case.arrivals, step):
                 num_cancelled += output.finish_reason is FinishReason.ABORT
                 streams[output.request_id].take(output)
-            for output in core.step(lambda: float(next(clock))) or ():
+            outputs = core.step(lambda: float(next(clock)))
+            for output in outputs or ():
                 streams[output.request_id].take(output)
+            if outputs is None and core.tier is not None:  # blocks are on their way
+                woken.wait(0.01)
+                woken.clear()
         else:
             raise AssertionError(f"case {case.number} has not ended after {MAX_STEPS} steps")
         problems = core.scheduler.check_integrity()
@@ -197,6 +214,8 @@ def run_case(
         streams=streams,
         preempted=stats.preemptions_total > 0,
         prefix_hit=stats.prefix_hit_tokens_total > 0,
+        saved=stats.tier_saved_blocks_total > 0,
+        fetched=stats.tier_fetched_blocks_total > 0,
         chunked=any(not plan.samples.all() for plan, _ in runner.steps),
         forked=any(len(plan.copy_from) for plan, _ in runner.steps),
         cancelled=num_cancelled > 0,
@@ -221,7 +240,36 @@ def make_runner(
         block_size=settings.block_size,
         max_samples=settings.max_samples,
         overlap=settings.plans_in_flight > 1,
+        mover=make_mover(executor, settings) if settings.tier_blocks else None,
     )
+
+
+class TemporaryStore(DiskStore):
+    """A tier of so many places whose folder goes with it."""
+
+    def __init__(self, num_places: int, block_bytes: int) -> None:
+        self._temporary = tempfile.TemporaryDirectory()
+        super().__init__(
+            TierFolder(Path(self._temporary.name)),
+            max_bytes=2 * segment_bytes(num_places // 2, block_bytes) + segment_bytes(1, 0),
+            block_bytes=block_bytes,
+            fingerprint=b"exact",
+            most_segment_bytes=segment_bytes(num_places // 2, block_bytes),
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._temporary.cleanup()
+
+
+def make_mover(executor: Executor, settings: Settings) -> TierMover:
+    """To and from a fresh tier on disk."""
+
+    def report(problem: str, **_: Field) -> None:
+        raise AssertionError(problem)
+
+    store = TemporaryStore(settings.tier_blocks, executor.block_bytes)
+    return TierMover(executor, store, now_ms=lambda: 0.0, report=report)
 
 
 def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
@@ -232,18 +280,24 @@ def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
         max_model_len=MAX_MODEL_LEN,
         plans_in_flight=settings.plans_in_flight,
     )
+    mover = runner.runner.mover
     cache = CacheManager(
-        settings.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching
+        settings.num_blocks,
+        settings.block_size,
+        prefix_caching=settings.prefix_caching,
+        tier=None if mover is None else TierMap(mover.store.num_blocks),
+        most_saving=4,
     )
 
     def report(problem: str) -> None:
         raise AssertionError(problem)
 
     return EngineCore(
-        Scheduler(limits, cache, make_policy(settings.policy)),
+        Scheduler(limits, cache, make_policy(settings.policy), bring_back=Choice.MOVE),
         runner,
         plans_in_flight=settings.plans_in_flight,
         report=report,
+        tier=mover,
     )
 
 

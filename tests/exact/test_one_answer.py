@@ -26,6 +26,8 @@ ENOUGH_FOR_COVERAGE = 300
 GOALS = {
     "preempted": 0.6,
     "prefix_hit": 0.5,
+    "saved": 0.3,
+    "fetched": 0.2,
     "chunked": 0.8,
     "forked": 0.4,
     "cancelled": 0.15,

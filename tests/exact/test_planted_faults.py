@@ -46,6 +46,16 @@ class _Executor:
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         self._inner.copy_blocks(copy_from, copy_to)
 
+    @property
+    def block_bytes(self) -> int:
+        return int(self._inner.block_bytes)
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        self._inner.export_block(block, out)
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        self._inner.import_block(block, raw)
+
     def run_trunk(self, batch: ForwardBatch) -> None:
         self._inner.run_trunk(batch)
 

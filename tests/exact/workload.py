@@ -35,6 +35,7 @@ class Settings:
     prefix_caching: bool
     num_threads: int
     policy: str = "fcfs"
+    tier_blocks: int = 0  # places of a disk tier, which is used whenever it can be
 
 
 # Alone: room for everything, the whole prompt in one step, nothing shared, one thread.
@@ -106,6 +107,9 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         num_threads=rng.choice(THREADS),
         policy=POLICY_NAMES[number % len(POLICY_NAMES)],
     )
+    tiers = random.Random(f"tier {number}")
+    if settings.prefix_caching and tiers.random() < 0.6:
+        settings = replace(settings, tier_blocks=tiers.choice((3, 12, 48, 48)))
     return Case(number=number, model=number % num_models, settings=settings, arrivals=arrivals)
 
 

@@ -23,6 +23,7 @@ from quire.scheduler.cost import LinearCost
 from quire.scheduler.fair import FairShare
 from quire.scheduler.policies import EarliestDeadline, PriorityFirst, ShortestFirst
 from quire.scheduler.policy import FirstCome
+from quire.scheduler.preemption_tally import Why
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
@@ -169,7 +170,7 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     assert met["error"] >= 0.2 * cases
     assert met["two_out"] >= 0.5 * cases
     assert met["score"] >= 0.8 * cases
-    assert met["score_on"] >= 0.03 * cases
+    assert met["score_on"] >= 0.02 * cases  # rarer since admission learns from preemptions
 
 
 @pytest.mark.parametrize(
@@ -203,9 +204,9 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif fault == "score_again":  # a preempted request forgets how far it was scored
         preempt = Scheduler._preempt
 
-        def forget(self: Scheduler, slot: int) -> None:
+        def forget(self: Scheduler, slot: int, why: Why) -> None:
             self._state.ticket(slot).num_scored = 0
-            preempt(self, slot)
+            preempt(self, slot, why)
 
         monkeypatch.setattr(Scheduler, "_preempt", forget)
     elif fault == "free_in_flight":

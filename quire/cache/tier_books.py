@@ -1,0 +1,241 @@
+"""TierBooks: which blocks of the pool are copied to a tier, and which are on their way back.
+
+One mechanism for three things. A preempted request's blocks, those the pool evicts, and those
+findable while nothing else is to be done are saved under the digests of their chains; a request
+whose chain goes on in the tier after the pool's own match has that run fetched into fresh blocks.
+So swapping, a cache that outlives the process, and one larger than memory need no state of their
+own. Knows digests, blocks and places; what pays is told by others. A block is saved at the
+beginning of the plan that names the copy, before anything can be written into it, so it need not
+be kept. Blocks being fetched, and those before them, hold references until whoever waits for them
+has its own. Always holds: what is fetched is found only after it has arrived whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.block_copies import BlockCopies, CopiesEnded, Tier, between, joined
+from quire.cache.pool import BlockPool
+from quire.cache.prefix_index import PrefixIndex
+from quire.cache.tier_map import TierMap
+
+Int32s = NDArray[np.int32]
+Insert = Callable[[list[bytes], Int32s], None]
+
+NO_STEP = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Fetch:
+    """A run of blocks on its way into the pool. before: those the pool had of the same chain.
+
+    is_wanted: whoever asked still waits; where not, what arrives is found like any free block.
+    """
+
+    before: Int32s
+    blocks: Int32s
+    places: Int32s
+    keys: tuple[bytes, ...]
+    num_left: int
+    arrived: NDArray[np.bool_]
+    is_wanted: bool = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that comes has come."""
+        return self.num_left == 0
+
+    @property
+    def held(self) -> Int32s:
+        """Blocks it holds a reference on, those that are of use last first."""
+        return np.concatenate((self.before, self.blocks))[::-1]
+
+
+class TierBooks:
+    """Copies between `pool` and the places of `tier`.
+
+    insert: makes blocks findable. most_saving: blocks that may be on their way to the tier at
+    once. saves_evicted: whether what the pool evicts is worth saving; whoever knows what moving
+    costs sets it.
+    """
+
+    def __init__(
+        self,
+        tier: TierMap,
+        pool: BlockPool,
+        index: PrefixIndex,
+        insert: Insert,
+        *,
+        most_saving: int,
+    ) -> None:
+        self.tier = tier
+        self.saves_evicted = True
+        self.is_broken = False
+        self.unsaved_total = 0  # evicted while too many were on their way
+        self._pool, self._index, self._insert = pool, index, insert
+        self._most_saving = most_saving
+        self._num_saving = 0
+        self._saves: list[tuple[bytes, int, int]] = []  # digest, block, place; for the next plan
+        self._fetches: list[Fetch] = []
+        self._to_plan: list[BlockCopies] = []
+        self._fetch_of: dict[int, tuple[Fetch, int]] = {}  # by pool block
+        self._swapped: deque[tuple[bytes, int]] = deque()
+        # Newly findable ones, to be saved while there is time; the oldest are dropped.
+        self._idle: deque[tuple[bytes, int]] = deque(maxlen=2 * pool.num_blocks)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether copies are under way, or would be made if there was nothing else to do."""
+        return bool(self._num_saving or self._fetch_of or self._idle or self._swapped)
+
+    @property
+    def num_fetching(self) -> int:
+        """Blocks on their way into the pool."""
+        return len(self._fetch_of)
+
+    def findable(self, keys: Sequence[bytes], blocks: Int32s) -> None:
+        """`blocks` can be found from now on: saved when there is time."""
+        if not self.is_broken and self.saves_evicted:
+            self._idle.extend(zip(keys, blocks.tolist(), strict=True))
+
+    def evicted(self, keys: Sequence[bytes], blocks: Int32s) -> None:
+        """The pool hands these out anew, before the next plan: the last time to save them."""
+        if self.is_broken or not self.saves_evicted:
+            return
+        for key, block in zip(keys, blocks.tolist(), strict=True):
+            if not self.tier.knows(key) and not self._save(key, block, self._most_saving):
+                self.unsaved_total += 1
+
+    def swap_out(self, blocks: Int32s) -> None:
+        """Save those of `blocks` that can be found, soon; their owner gives them back."""
+        if self.is_broken:
+            return
+        for block in blocks.tolist():
+            key = self._index.key_of(block)
+            if key is not None:
+                self._swapped.append((key, block))
+
+    def run(self, keys: Sequence[bytes]) -> Int32s:
+        """Places of the longest run of these digests."""
+        return np.array(self.tier.run(keys), np.int32)
+
+    def swap_in(
+        self, before: Int32s, blocks: Int32s, places: Int32s, keys: Sequence[bytes]
+    ) -> Fetch:
+        """Fetch `places` into `blocks`; before: the chain's blocks that the pool has. The caller
+        took a reference on all of them for it, and began the fetch in the map."""
+        fetch = Fetch(
+            before=before,
+            blocks=blocks,
+            places=places,
+            keys=tuple(keys),
+            num_left=len(blocks),
+            arrived=np.zeros(len(blocks), np.bool_),
+        )
+        for at, block in enumerate(blocks.tolist()):
+            self._fetch_of[block] = (fetch, at)
+        self._fetches.append(fetch)
+        self._to_plan.append(between(Tier.DISK, places, Tier.POOL, blocks, list(fetch.keys)))
+        return fetch
+
+    def take_copies(self, *, idle: bool) -> BlockCopies | None:
+        """What the plan being made shall copy, saves first. idle: it computes nothing."""
+        if self._swapped:
+            self._save_some(self._swapped, self._most_saving // 2 or 1)
+        if idle and self._idle:
+            self._save_some(self._idle, self._most_saving // 2 or 1)
+        if not self._saves and not self._to_plan:
+            return None
+        parts, self._to_plan = self._to_plan, []
+        if self._saves:
+            keys, blocks, places = zip(*self._saves, strict=True)
+            pool_blocks, tier_places = np.array(blocks, np.int32), np.array(places, np.int32)
+            saves = between(Tier.POOL, pool_blocks, Tier.DISK, tier_places, list(keys))
+            parts, self._saves = [saves, *parts], []
+        return joined(parts)
+
+    def ended(self, copies: CopiesEnded) -> list[Fetch]:
+        """Copies have ended; returns the fetches that are complete now."""
+        complete = []
+        if copies.broken:
+            self._break()
+        for tier, block, arrived in zip(
+            copies.to_tiers.tolist(),
+            copies.to_blocks.tolist(),
+            copies.arrived.tolist(),
+            strict=True,
+        ):
+            if tier != Tier.POOL:
+                self._num_saving -= 1
+                self.tier.land(block, arrived=arrived)
+                continue
+            fetch, at = self._fetch_of.pop(block)
+            fetch.arrived[at] = arrived
+            fetch.num_left -= 1
+            self.tier.end_fetch(int(fetch.places[at]))
+            if not arrived and fetch.keys:
+                self.tier.forget(fetch.keys[at])
+            if fetch.has_ended:
+                self._land(fetch)
+                complete.append(fetch)
+        return complete
+
+    def release(self, fetch: Fetch) -> None:
+        """Whoever waited has its own references, or waits no longer."""
+        if not fetch.is_wanted:
+            return
+        fetch.is_wanted = False
+        if fetch.has_ended:
+            self._give_back(fetch)
+
+    def forget_all(self) -> None:
+        """Nothing saved before is found again, nor what is on its way."""
+        self.tier.forget_all()
+        self._swapped.clear()
+        self._idle.clear()
+        for fetch in self._fetches:
+            fetch.keys = ()
+
+    def holds(self) -> list[tuple[int, Int32s]]:
+        """(no step, blocks) that fetches hold a reference on; a block may occur more than once."""
+        return [(NO_STEP, fetch.held) for fetch in self._fetches]
+
+    def problems(self) -> list[str]:
+        """Contradictions in words."""
+        return [] if self.is_broken else self.tier.problems()
+
+    def _save_some(self, wanted: deque[tuple[bytes, int]], most_saving: int) -> None:
+        """Saves of those still in the pool and not in the tier, as many as may be under way."""
+        while wanted and self._num_saving < most_saving:
+            key, block = wanted.popleft()
+            if self._index.key_of(block) == key and not self.tier.knows(key):
+                self._save(key, block, most_saving)
+
+    def _save(self, key: bytes, block: int, most_saving: int) -> bool:
+        place = self.tier.await_block(key) if self._num_saving < most_saving else None
+        if place is None:
+            return False
+        self._num_saving += 1
+        self._saves.append((key, block, place))
+        return True
+
+    def _land(self, fetch: Fetch) -> None:
+        if fetch.keys and fetch.arrived.any():  # no keys: all was forgotten meanwhile
+            keys = [fetch.keys[at] for at in fetch.arrived.nonzero()[0].tolist()]
+            self._insert(keys, fetch.blocks[fetch.arrived])
+        if not fetch.is_wanted:
+            self._give_back(fetch)
+
+    def _give_back(self, fetch: Fetch) -> None:
+        self._fetches.remove(fetch)
+        self._pool.release(fetch.held)
+
+    def _break(self) -> None:
+        """The tier is out of use; what is under way still ends."""
+        self.is_broken = True
+        self.forget_all()

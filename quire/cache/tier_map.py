@@ -1,0 +1,135 @@
+"""TierMap: which block of a tier holds which chain, and which gives way when room is needed.
+
+Knows digests and places of one tier; moves no bytes and knows nothing of pools or requests. A
+place is free, or awaits a block that is on its way, or holds one. What is held is found, and gives
+way in the order in which it was last of use, but never while it is being fetched. Always holds: one
+place a digest, one digest a place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+
+
+class TierMap:
+    """`num_blocks` places; lower ones are filled first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._awaited: dict[int, bytes] = {}
+        self._awaited_keys: set[bytes] = set()
+        self._fetching: Int32s = np.zeros(num_blocks, np.int32)
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._place_of)
+
+    def load(self, held: Iterable[tuple[bytes, int]]) -> None:
+        """What lies there from an earlier run, the oldest first; before anything else."""
+        for key, place in held:
+            self._place_of[key] = place
+            self._key_of[place] = key
+        self._free = [place for place in self._free if self._key_of[place] is None]
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a block of this digest is there or on its way there."""
+        return key in self._place_of or key in self._awaited_keys
+
+    def run(self, keys: Sequence[bytes]) -> list[int]:
+        """Places of the longest run of digests from the first on."""
+        places = []
+        for key in keys:
+            place = self._place_of.get(key)
+            if place is None:
+                break
+            places.append(place)
+        return places
+
+    def await_block(self, key: bytes) -> int | None:
+        """A place for a block that is on its way; None where all are being fetched or awaited.
+
+        Whatever was held there is forgotten.
+        """
+        if self._free:
+            place = self._free.pop()
+        else:
+            oldest = next((at for at in self._place_of.values() if not self._fetching[at]), None)
+            if oldest is None:
+                return None
+            place = oldest
+            self._drop(place)
+        self._awaited[place] = key
+        self._awaited_keys.add(key)
+        return place
+
+    def land(self, place: int, *, arrived: bool) -> None:
+        """The block awaited at `place` is there, or will never be."""
+        key = self._awaited.pop(place, None)
+        if key is None:
+            return  # all was forgotten meanwhile
+        self._awaited_keys.discard(key)
+        if arrived and key not in self._place_of:
+            self._place_of[key] = place
+            self._key_of[place] = key
+        else:
+            self._free.append(place)
+
+    def begin_fetch(self, places: Int32s) -> None:
+        """These stay as they are until `end_fetch`; of a chain's blocks the first was of use last,
+        because those behind are of none without it."""
+        np.add.at(self._fetching, places, 1)
+        for place in places[::-1].tolist():
+            key = self._key_of[place]
+            if key is not None:
+                self._place_of.move_to_end(key)
+
+    def end_fetch(self, place: int) -> None:
+        """A fetch from there has ended."""
+        self._fetching[place] -= 1
+
+    def forget(self, key: bytes) -> None:
+        """What lies there is not what it should be."""
+        place = self._place_of.get(key)
+        if place is not None:
+            self._drop(place)
+            self._free.append(place)
+
+    def forget_all(self) -> None:
+        """Nothing is held or awaited any more."""
+        self._place_of.clear()
+        self._key_of = [None] * self.num_blocks
+        self._awaited.clear()
+        self._awaited_keys.clear()
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+
+    def problems(self) -> list[str]:
+        """Contradictions in words; empty when the books agree."""
+        found = [
+            f"tier: key of place {place} leads to place {self._place_of.get(key)}"
+            for place, key in enumerate(self._key_of)
+            if key is not None and self._place_of.get(key) != place
+        ]
+        places = sorted([*self._free, *self._awaited, *self._place_of.values()])
+        if places != list(range(self.num_blocks)):
+            found.append(
+                f"tier: {len(self._free)} free, {len(self._awaited)} awaited and "
+                f"{len(self._place_of)} held places do not add up to {self.num_blocks}"
+            )
+        if set(self._awaited.values()) != self._awaited_keys:
+            found.append("tier: awaited places and digests disagree")
+        return found
+
+    def _drop(self, place: int) -> None:
+        key = self._key_of[place]
+        if key is not None:
+            del self._place_of[key]
+            self._key_of[place] = None
