@@ -126,7 +126,7 @@ def test_a_simulation_makes_the_plans_of_the_engine(tmp_path: Path, more: dict[s
     base = {"model": str(folder), "executor": "reference", "max_model_len": 256, "threads": 1}
     # The simulated machine has a kilobyte a token, the model less: the blocks are the former's.
     settings = config(**{**base, "kv_cache_memory": "300KiB", **more})
-    jobs = drawn_jobs(24, per_s=8, seed=3, shared=True)
+    jobs = drawn_jobs(24, per_s=6, seed=5, shared=True)
     real, real_plans = _engine_run(settings, jobs)
     plans: list[StepPlan] = []
     run = simulate(jobs, ASKS, machine(), settings, on_plan=plans.append)
