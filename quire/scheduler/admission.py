@@ -17,6 +17,7 @@ from quire.base.records import Admission
 from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
+from quire.scheduler.coming import ComingBlocks
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.fetches import Fetches
 from quire.scheduler.gate import Gate
@@ -60,6 +61,7 @@ class Admissions:
         self._watermark = watermark
         self._tally = tally
         self._speed = speed
+        self._coming = ComingBlocks(cache.block_size)
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
 
@@ -83,6 +85,7 @@ class Admissions:
         if budget.spent or not state.free_slots:
             return budget.spent
         tenants.changed()
+        self._coming.begin_step(state)
         active = state.active
         cache.register(active, state.computed[active], state.tokens.tokens)
         # What running requests need to compute all they know is spoken for.
@@ -112,6 +115,9 @@ class Admissions:
                 try_again |= not gate.until_event
                 continue
             placement = place(ticket, cache, state)
+            if self._is_coming(ticket, placement, budget):
+                try_again = True
+                continue
             margin = self._watermark.blocks(len(active) + len(rows), draft.step)
             takeable = cache.num_takeable(placement.match)
             taken = placement.num_new_blocks + cache.num_free - takeable
@@ -180,6 +186,7 @@ class Admissions:
             draft.add_copies(copy_from, copy_to)
         elif placement.match is not None:
             cache.attach(slot, placement.match, returned=returned)
+            self._coming.expect(ticket, placement.match.num_blocks, end)
         cache.extend(slot, end)
         self._fetches.forget(ticket)
         draft.add_deltas(cache.entries(slot))
@@ -208,6 +215,13 @@ class Admissions:
         samples = state.schedule(index, ends, state.goal[index])
         store_from = np.maximum(starts, state.stored[index])
         draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
+
+    def _is_coming(self, ticket: Ticket, placement: Placement, budget: StepBudget) -> bool:
+        """Whether so much of its prefix will be there when steps in flight end that it waits."""
+        if placement.match is None or ticket.has_positions_to_score:
+            return False
+        could_compute = min(len(ticket.token_ids) - placement.start, budget.tokens)
+        return self._coming.holds(ticket, placement.match.num_blocks, could_compute, self._state)
 
     def _cache_use(self, ticket: Ticket, placement: Placement) -> CacheUse:
         """Where the stored tokens of `placement` were found, and why no more were."""

@@ -176,7 +176,7 @@ def test_an_unknown_request_cannot_be_aborted() -> None:
 def test_a_failed_row_ends_its_request_alone() -> None:
     engine = scheduler()
     for name in "abc":
-        engine.add(make_request(name, range(4), max_tokens=3))
+        engine.add(make_request(name, [ord(name)] * 4, max_tokens=3))
     plan = plan_of(engine)
     result = answer(plan, 5, 7, errors=(RowError(row=1, message="logits are NaN"),))
     outputs = {output.request_id: output for output in engine.update(plan, result, 0.0)}
@@ -320,7 +320,7 @@ def test_an_abort_tells_when_the_last_token_came() -> None:
 def test_logprobs_stay_with_their_rows_when_others_are_dropped() -> None:
     engine = scheduler()
     for name in "abc":
-        engine.add(make_request(name, range(4), max_tokens=3))
+        engine.add(make_request(name, [ord(name)] * 4, max_tokens=3))
     for turn in range(2):
         plan = plan_of(engine)
         result = StepResult(

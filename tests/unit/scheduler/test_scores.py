@@ -177,7 +177,9 @@ def _planned(*wanted: int | None) -> tuple[Scheduler, StepPlan]:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
     engine = Scheduler(limits, CacheManager(32, 4, prefix_caching=True), FirstCome())
     for name, prompt_logprobs in zip("abcd", wanted, strict=False):
-        engine.add(make_request(name, range(4), max_tokens=3, prompt_logprobs=prompt_logprobs))
+        engine.add(
+            make_request(name, [ord(name)] * 4, max_tokens=3, prompt_logprobs=prompt_logprobs)
+        )
     plan = engine.schedule(0.0)
     assert plan is not None
     return engine, plan

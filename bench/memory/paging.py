@@ -8,7 +8,7 @@
    memory for each (request, KV head) and one for each request. Refuses to report if any of them
    differs in a single bit.
 
-Run: python -m bench.memory [--out bench/results/memory.json]
+Run: python -m bench.memory paging [--out bench/results/memory.json]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -291,11 +291,11 @@ def _ms(call: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - started)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.memory paging", description=__doc__)
     parser.add_argument("--pairs", type=int, default=31)
     parser.add_argument("--out", type=Path, default=Path("bench/results/memory.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     result: dict[str, Any] = {"bench": "memory", "machine": machine_card(), **kv_share()}
     result["attention_shape"] = {
         "heads": HEADS,
@@ -308,7 +308,3 @@ def main() -> None:
     result["paged_attention"] = paged_attention(args.pairs)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,23 @@
+"""python -m bench.memory PART ...: what KV memory costs and what its policies save, part by part.
+
+Each part is a file of this folder with a `main(arguments)`, and says at its top what it measures.
+It writes JSON with a machine card into bench/results unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+# Each imports what it needs, so that one part runs where another's packages are missing.
+PARTS = ("paging",)
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
+        raise SystemExit(f"which part? one of: {', '.join(PARTS)}")
+    import_module(f"bench.memory.{sys.argv[1]}").main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
