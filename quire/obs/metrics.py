@@ -9,13 +9,13 @@ counters only grow. docs/serving.md lists the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.base.records import EngineStats, RequestTimes
 from quire.base.terms import DEFAULT_TERMS, OBJECTIVES, Terms
+from quire.obs.engine_metrics import EngineCollector, TenantCollector
 
 # A tiny model answers in a millisecond, a long prompt on a CPU takes minutes.
 SECONDS = (
@@ -70,8 +70,8 @@ class Metrics:
         )
         self._make_counters(registry)
         self._make_promises(registry)
-        registry.register(_EngineCollector(lambda: self._stats))
-        registry.register(_TenantCollector(lambda: self._stats, tuple(tenants)))
+        registry.register(EngineCollector(lambda: self._stats))
+        registry.register(TenantCollector(lambda: self._stats, tuple(tenants)))
 
     def _make_counters(self, registry: CollectorRegistry) -> None:
         self._finished = Counter(
@@ -209,77 +209,6 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, version 0.0.4."""
         return generate_latest(self._registry)
-
-
-class _EngineCollector:
-    """Shows an EngineStats as metrics; the numbers are the engine's, not copies."""
-
-    def __init__(self, latest: Callable[[], EngineStats]) -> None:
-        self._latest = latest
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._latest()
-        gauges = (
-            ("quire_running_requests", "Requests that have a slot", stats.running),
-            ("quire_waiting_requests", "Requests that wait for a slot", stats.waiting),
-            (
-                "quire_waiting_tokens",
-                "Known tokens of requests that wait for a slot",
-                stats.waiting_tokens,
-            ),
-            ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
-            ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
-            (
-                "quire_kv_blocks_cached",
-                "KV blocks free to take that a prefix may still find",
-                stats.blocks_cached,
-            ),
-        )
-        counters = (
-            ("quire_steps", "Steps computed", stats.steps_total),
-            (
-                "quire_prefix_queried_tokens",
-                "Prompt tokens looked up in the prefix cache",
-                stats.prefix_queried_tokens_total,
-            ),
-            (
-                "quire_prefix_hit_tokens",
-                "Prompt tokens found in the prefix cache",
-                stats.prefix_hit_tokens_total,
-            ),
-            ("quire_preemptions", "Requests preempted", stats.preemptions_total),
-            ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
-        )
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(name, text, value=value)
-        for name, text, value in counters:
-            yield CounterMetricFamily(name, text, value=value)
-
-
-class _TenantCollector:
-    """Shows what an EngineStats says of tenants, by their names; nothing without tenants."""
-
-    def __init__(self, latest: Callable[[], EngineStats], names: Sequence[str]) -> None:
-        self._latest = latest
-        self._names = names
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._latest()
-        for name, text, values in (
-            ("running_requests", "Requests that have a slot", stats.tenant_running),
-            ("waiting_requests", "Requests that wait for a slot", stats.tenant_waiting),
-            (
-                "kv_blocks",
-                "KV blocks of running requests, shared ones divided",
-                stats.tenant_blocks,
-            ),
-        ):
-            family = GaugeMetricFamily(
-                f"quire_tenant_{name}", f"{text}, by tenant", labels=("tenant",)
-            )
-            for at, tenant in enumerate(self._names):
-                family.add_metric((tenant,), values[at] if values else 0)  # none before a step
-            yield family
 
 
 def missed_objectives(

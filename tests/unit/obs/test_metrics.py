@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.records import EngineStats, RequestTimes
+from quire.base.records import PREEMPTION_COSTS_MS, EngineStats, RequestTimes
 from quire.base.terms import Terms
 from quire.obs.metrics import Metrics
 
@@ -49,6 +49,15 @@ def engine(**fields: Any) -> Callable[[Metrics], None]:
     return lambda metrics: metrics.see(EngineStats(**fields))
 
 
+# Ten were preempted, nine are back.
+PREEMPTED: dict[str, Any] = {
+    "preemptions_total": 10,
+    "preemptions_moved_total": 3,
+    "preemptions_for_prompts_total": 4,
+    "preemptions_for_ceilings_total": 1,
+    "preemption_cost_counts": (2, *([0] * (len(PREEMPTION_COSTS_MS) - 1)), 7),
+    "preemption_cost_ms_total": 600.0,
+}
 MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_time_to_first_token_seconds_sum", a_choice, 0.2),
     ("quire_time_per_output_token_seconds_sum", a_choice, 0.1),
@@ -96,6 +105,23 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_prefix_hit_tokens_total", engine(prefix_hit_tokens_total=11), 11),
     ("quire_preemptions_total", engine(preemptions_total=12), 12),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
+    ("quire_watermark_blocks", engine(watermark_blocks=14), 14),
+    ("quire_tier_blocks", engine(tier_blocks_total=15), 15),
+    ("quire_tier_blocks_used", engine(tier_blocks_used=16), 16),
+    ("quire_tier_saved_blocks_total", engine(tier_saved_blocks_total=17), 17),
+    ("quire_tier_fetched_blocks_total", engine(tier_fetched_blocks_total=18), 18),
+    ("quire_tier_unsaved_blocks_total", engine(tier_unsaved_blocks_total=19), 19),
+    ("quire_tier_bad_blocks_total", engine(tier_bad_blocks_total=20), 20),
+    ("quire_tier_failures_total", engine(tier_failures_total=1), 1),
+    ("quire_preemptions_by_way_total{way=move}", engine(**PREEMPTED), 3),
+    ("quire_preemptions_by_way_total{way=recompute}", engine(**PREEMPTED), 7),
+    ("quire_preemptions_by_reason_total{reason=answer}", engine(**PREEMPTED), 5),
+    ("quire_preemptions_by_reason_total{reason=prompt}", engine(**PREEMPTED), 4),
+    ("quire_preemptions_by_reason_total{reason=ceiling}", engine(**PREEMPTED), 1),
+    ("quire_preemption_cost_seconds_sum", engine(**PREEMPTED), 0.6),
+    ("quire_preemption_cost_seconds_count", engine(**PREEMPTED), 9),
+    ("quire_preemption_cost_seconds_bucket{le=+Inf}", engine(**PREEMPTED), 9),
+    ("quire_preemption_cost_seconds_bucket{le=0.001}", engine(**PREEMPTED), 2),
 ]
 
 
@@ -109,14 +135,20 @@ def test_each_metric_moves_when_its_event_happens(
     assert samples(metrics)[name] == pytest.approx(value)
 
 
+def family_of(sample: str) -> str:
+    """A sample's metric: its name without labels, and without what a histogram adds."""
+    name = sample.split("{")[0]
+    return name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
+
+
 def test_every_metric_shown_has_a_case_that_moves_it() -> None:
     metrics = Metrics(("a", "b"))
     for _, happens, _ in MOVES:
         happens(metrics)
     shown = {name.split("{")[0] for name in samples(metrics)}
-    families = {name.removesuffix("_bucket").removesuffix("_count") for name in shown}
-    moved = {name.split("{")[0].removesuffix("_sum") for name, _, _ in MOVES}
-    assert {name.removesuffix("_sum") for name in families} == moved
+    families = {family_of(name) for name in shown}
+    moved = {family_of(name) for name, _, _ in MOVES}
+    assert families == moved
 
 
 def test_what_never_happened_is_not_observed() -> None:

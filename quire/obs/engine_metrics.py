@@ -1,0 +1,153 @@
+"""What an EngineStats says, as metrics: the engine's numbers as they come, not copied.
+
+Knows Prometheus' families and the stats' fields; keeps nothing. Always holds: a counter of the
+engine is a counter here, under one name; of tenants only names are shown that a file has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from quire.base.records import PREEMPTION_COSTS_MS, EngineStats
+
+
+class EngineCollector:
+    """Shows an EngineStats as metrics; the numbers are the engine's, not copies."""
+
+    def __init__(self, latest: Callable[[], EngineStats]) -> None:
+        self._latest = latest
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._latest()
+        gauges = (
+            ("quire_running_requests", "Requests that have a slot", stats.running),
+            ("quire_waiting_requests", "Requests that wait for a slot", stats.waiting),
+            (
+                "quire_waiting_tokens",
+                "Known tokens of requests that wait for a slot",
+                stats.waiting_tokens,
+            ),
+            ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
+            ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
+            (
+                "quire_kv_blocks_cached",
+                "KV blocks free to take that a prefix may still find",
+                stats.blocks_cached,
+            ),
+            (
+                "quire_watermark_blocks",
+                "KV blocks that admission leaves free for those that run",
+                stats.watermark_blocks,
+            ),
+            ("quire_tier_blocks", "Places of the KV tier", stats.tier_blocks_total),
+            ("quire_tier_blocks_used", "Places of the KV tier in use", stats.tier_blocks_used),
+        )
+        counters = (
+            ("quire_steps", "Steps computed", stats.steps_total),
+            (
+                "quire_prefix_queried_tokens",
+                "Prompt tokens looked up in the prefix cache",
+                stats.prefix_queried_tokens_total,
+            ),
+            (
+                "quire_prefix_hit_tokens",
+                "Prompt tokens found in the prefix cache",
+                stats.prefix_hit_tokens_total,
+            ),
+            ("quire_preemptions", "Requests preempted", stats.preemptions_total),
+            ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
+            *_tier_counters(stats),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in counters:
+            yield CounterMetricFamily(name, text, value=value)
+        yield from _preemptions(stats)
+
+
+class TenantCollector:
+    """Shows what an EngineStats says of tenants, by their names; nothing without tenants."""
+
+    def __init__(self, latest: Callable[[], EngineStats], names: Sequence[str]) -> None:
+        self._latest = latest
+        self._names = names
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._latest()
+        for name, text, values in (
+            ("running_requests", "Requests that have a slot", stats.tenant_running),
+            ("waiting_requests", "Requests that wait for a slot", stats.tenant_waiting),
+            (
+                "kv_blocks",
+                "KV blocks of running requests, shared ones divided",
+                stats.tenant_blocks,
+            ),
+        ):
+            family = GaugeMetricFamily(
+                f"quire_tenant_{name}", f"{text}, by tenant", labels=("tenant",)
+            )
+            for at, tenant in enumerate(self._names):
+                family.add_metric((tenant,), values[at] if values else 0)  # none before a step
+            yield family
+
+
+def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
+    return (
+        ("quire_tier_saved_blocks", "KV blocks written to the tier", stats.tier_saved_blocks_total),
+        (
+            "quire_tier_fetched_blocks",
+            "KV blocks fetched from the tier: prefix hits that the pool had no more",
+            stats.tier_fetched_blocks_total,
+        ),
+        (
+            "quire_tier_unsaved_blocks",
+            "KV blocks that went out of the pool unsaved, because too many were being written",
+            stats.tier_unsaved_blocks_total,
+        ),
+        (
+            "quire_tier_bad_blocks",
+            "KV blocks whose bytes in the tier were not those saved; they were computed again",
+            stats.tier_bad_blocks_total,
+        ),
+        ("quire_tier_failures", "Times the tier was put out of use", stats.tier_failures_total),
+    )
+
+
+def _preemptions(stats: EngineStats) -> Iterable[Metric]:
+    """By way, by reason, and what they cost: each has its own sum, all of them the same."""
+    total, moved = stats.preemptions_total, stats.preemptions_moved_total
+    prompts, ceilings = stats.preemptions_for_prompts_total, stats.preemptions_for_ceilings_total
+    by_way = CounterMetricFamily(
+        "quire_preemptions_by_way",
+        "Requests preempted, by what is done with their KV blocks",
+        labels=("way",),
+    )
+    by_way.add_metric(("move",), moved)
+    by_way.add_metric(("recompute",), total - moved)
+    yield by_way
+    by_reason = CounterMetricFamily(
+        "quire_preemptions_by_reason",
+        "Requests preempted, by what their KV blocks were wanted for",
+        labels=("reason",),
+    )
+    by_reason.add_metric(("answer",), total - prompts - ceilings)
+    by_reason.add_metric(("prompt",), prompts)
+    by_reason.add_metric(("ceiling",), ceilings)
+    yield by_reason
+    counts = stats.preemption_cost_counts or (0,) * (len(PREEMPTION_COSTS_MS) + 1)
+    limits = [*(str(cost_ms / 1e3) for cost_ms in PREEMPTION_COSTS_MS), "+Inf"]
+    buckets = list(zip(limits, accumulate(map(float, counts)), strict=True))
+    yield HistogramMetricFamily(
+        "quire_preemption_cost_seconds",
+        "What preempted requests waited for and computed again when they came back, each",
+        buckets=buckets,
+        sum_value=stats.preemption_cost_ms_total / 1e3,
+    )
