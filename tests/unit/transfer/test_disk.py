@@ -1,0 +1,305 @@
+"""A disk tier: what was saved is found again, also after a restart; what is not whole is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.base.errors import SettingError
+from quire.transfer.disk import DiskStore, TierFolder
+from quire.transfer.segment import ENTRY_BYTES, PAGE, Segment, segment_bytes, stride_of
+
+BLOCK_BYTES = 5000  # no multiple of a page
+PER_SEGMENT = 4
+
+
+def raw(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """A block's bytes, different for each number."""
+    return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def opened(path: Path, *, segments: int = 3, fingerprint: bytes = b"one") -> DiskStore:
+    whole = segment_bytes(PER_SEGMENT, BLOCK_BYTES)
+    return DiskStore(
+        TierFolder(path),
+        max_bytes=segments * whole,
+        block_bytes=BLOCK_BYTES,
+        fingerprint=fingerprint,
+        most_segment_bytes=whole,
+    )
+
+
+def found(store: DiskStore, number: int, place: int) -> bool:
+    out = np.zeros(BLOCK_BYTES, np.uint8)
+    if not store.fetch(place, digest(number), out):
+        return False
+    assert np.array_equal(out, raw(number)), "bytes that were not saved"
+    return True
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        old = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([old ^ 16]))
+
+
+def block_at(block: int) -> int:
+    """Where a block of a segment lies."""
+    return segment_bytes(PER_SEGMENT, BLOCK_BYTES) - (PER_SEGMENT - block) * stride_of(BLOCK_BYTES)
+
+
+def test_what_was_saved_is_fetched_and_found_again_after_a_restart_oldest_first(
+    tmp_path: Path,
+) -> None:
+    store = opened(tmp_path)
+    assert store.num_blocks == 12
+    assert store.held() == []
+    places = [7, 0, 3, 11]
+    for number, place in enumerate(places):
+        store.save(place, digest(number), raw(number))
+    store.expect([0, 3, 4, 7, 11])
+    assert all(found(store, number, place) for number, place in enumerate(places))
+    key = store._folder.hash_key
+    store.close()
+    again = opened(tmp_path)
+    assert again._folder.hash_key == key
+    assert list(again.held()) == [(digest(number), place) for number, place in enumerate(places)]
+    assert all(found(again, number, place) for number, place in enumerate(places))
+    again.save(0, digest(9), raw(9))
+    assert found(again, 9, 0)
+    assert not found(again, 1, 0)
+    again.close()
+
+
+def test_a_digest_that_was_saved_twice_is_where_it_was_saved_last(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.save(1, digest(5), raw(5))
+    store.save(6, digest(5), raw(5))
+    store.close()
+    again = opened(tmp_path)
+    assert list(again.held()) == [(digest(5), 6)]
+    again.close()
+
+
+@pytest.mark.parametrize("at", [block_at(2), block_at(2) + BLOCK_BYTES - 1, PAGE + 2 * ENTRY_BYTES])
+def test_a_flipped_byte_is_noticed_and_the_block_forgotten(tmp_path: Path, at: int) -> None:
+    store = opened(tmp_path)
+    for place in range(4):
+        store.save(place, digest(place), raw(place))
+    flip(tmp_path / "segment-0000.kv", at)
+    assert not found(store, 2, 2)
+    assert all(found(store, number, number) for number in (0, 1, 3))
+    store.close()
+    again = opened(tmp_path)
+    assert [place for _, place in again.held()] == [0, 1, 3]
+    again.close()
+
+
+def test_a_save_that_was_cut_off_leaves_nothing_to_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.save(1, digest(1), raw(1))
+    pwrite, sizes = os.pwrite, []
+
+    def dies(descriptor: int, content: bytes, at: int) -> int:
+        sizes.append(len(content))
+        if len(content) == BLOCK_BYTES:
+            pwrite(descriptor, content[:3000], at)
+            raise OSError(errno.EIO, "power was lost")
+        return pwrite(descriptor, content, at)
+
+    monkeypatch.setattr(os, "pwrite", dies)
+    with pytest.raises(OSError, match="power was lost"):
+        store.save(1, digest(2), raw(2))
+    monkeypatch.undo()
+    assert sizes[0] == ENTRY_BYTES, "the entry is wiped before the bytes are written"
+    assert not found(store, 1, 1)
+    assert not found(store, 2, 1)
+    store.close()
+    again = opened(tmp_path)
+    assert again.held() == []
+    again.close()
+
+
+def test_blocks_of_another_fingerprint_are_never_read_and_give_way(tmp_path: Path) -> None:
+    store = opened(tmp_path, fingerprint=b"one")
+    for place in range(12):
+        store.save(place, digest(place), raw(place))
+    store.close()
+    other = opened(tmp_path, fingerprint=b"two")
+    assert other.held() == []
+    assert not found(other, 0, 0)
+    other.save(0, digest(20), raw(20))
+    other.save(8, digest(21), raw(21))
+    files = list(tmp_path.glob("*.kv"))
+    assert sum(file.stat().st_size for file in files) <= 3 * segment_bytes(4, BLOCK_BYTES)
+    other.close()
+    first = opened(tmp_path, fingerprint=b"one")
+    assert sorted(place for _, place in first.held()) == [4, 5, 6, 7]
+    first.close()
+
+
+def test_a_smaller_tier_deletes_what_lies_beyond_it(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for place in range(12):
+        store.save(place, digest(place), raw(place))
+    store.close()
+    small = opened(tmp_path, segments=1)
+    assert [place for _, place in small.held()] == [0, 1, 2, 3]
+    assert [file.name for file in tmp_path.glob("*.kv")] == ["segment-0000.kv"]
+    small.close()
+
+
+def test_a_cut_file_or_one_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    for spoil in (lambda file: os.truncate(file, 6000), lambda file: file.chmod(0o666)):
+        store = opened(tmp_path)
+        store.clear()
+        store.save(0, digest(0), raw(0))
+        store.close()
+        spoil(tmp_path / "segment-0000.kv")
+        again = opened(tmp_path)
+        assert again.held() == []
+        again.save(0, digest(1), raw(1))
+        assert found(again, 1, 0)
+        again.close()
+
+
+def test_a_file_that_shrinks_under_it_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.save(2, digest(2), raw(2))
+    os.truncate(tmp_path / "segment-0000.kv", block_at(2) + 100)
+    with pytest.raises(OSError, match="ends before the block"):
+        found(store, 2, 2)
+    store.close()
+
+
+def test_what_was_cleared_is_not_found_again(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.save(0, digest(0), raw(0))
+    store.clear()
+    assert not found(store, 0, 0)
+    store.close()
+    again = opened(tmp_path)
+    assert again.held() == []
+    again.close()
+
+
+def test_a_second_process_on_a_folder_is_told_who_has_it(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    with pytest.raises(SettingError, match=rf"in use by another engine \(process {os.getpid()}\)"):
+        TierFolder(tmp_path)
+    code = (
+        "from pathlib import Path\n"
+        "from quire.base.errors import SettingError\n"
+        "from quire.transfer.disk import TierFolder\n"
+        f"try: TierFolder(Path({str(tmp_path)!r}))\n"
+        "except SettingError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"process {os.getpid()}" in said.stdout
+    store.close()
+    TierFolder(tmp_path).close()
+
+
+def test_folders_that_cannot_be_a_tier_are_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    with pytest.raises(SettingError, match="cannot be used as a tier"):
+        TierFolder(file)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(SettingError, match="others may write to it"):
+        TierFolder(shared)
+    real_open = os.open
+
+    def read_only(path: Path, flags: int, *more: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real_open(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(SettingError, match="Read-only file system"):
+        TierFolder(tmp_path / "fresh")
+
+
+def test_a_tier_too_small_for_a_block_says_what_a_block_takes(tmp_path: Path) -> None:
+    folder = TierFolder(tmp_path)
+    with pytest.raises(SettingError, match="a block takes 16384 bytes"):
+        DiskStore(folder, max_bytes=5000, block_bytes=BLOCK_BYTES, fingerprint=b"one")
+    store = DiskStore(folder, max_bytes=16384, block_bytes=BLOCK_BYTES, fingerprint=b"one")
+    assert store.num_blocks == 1
+    store.close()
+
+
+def test_a_full_disk_is_met_when_a_segment_is_made_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.save(0, digest(0), raw(0))
+
+    def full(descriptor: int, at: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(5, digest(5), raw(5))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["key", "lock", "segment-0000.kv"]
+    assert found(store, 0, 0)
+    store.close()
+
+
+def test_the_key_is_secret_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
+    folder = TierFolder(tmp_path)
+    key = folder.hash_key
+    assert len(key) == 16
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    folder.close()
+    (tmp_path / "key").write_bytes(key[:9])
+    folder = TierFolder(tmp_path)
+    assert len(folder.hash_key) == 16
+    assert folder.hash_key != key
+    folder.close()
+
+
+def test_a_tier_may_lie_on_another_file_system(tmp_path: Path) -> None:
+    other = Path("/dev/shm") / f"quire-test-{os.getpid()}"
+    if not other.parent.is_dir() or other.parent.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no other file system to write to")
+    try:
+        store = opened(other)
+        store.save(3, digest(3), raw(3))
+        store.close()
+        again = opened(other)
+        assert found(again, 3, 3)
+        again.close()
+    finally:
+        for file in other.glob("*"):
+            file.unlink()
+        other.rmdir()
+
+
+def test_a_segment_of_other_sizes_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "segment-0000.kv"
+    Segment.make(path, 4, BLOCK_BYTES, b"one").close()
+    assert Segment.open(path, 4, BLOCK_BYTES + 1, b"one") is None
+    assert Segment.open(path, 3, BLOCK_BYTES, b"one") is None
+    assert Segment.open(path, 4, BLOCK_BYTES, b"other") is None
+    assert Segment.open(tmp_path / "none", 4, BLOCK_BYTES, b"one") is None
