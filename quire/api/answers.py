@@ -130,10 +130,13 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far. Prompt tokens count once a prompt, however many choices it has."""
+        """Tokens so far. Prompt tokens count once a prompt, however many choices it has; tokens
+        of sequences that best_of computed and does not tell count as completion tokens."""
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
-            completion_tokens=sum(delta.num_output_tokens for delta in self._last.values()),
+            completion_tokens=sum(
+                delta.num_output_tokens + delta.num_unseen_tokens for delta in self._last.values()
+            ),
             cached_tokens=sum(self._cached),
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
         )
@@ -151,7 +154,7 @@ class Answers:
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         request_id = self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
         # One seed for all prompts; numbered through, equal prompts still get answers of their own.
-        first = sum(before.sampling.n for before in self.prompts[:at])
+        first = sum(before.sampling.num_sequences for before in self.prompts[:at])
         stream = self._engine.generate(
             prompt.token_ids,
             prompt.sampling,

@@ -58,18 +58,13 @@ async def read_job(asked: Asked) -> Job:
     num_top = given.get("logprobs")
     echo = flag(given, "echo")
     sampling = _sampling(asked, echo=echo)
-    if given.get("best_of", sampling.n) != sampling.n:
-        raise InvalidParameter(
-            f"best_of is {show(given['best_of'])}, n is {sampling.n}; answers are not ranked: "
-            "leave best_of out, or make it equal to n",
-            param="best_of",
-        )
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _prompts(given)
-    if len(texts) * sampling.n > MAX_CHOICES:
+    if len(texts) * sampling.num_sequences > MAX_CHOICES:
+        name = "n" if sampling.best_of is None else "best_of"
         raise InvalidParameter(
-            f"prompt has {len(texts)} entries and n is {sampling.n}; at most {MAX_CHOICES} choices "
-            "a request are allowed; send fewer prompts",
+            f"prompt has {len(texts)} entries and {name} is {sampling.num_sequences}; at most "
+            f"{MAX_CHOICES} choices a request are allowed; send fewer prompts",
             param="prompt",
         )
     prompts = []

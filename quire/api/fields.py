@@ -55,6 +55,10 @@ SAMPLING = frozenset(
         "mirostat_eta",
         "bad_words",
         "allowed_token_ids",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
     }
 )
 # On what terms a request is served; no token depends on them.
@@ -79,7 +83,7 @@ _SHARED = (
         "add_special_tokens",
     }
 )
-COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
+COMPLETIONS = _SHARED | {"prompt", "echo"}
 # What goes with messages, beside tools: those are rendered, but not yet read out of answers.
 _TEMPLATE = frozenset(
     {
@@ -125,6 +129,9 @@ OTHER_NAMES = {
     "ban_eos_token": "ignore_eos",
     "add_bos_token": "add_special_tokens",
     "n_probs": "logprobs",
+    "num_beams": "use_beam_search",
+    "beam_width": "use_beam_search",
+    "num_return_sequences": "n",
     "deadline": "deadline_ms",
     "ttft_slo": "ttft_slo_ms",
     "tpot_slo": "tpot_slo_ms",
@@ -203,9 +210,6 @@ UNSERVED: dict[str, Unserved] = {
     ),
     "repetition_penalty_range": Unserved(allowed=(0,), why=_WHOLE_HISTORY),
     "repeat_last_n": Unserved(allowed=(-1,), why=_WHOLE_HISTORY),
-    "use_beam_search": Unserved(allowed=(False,), why="beam search is not served"),
-    "length_penalty": Unserved(allowed=(1, 1.0), why="beam search is not served"),
-    "early_stopping": Unserved(allowed=(False,), why="beam search is not served"),
     "spaces_between_special_tokens": Unserved(
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),

@@ -94,6 +94,8 @@ async def generate(
         max_output_tokens=serving.config.max_output_tokens,
     )
     job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
+    if stream:
+        _refuse_ranked(job.prompts)
     answers = Answers(
         engine,
         serving.metrics,
@@ -147,6 +149,18 @@ def _details(usage: Usage) -> dict[str, Any]:
             ],
         }
     }
+
+
+def _refuse_ranked(prompts: Sequence[Prompt]) -> None:
+    """The best are known when all have ended: then there is nothing left to stream."""
+    for sampling in (prompt.sampling for prompt in prompts):
+        if sampling.is_ranked:
+            raise InvalidParameter(
+                f"best_of is {sampling.best_of}, n is {sampling.n} and stream is true; which are "
+                "the best is known when all have ended: leave stream out, or make best_of equal "
+                "to n",
+                param="best_of",
+            )
 
 
 def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:

@@ -97,6 +97,7 @@ class Admission:
     worker scores the prompt tokens that come after positions scores_from and up (see
     StepResult.scores); None scores none. mirostat_mu: where a request that steers by mirostat
     stood when it left its slot (StepResult.mirostat_mus); None: it begins, at 2 mirostat_tau.
+    num_candidates: with each token of a beam the log-probabilities of so many, at least.
     """
 
     slot: int
@@ -109,15 +110,18 @@ class Admission:
     scores_from: int | None = None
     rules: TokenRules = NO_RULES
     mirostat_mu: float | None = None
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step computes. Plans are applied by each worker strictly in order of `step`.
 
-    Order within a plan: retired, admissions, table deltas, `tier_copies` begin (blocks that leave
-    the pool are read at once, those that come arrive while this and later plans are computed),
-    copies, then the rows are computed.
+    Order within a plan: retired, admissions, branches, table deltas, `tier_copies` begin (blocks
+    that leave the pool are read at once, those that come arrive while this and later plans are
+    computed), copies, then the rows are computed. A branch gives slot branch_to[i] the tokens that
+    slot branch_from[i] has before any of the plan's; then known_ids[i] is the last token of
+    known_slots[i], whatever was sampled.
     Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]; its
     tokens come from the worker's TokenTable (a plan never carries sampled tokens). Keys and
     values are stored only from position store_from[i] on: a fully cached prompt recomputes its
@@ -137,6 +141,10 @@ class StepPlan:
     copy_from: Int32s = field(default_factory=lambda: NO_INTS)  # [C] pool blocks
     copy_to: Int32s = field(default_factory=lambda: NO_INTS)  # [C] pool blocks
     tier_copies: BlockCopies | None = None
+    branch_from: Int32s = field(default_factory=lambda: NO_INTS)  # [B] slots
+    branch_to: Int32s = field(default_factory=lambda: NO_INTS)  # [B] slots
+    known_slots: Int32s = field(default_factory=lambda: NO_INTS)  # [B'] slots
+    known_ids: Int32s = field(default_factory=lambda: NO_INTS)  # [B'] token ids
     slots: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     starts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
@@ -234,7 +242,8 @@ class RequestOutput:
     cached_tokens: prompt tokens found in the prefix cache at first admission; cache_use: where,
     and why no more, if the request asked (not told of a fork: its leader's tells it). scores: of
     all prompt tokens but the first, told once: with the first token, or with the end where nothing
-    is generated, by one stream of a group, which computed the prompt for all.
+    is generated, by one stream of a group, which computed the prompt for all. score: of a beam,
+    told with all of its tokens at the end.
     """
 
     request_id: str
@@ -248,6 +257,7 @@ class RequestOutput:
     cache_use: CacheUse | None = None
     num_preemptions: int = 0
     times: RequestTimes | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

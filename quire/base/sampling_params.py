@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.base.beam_checks import BEAMS_OFF, check_beams
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import MAX_TOKEN_ID, number, texts, token_ids, whole
 from quire.base.show import show
@@ -62,6 +63,10 @@ class SamplingParams:
     allowed_token_ids: nothing else is chosen; None allows all.
     skip_special_tokens: special tokens have no text in the answer; False writes them out (but not
     the one that ended it), so that stop strings can match them.
+    best_of: so many sequences are computed and the n best of them told, by mean log-probability
+    of their tokens (of the raw logits); None computes n.
+    use_beam_search: beams as in transformers, best_of (or n) of them, n told; with length_penalty
+    and early_stopping (True, False or "never"); temperature must be 0.
 
     Raises InvalidParameter when a value is outside of what is allowed.
     """
@@ -103,6 +108,10 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         for name, low, high in _WHOLE_NUMBERS:
@@ -113,7 +122,7 @@ class SamplingParams:
             self._settle(name, number(name, getattr(self, name), least, most, open_low=open_low))
         if self.top_n_sigma < 0:  # llama.cpp's way to say off
             self._settle("top_n_sigma", 0.0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(
                     f"{name} is {show(getattr(self, name))}; true or false is allowed", param=name
@@ -129,6 +138,8 @@ class SamplingParams:
         self._check_logprob_token_ids()
         self._check_words_and_ids()
         self._check_mirostat_and_xtc()
+        self._check_best_of()
+        check_beams(self)
         if self.max_tokens == 0:
             self._check_no_output()
 
@@ -235,6 +246,14 @@ class SamplingParams:
                         param=name,
                     )
 
+    def _check_best_of(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParameter(
+                f"best_of is {self.best_of} and n is {self.n}; best_of counts all sequences that "
+                f"are computed, of which the n best are told: raise it to at least {self.n}",
+                param="best_of",
+            )
+
     def _check_no_output(self) -> None:
         """What cannot be asked together with max_tokens 0."""
         if self.prompt_logprobs is None:
@@ -243,11 +262,12 @@ class SamplingParams:
                 f"number from 1 to {2**31 - 1} is allowed, or 0 with prompt_logprobs",
                 param="max_tokens",
             )
-        if self.n > 1:
+        if self.num_sequences > 1:
+            param = "n" if self.best_of is None else "best_of"
             raise InvalidParameter(
-                f"n is {self.n} and max_tokens is 0; choices without tokens cannot differ: leave "
-                "n out",
-                param="n",
+                f"{param} is {self.num_sequences} and max_tokens is 0; choices without tokens "
+                f"cannot differ: leave {param} out",
+                param=param,
             )
         if self.logprob_token_ids:
             raise InvalidParameter(
@@ -256,13 +276,26 @@ class SamplingParams:
                 param="logprob_token_ids",
             )
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed: streams or beams."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether fewer streams are told than are computed, the best of them, at the end."""
+        return self.num_sequences > self.n and not self.use_beam_search
+
     def changed(self, **fields: Any) -> SamplingParams:
         """A copy with `fields` replaced, as a caller does who names only some.
 
-        Where they ask for mirostat, filters that they do not name are switched off: a model's
-        defaults (top_k and the like) must not forbid it. Raises InvalidParameter.
+        Where they ask for mirostat or beams, what these cannot go with and they do not name is
+        switched off: a model's defaults (top_k and the like) must not forbid it. Raises
+        InvalidParameter.
         """
-        off = FILTERS_OFF if fields.get("mirostat") == 2 else {}
+        off: Mapping[str, Any] = FILTERS_OFF if fields.get("mirostat") == 2 else {}
+        if fields.get("use_beam_search") is True:
+            off = BEAMS_OFF
         return replace(self, **{**off, **fields})
 
     def resolve(self) -> SamplingParams:
@@ -283,9 +316,11 @@ FILTERS_OFF: Mapping[str, float] = {
     "eta_cutoff": 0.0,
     "xtc_probability": 0.0,
 }
-_MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
+_MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of"})
 _WHOLE_NUMBERS = (
     ("n", 1, MAX_N),
+    ("best_of", 1, MAX_N),
     ("top_k", -1, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("seed", -(2**63), MAX_SEED),
@@ -315,4 +350,5 @@ _NUMBERS = (
     ("dry_base", 1.0, 100.0),
     ("mirostat_tau", 0.0, 100.0),
     ("mirostat_eta", 0.0, 10.0),
+    ("length_penalty", -10.0, 10.0),
 )

@@ -23,3 +23,12 @@ class TokenTable:
         self.tokens[slot, : len(token_ids)] = token_ids
         self.lengths[slot] = len(token_ids)
         self.prompt_lengths[slot] = num_prompt_tokens
+
+    def branch(self, sources: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Give each of `slots` (distinct) the tokens its source has now; it may be one itself."""
+        if not len(slots):
+            return
+        lengths = self.lengths[sources]
+        most = int(lengths.max())
+        self.tokens[slots, :most] = self.tokens[sources, :most]  # all is read before it is written
+        self.lengths[slots] = lengths

@@ -9,6 +9,7 @@ because blocks are registered only up to positions whose step has ended well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ from quire.cache.tier_map import TierMap
 _ALL_COLUMNS = np.iinfo(np.int32).max
 # Digests of evicted blocks that are remembered, for each block of the pool.
 GHOSTS_PER_BLOCK = 4
+NO_BLOCKS: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,30 @@ class CacheManager:
         own = self._take_blocks(len(partial))
         self.tables.append(slot, np.concatenate((shared, own)))
         return partial, own
+
+    def branch(
+        self, sources: Sequence[int], slots: Sequence[int], num_tokens: int, step: int
+    ) -> tuple[Int32s, Int32s]:
+        """Make each of `slots` (distinct) begin with the first `num_tokens` tokens of its source.
+
+        Whatever a slot held before is given back, but only after all have what they need: a slot
+        may be a source at once. No plan in flight may name any of them. Shares and copies as
+        fork() does; what is copied from is held until `step` has ended.
+        """
+        full, end = num_tokens // self.block_size, self.blocks_for(num_tokens)
+        rows = [self.tables.row(source)[:end].copy() for source in sources]
+        for row in rows:
+            self.pool.share(row[:full])
+        copy_from = np.concatenate([NO_BLOCKS, *(row[full:] for row in rows)])
+        self.hold(np.unique(copy_from), step)
+        index = np.array(slots, np.intp)
+        self.pool.release(self.tables.take(index))
+        copy_to = self._take_blocks(len(copy_from))
+        for at, (source, slot, row) in enumerate(zip(sources, slots, rows, strict=True)):
+            self._inherit_chain(slot, source, row[:full])
+            own = copy_to[at : at + 1] if end > full else copy_to[:0]
+            self.tables.append(slot, np.concatenate((row[:full], own)))
+        return copy_from, copy_to
 
     def hold(self, blocks: Int32s, step: int) -> None:
         """Keep `blocks` from being handed out until `step` has ended."""

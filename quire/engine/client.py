@@ -46,6 +46,7 @@ from quire.engine.messages import (
     fault_of,
 )
 from quire.engine.output import TextDelta
+from quire.engine.ranking import Ranking
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import load_text_side
@@ -182,6 +183,8 @@ class EngineClient:
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
+        With best_of above n, and with beams, each choice comes as one delta at the end.
+
         Indexes count from `first_stream`: requests that share a seed and differ in it draw
         different noise. Requests with different `cache_salt` share no prefix; answers do not
         depend on it.
@@ -205,6 +208,7 @@ class EngineClient:
             encoder=self.tokenizer,
         )
         queue, stream_ids = self._register(request_id, requests)
+        ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None
         try:
             if not self._link.send(Submit(requests=requests)):
                 raise WorkerError("the engine takes no messages; it is gone, or about to be")
@@ -215,7 +219,8 @@ class EngineClient:
                     raise error_of(said)
                 if said.finish_reason is not None:
                     num_open -= 1
-                yield said
+                for delta in (said,) if ranking is None else ranking.take(said):
+                    yield delta
         finally:
             del self._callers[request_id]
             self._send_abort(self._streams.close(stream_ids))

@@ -48,6 +48,7 @@ from quire.engine.messages import (
     error_of,
 )
 from quire.engine.output import TextDelta
+from quire.engine.ranking import Ranking
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import TextSide, load_text_side, rendered
@@ -66,7 +67,8 @@ class Completion:
 
     stop_reason: the stop string or the caller's stop token id, if one ended it. cache_use: where
     cached_tokens were found, and why no more, if Terms.return_cached_tokens_details asked. error:
-    why, where finish_reason is "error".
+    why, where finish_reason is "error". score: of a beam, by which the completions of an answer are
+    ordered.
     """
 
     index: int
@@ -79,6 +81,7 @@ class Completion:
     cached_tokens: int
     cache_use: CacheUse | None = None
     error: str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +239,7 @@ class LLM:
                     terms=of_prompt,
                     encoder=self._text.tokenizer,
                 ),
+                sampling,
             )
             for prompt, ids, sampling, of_prompt in zip(
                 prompts, all_ids, samplings, each, strict=True
@@ -412,10 +416,13 @@ class AsyncLLM:
 class _Job:
     """One prompt on its way: its streams and what they said so far."""
 
-    def __init__(self, prompt: str | None, requests: tuple[Request, ...]) -> None:
+    def __init__(
+        self, prompt: str | None, requests: tuple[Request, ...], sampling: SamplingParams
+    ) -> None:
         self.requests = requests
         self._prompt = prompt
-        self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in requests)
+        self._ranking = Ranking(sampling, 0) if sampling.is_ranked else None
+        self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in range(sampling.n))
         self._num_open = len(requests)
         self._prompt_logprobs: Sequence[TokenText | None] = ()
 
@@ -426,7 +433,8 @@ class _Job:
 
     def take(self, delta: TextDelta) -> None:
         """Keep what a stream said."""
-        self._deltas[delta.index].append(delta)
+        for one in (delta,) if self._ranking is None else self._ranking.take(delta):
+            self._deltas[one.index].append(one)
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._num_open -= 1
@@ -461,6 +469,7 @@ def _completion(deltas: Sequence[TextDelta]) -> Completion:
         cached_tokens=last.cached_tokens,
         cache_use=last.cache_use,
         error=last.error,
+        score=last.score,
     )
 
 

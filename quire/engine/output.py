@@ -31,6 +31,7 @@ class TextDelta:
     a finish_reason; stop_reason is the stop string or the caller's stop token id, if one ended it.
     prompt_logprobs, parallel to the prompt's tokens, are told once a request, where they were
     asked for: by one of its streams, in its first delta, before any other stream has one.
+    num_unseen_tokens: of sequences that best_of computed and nobody is told of. score: of a beam.
     """
 
     index: int
@@ -47,6 +48,8 @@ class TextDelta:
     error: str | None
     prompt_logprobs: Sequence[TokenText | None] = ()
     cache_use: CacheUse | None = None
+    num_unseen_tokens: int = 0
+    score: float | None = None
 
 
 class OutputStream:
@@ -79,6 +82,7 @@ class OutputStream:
         self._cache_use: CacheUse | None = None
         self._times: RequestTimes | None = None
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not told yet
+        self._score: float | None = None
         self._listed = tuple(
             (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))
             for id_ in sampling.logprob_token_ids
@@ -132,6 +136,7 @@ class OutputStream:
                 output.scores,
                 skip_special_tokens=self._request.sampling.skip_special_tokens,
             )
+        self._score = output.score
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._cache_use = output.cache_use or self._cache_use
         times = output.times or self._times
@@ -213,6 +218,7 @@ class OutputStream:
             seed=self._request.sampling.seed,
             error=error,
             prompt_logprobs=prompt_logprobs,
+            score=self._score,
         )
 
     def _token_text(self, token: TokenLogprobs, index: int) -> TokenText:

@@ -6,6 +6,7 @@ What can never be served is refused here, with the numbers, before it crosses to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,7 +30,10 @@ def make_requests(
     terms: Terms = DEFAULT_TERMS,
     encoder: Encoder | None = None,
 ) -> tuple[Request, ...]:
-    """The n streams of one caller's request; stream i has the id "<request_id>/<i>".
+    """The streams of one caller's request; stream i has the id "<request_id>/<i>".
+
+    There are n, or best_of where the best of them are to be found; beams have n: the scheduler
+    knows how many it needs.
 
     All have the same seed; their noise differs by stream, numbered from `first_stream`.
     encoder: the model's tokenizer, needed where the parameters hold words. Raises
@@ -62,7 +66,10 @@ def make_requests(
             f"together they may be {card.max_model_len}; lower min_tokens",
             param="min_tokens",
         )
-    resolved = sampling.resolve()
+    resolved, num_streams = sampling.resolve(), sampling.n
+    if sampling.is_ranked:
+        num_streams = sampling.num_sequences
+        resolved = replace(resolved, logprobs=resolved.logprobs or 0)
     eos_ids = () if sampling.ignore_eos else card.eos_ids
     stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
     rules = token_rules(sampling, encoder, card.banned_sequences)
@@ -87,7 +94,7 @@ def make_requests(
             tpot_slo_ms=terms.tpot_slo_ms,
             explain_cache=terms.return_cached_tokens_details,
         )
-        for stream in range(first_stream, first_stream + sampling.n)
+        for stream in range(first_stream, first_stream + num_streams)
     )
 
 

@@ -53,11 +53,16 @@ class SlotTables:
         self.listed_ids: list[Int32s] = [NO_INTS] * num_slots  # logprob_token_ids
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan: slots given back, then admissions, then table deltas."""
+        """Take over the plan: slots given back, admissions, branches, then table deltas."""
         for slot in plan.retired.tolist():
             self._retire(slot)
         for admission in plan.admissions:
             self._admit(admission)
+        if len(plan.known_slots):
+            self.tokens.branch(plan.branch_from, plan.branch_to)
+            self.tokens.tokens[plan.known_slots, self.tokens.lengths[plan.known_slots] - 1] = (
+                plan.known_ids
+            )
         self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
 
     def append(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> None:
@@ -99,7 +104,8 @@ class SlotTables:
         self.frequency_penalty[slot] = sampling.frequency_penalty
         self.seeds[slot] = sampling.seed
         self.streams[slot] = admission.stream
-        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_logprobs[slot] = max(num_logprobs, admission.num_candidates or -1)
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self.has_listed[slot] = bool(sampling.logprob_token_ids)

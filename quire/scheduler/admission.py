@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.base.cache_use import CacheUse, Miss, MissReason
-from quire.base.records import Admission
 from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
@@ -21,6 +20,7 @@ from quire.scheduler.coming import ComingBlocks
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.fetches import Fetches
 from quire.scheduler.gate import Gate
+from quire.scheduler.groups import BeamGroups
 from quire.scheduler.placement import Placement, place
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption_tally import PreemptionTally
@@ -46,12 +46,14 @@ class Admissions:
         policy: Policy,
         tenants: TenantBooks,
         gates: Sequence[Gate],
+        groups: BeamGroups,
         *,
         fetches: Fetches,
         watermark: Watermark,
         tally: PreemptionTally,
         speed: SpeedEstimate,
     ) -> None:
+        self._groups = groups
         self._state = state
         self._cache = cache
         self._policy = policy
@@ -91,6 +93,7 @@ class Admissions:
         # What running requests need to compute all they know is spoken for.
         spoken_for = int(np.add.reduce(cache.blocks_short(active, state.goal[active])))
         rows: list[_Row] = []
+        started: list[int] = []  # slots of `rows`, and of beams that have no row yet
         try_again, blocked = False, floors_only
         held: set[str] = set()  # tenants whose turn has come, and who wait
         passed: Ticket | None = None  # a long one that lacks blocks and may still be passed
@@ -99,7 +102,7 @@ class Admissions:
             if budget.spent or (before is not None and self._policy.rank(ticket) >= before):
                 try_again = True
                 break
-            if not state.free_slots:
+            if len(state.free_slots) < ticket.num_slots:
                 break
             if passed is not None and passed.passed >= MAX_PASSED:
                 blocked = True
@@ -156,11 +159,15 @@ class Admissions:
             queue.remove(ticket)
             tenants.waits_no_more(ticket)
             end = placement.start + count
-            rows.append(
-                (self._start(draft, ticket, placement, end, now_ms), placement.start, count)
-            )
+            slot = self._start(draft, ticket, placement, end, now_ms)
+            rows.append((slot, placement.start, count))
+            started.append(slot)
             spoken_for += cache.blocks_for(known) - cache.blocks_for(end)
+            spoken_for += ticket.num_tail_blocks(cache)
+            if ticket.beams is not None:
+                started += self._groups.seat(ticket, draft)
         if rows:
+            state.activate(started)
             self._add_rows(draft, rows)
         return try_again
 
@@ -168,12 +175,12 @@ class Admissions:
         self, draft: PlanDraft, ticket: Ticket, placement: Placement, end: int, now_ms: float
     ) -> int:
         """A slot for `ticket`, with blocks for the tokens before `end`; returns the slot."""
-        cache, request = self._cache, ticket.request
+        cache = self._cache
         returned = ticket.was_admitted
         if ticket.had_computed:
             self._tally.returned(ticket, placement.start, self._speed)
         self._count_prefix(ticket, placement)
-        if request.explain_cache and not returned and placement.leader_slot is None:
+        if ticket.request.explain_cache and not returned and placement.leader_slot is None:
             ticket.cache_use = self._cache_use(ticket, placement)
         if not returned:
             ticket.first_scheduled_ms = now_ms
@@ -190,26 +197,12 @@ class Admissions:
         cache.extend(slot, end)
         self._fetches.forget(ticket)
         draft.add_deltas(cache.entries(slot))
-        draft.add_admission(
-            Admission(
-                slot=slot,
-                request_id=request.request_id,
-                stream=request.stream,
-                token_ids=ticket.token_ids,
-                num_prompt_tokens=ticket.num_prompt_tokens,
-                stop_ids=request.stop_ids,
-                sampling=request.sampling,
-                scores_from=ticket.num_scored if ticket.has_positions_to_score else None,
-                rules=request.rules,
-                mirostat_mu=ticket.mirostat_mu,
-            )
-        )
+        draft.add_admission(ticket.admission())
         return slot
 
     def _add_rows(self, draft: PlanDraft, rows: list[_Row]) -> None:
         """The newcomers run from this step on."""
         state = self._state
-        state.activate([slot for slot, _, _ in rows])
         slots, starts, counts = np.array(rows, np.int32).T.copy()
         index, ends = slots.astype(np.intp), starts + counts
         samples = state.schedule(index, ends, state.goal[index])

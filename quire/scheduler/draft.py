@@ -5,6 +5,8 @@ Collects rows, admissions, table entries and copies, and joins them once. Decide
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +20,25 @@ _NO_INDEX: Index = np.empty(0, np.intp)
 _Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Bools]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """Slots that take over others' tokens, the last tokens of slots, and blocks to copy.
+
+    slots: of all that run together and leave together. The others are as in StepPlan.
+    """
+
+    slots: frozenset[int]
+    copy_from: Int32s
+    copy_to: Int32s
+    sources: Int32s = field(default_factory=lambda: NO_INTS)
+    targets: Int32s = field(default_factory=lambda: NO_INTS)
+    known_slots: Int32s = field(default_factory=lambda: NO_INTS)
+    known_ids: Int32s = field(default_factory=lambda: NO_INTS)
+
+
+_NO_BRANCHES = Branches(slots=frozenset(), copy_from=NO_INTS, copy_to=NO_INTS)
+
+
 class PlanDraft:
     """An empty plan for `step`."""
 
@@ -28,11 +49,17 @@ class PlanDraft:
         self._copies: list[tuple[Int32s, Int32s]] = []
         self._rows: list[_Rows] = []
         self._tier_copies: BlockCopies | None = None
+        self._branches: list[Branches] = []
 
     @property
     def has_rows(self) -> bool:
         """Whether there is anything to compute."""
         return bool(self._rows)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do at all: branches and copies may go without rows."""
+        return not self._rows and not self._branches and self._tier_copies is None
 
     def add_rows(
         self,
@@ -63,14 +90,14 @@ class PlanDraft:
         """Blocks that leave for a tier or come from one."""
         self._tier_copies = copies
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do at all."""
-        return not self._rows and self._tier_copies is None
+    def add_branches(self, branches: Branches) -> None:
+        """A group of beams takes its seats. Left out at the end if it has left them by then."""
+        self._branches.append(branches)
 
     def finish(self, retired: list[int]) -> Flight:
         """The plan, ready to go out. `retired`: slots given back since the last one."""
         index, slots, starts, counts, ends, store_from, samples = self._joined_rows()
+        branched = self._branched(retired) if self._branches else _NO_BRANCHES
         deltas, copies = self._deltas, self._copies
         plan = StepPlan(
             step=self.step,
@@ -82,13 +109,31 @@ class PlanDraft:
             copy_from=_join([source for source, _ in copies]),
             copy_to=_join([target for _, target in copies]),
             tier_copies=self._tier_copies,
+            branch_from=branched.sources,
+            branch_to=branched.targets,
+            known_slots=branched.known_slots,
+            known_ids=branched.known_ids,
             slots=slots,
             starts=starts,
             counts=counts,
             store_from=store_from,
             samples=samples,
         )
-        return Flight(plan=plan, index=index, ends=ends)
+        return Flight(plan=plan, index=index, ends=ends, branched=branched.slots)
+
+    def _branched(self, retired: list[int]) -> Branches:
+        """All branches as one, their copies beside the others; without those that have left."""
+        branches = [one for one in self._branches if one.slots.isdisjoint(retired)]
+        self._copies += [(one.copy_from, one.copy_to) for one in branches]
+        return Branches(
+            slots=frozenset().union(*(one.slots for one in branches)),
+            copy_from=NO_INTS,
+            copy_to=NO_INTS,
+            sources=_join([one.sources for one in branches]),
+            targets=_join([one.targets for one in branches]),
+            known_slots=_join([one.known_slots for one in branches]),
+            known_ids=_join([one.known_ids for one in branches]),
+        )
 
     def _joined_rows(self) -> _Rows:
         if len(self._rows) == 1:

@@ -36,7 +36,8 @@ class Landing:
 class Flight:
     """`plan` is out since `began_ms`. index, ends: its slots as an index, and starts + counts.
 
-    left: slots whose request has left them since the plan was made.
+    left: slots whose request has left them since the plan was made. branched: slots that it gives
+    blocks of others, maybe without a row.
     """
 
     plan: StepPlan
@@ -44,11 +45,14 @@ class Flight:
     ends: Int32s
     began_ms: float = 0.0
     left: list[int] = field(default_factory=list)
+    branched: frozenset[int] = frozenset()
 
     def names(self, index: Index) -> Bools:
-        """Which of slots `index` the plan has a row for."""
-        marks = np.zeros(1 + int(max(self.index.max(initial=0), index.max())), np.bool_)
+        """Which of slots `index` the plan has a row for, or copies blocks for."""
+        most = max(self.index.max(initial=0), index.max(initial=0), *self.branched)
+        marks = np.zeros(1 + int(most), np.bool_)
         marks[self.index] = True
+        marks[list(self.branched)] = True
         named: Bools = marks[index]
         return named
 

@@ -23,8 +23,8 @@ class Placement:
 
     start is stored, but for a request whose known tokens are all there: its last token is
     computed again, without storing, because its logits are needed. num_new_blocks: what it
-    takes from the pool until all its known tokens are computed. places: where a tier goes on with
-    its chain after `match`; they could be fetched first.
+    takes from the pool until all its known tokens are computed, those of its beams too. places:
+    where a tier goes on with its chain after `match`; they could be fetched first.
     """
 
     start: int
@@ -38,7 +38,7 @@ class Placement:
 def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement:
     """The cheapest way to admit `ticket` now."""
     known = len(ticket.token_ids)
-    total_blocks = cache.blocks_for(known)
+    total_blocks = cache.blocks_for(known) + ticket.num_tail_blocks(cache)
     leader = ticket.leader
     if leader is not None and not ticket.was_admitted and prompt_is_computed(leader, state):
         copied = int(known % cache.block_size > 0)

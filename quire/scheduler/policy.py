@@ -93,6 +93,6 @@ class FirstCome:
     def victims(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Last served, first preempted; those that are nearly finished come after all others."""
         state, backwards = self._state, slots[::-1]
-        left_tokens = state.ceiling[backwards] - state.goal[backwards]
+        left_tokens = state.longest[backwards] - state.goal[backwards]
         nearly_finished = left_tokens <= NEARLY_FINISHED_TOKENS
         return backwards[np.argsort(nearly_finished, kind="stable")]

@@ -46,6 +46,7 @@ from quire.scheduler.draft import PlanDraft
 from quire.scheduler.fetches import Fetches
 from quire.scheduler.flight import Flight
 from quire.scheduler.gate import Gate, GroupGate, LengthGate
+from quire.scheduler.groups import BeamGroup, BeamGroups, beam_limit
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.move_cost import Choice, MoveCost
@@ -104,6 +105,7 @@ class Scheduler:
         self.speed = SpeedEstimate() if speed is None else speed
         self._state = RunningState(limits.max_num_seqs, limits.max_model_len)
         self._tenants = TenantBooks(tenants, self._state, cache)
+        self._beams = BeamGroups(self._state, cache, policy, self._tenants)
         moving = (
             MoveCost(self.speed, cache.block_size, block_ms=tier_block_ms, choice=bring_back)
             if cache.tiers is not None
@@ -122,6 +124,7 @@ class Scheduler:
             policy,
             self._tenants,
             all_gates,
+            self._beams,
             fetches=self._fetches,
             watermark=self._watermark,
             tally=self._tally,
@@ -174,6 +177,12 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self._tickets[request.request_id] = ticket
+        if request.sampling.use_beam_search:
+            first = self._beams.join(ticket)
+            if first is not None:
+                self._queue_time.note(first)
+                self._enqueue(first)
+            return
         leader = self._leaders.get(request.group_id)
         if leader is None:  # the first of its group
             self._leaders[request.group_id] = ticket
@@ -188,7 +197,9 @@ class Scheduler:
         ticket = self._tickets.get(request_id)
         if ticket is None:
             return None
-        if ticket.slot == NO_SLOT:
+        if ticket.beams is not None:
+            self._leave_beams(ticket, ticket.beams)
+        elif ticket.slot == NO_SLOT:
             self._queue.remove(ticket)
             self._tenants.waits_no_more(ticket)
             self._may_admit = True
@@ -205,6 +216,11 @@ class Scheduler:
         expired = []
         for ticket in self._queue_time.overdue(now_ms):
             if not ticket.alive:  # with its group
+                continue
+            if ticket.beams is not None:
+                streams = self._forget_beams(ticket.beams)
+                error = self._queue_time.error(ticket, now_ms, retry_after_s=None)
+                expired.append((tuple(one.request.request_id for one in streams), error))
                 continue
             leader = ticket.leader or ticket
             group = (leader, *leader.forks)
@@ -228,8 +244,11 @@ class Scheduler:
         self._tenants.changed()
         paused = self._keep_ceilings() if self._tenants.has_ceilings else []
         had_room, behind = True, NOBODY
+        if self._beams.running:
+            had_room = self._branch_beams(draft)
         if len(self._state.active):
-            had_room, behind = self._go_on(draft, budget, paused)
+            has_room, behind = self._go_on(draft, budget, paused)
+            had_room &= has_room
         if self._may_admit and len(self._queue):
             self._prompts.bound(budget, len(self._queue))
             before, admit = self._policy.rank(behind[0]) if behind else None, self._admissions.admit
@@ -289,8 +308,10 @@ class Scheduler:
             return make_outputs(result, entries, None, state.request_ids(index), [], [])
         plain = (~has_event).nonzero()[0]
         request_ids = state.request_ids(index[plain])
+        found = self._beams.take(index, has_event.nonzero()[0], result, entries, now_ms)
         events = self._events(index, lengths, stops, has_event, now_ms)
         ended = self._fail(landing.errors, plan) + self._end_scored(scored, now_ms)
+        ended += [output for group in found for output in self._end_beams(group, now_ms)]
         finished = [event.ticket for event in events if event.finish_reason is not None]
         for ticket in finished:
             num_tokens = int(state.tokens.lengths[ticket.slot]) - ticket.num_prompt_tokens
@@ -345,6 +366,7 @@ class Scheduler:
         """Contradictions in the books, in words; none if all agree. See CacheManager."""
         return [
             *self._state.problems(),
+            *self._beams.problems(),
             *self._tenants.problems(len(self._queue)),
             *self._cache.check_integrity(repair=repair),
         ]
@@ -358,11 +380,13 @@ class Scheduler:
                 param="request_id",
             )
         most = self._limits.max_num_seqs + self._limits.max_queued_requests
-        if request.sampling.n > most:
+        num_sequences = request.sampling.num_sequences
+        if num_sequences > most:
+            param = "n" if request.sampling.best_of is None else "best_of"
             raise InvalidParameter(
-                f"n is {request.sampling.n}; {self._limits.max_num_seqs} may run and "
+                f"{param} is {num_sequences}; {self._limits.max_num_seqs} may run and "
                 f"{self._limits.max_queued_requests} may wait here: at most {most} are allowed",
-                param="n",
+                param=param,
             )
         if prompt < 1:
             raise InvalidParameter(
@@ -394,7 +418,11 @@ class Scheduler:
                 "there must be room for at least one token",
                 param="max_tokens",
             )
-        return min(request.max_total_tokens, room, self._cache.num_tokens, most_tokens)
+        limit = min(request.max_total_tokens, room, self._cache.num_tokens, most_tokens)
+        if request.sampling.use_beam_search:
+            most_running = self._tenants.most_running(request)
+            return beam_limit(request, limit, most_running, most_tokens, self._cache.block_size)
+        return limit
 
     def _keep_ceilings(self) -> list[int]:
         """Preempt the last requests of tenants that have grown beyond their ceilings.
@@ -403,7 +431,9 @@ class Scheduler:
         """
         paused: list[int] = []
         for tenant, slots in self._tenants.above_ceilings():
-            for slot in self._policy.victims(slots[self._order_of(slots)][1:]).tolist():
+            served = slots[self._order_of(slots)]
+            served = served[self._beams.one_each(served)]
+            for slot in self._policy.victims(served[1:]).tolist():
                 if not self._tenants.is_above_ceiling(tenant):
                     break
                 if self._last_steps(np.array([slot]))[0]:
@@ -502,7 +532,9 @@ class Scheduler:
         order = self._order_of(index)
         in_prompts = state.scheduled[index[over]] < state.tokens.prompt_lengths[index[over]]
         why = Why.PROMPT if in_prompts.any() else Why.ANSWER
-        goes_on = np.empty(len(index), np.bool_)
+        self._beams.as_one(index, all_needs)
+        order = order[self._beams.one_each(index[order])]
+        goes_on = np.zeros(len(index), np.bool_)
         goes_on[order] = make_room(
             index[order],
             all_needs[order],
@@ -512,6 +544,7 @@ class Scheduler:
             in_flight=self._last_steps(index[order]) > 0,
             preempt=lambda slot: self._preempt(slot, why),
         )
+        self._beams.together(index, goes_on)
         return goes_on
 
     def _order_of(self, index: Index) -> Index:
@@ -519,6 +552,22 @@ class Scheduler:
         tickets = [self._state.ticket(slot) for slot in index.tolist()]
         keys = [(ticket.key, ticket.arrival) for ticket in tickets]
         return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
+
+    def _branch_beams(self, draft: PlanDraft) -> bool:
+        """Decided groups of beams take their seats; False if blocks ran out for one."""
+        had_room = True
+        for group in self._beams.to_branch():
+            need = self._beams.num_needed(group)
+            last = np.array(group.slots[-1:], np.intp)
+            may_branch = self._tenants.can_grow(last, np.array([need], np.int32))
+            if not may_branch:
+                had_room = False
+                index = self._state.active
+                row = (index == last).nonzero()[0]
+                may_branch = bool(self._make_room(index, row, np.array([need], np.int32))[row[0]])
+            if may_branch:
+                self._beams.branch(group, draft)
+        return had_room
 
     def _events(
         self, index: Index, lengths: Int32s, stops: Bools, has_event: Bools, now_ms: float
@@ -528,6 +577,8 @@ class Scheduler:
         for row in has_event.nonzero()[0].tolist():
             slot = int(index[row])
             ticket = self._state.ticket(slot)
+            if ticket.beams is not None:
+                continue
             if math.isnan(ticket.first_token_ms):
                 ticket.first_token_ms = now_ms
             ticket.last_token_ms = now_ms
@@ -544,7 +595,11 @@ class Scheduler:
         """End the requests of failed rows; their last outputs."""
         failed = [(self._state.ticket(int(plan.slots[e.row])), e.message) for e in errors]
         self._row_errors += len(failed)
+        groups = {ticket.beams: message for ticket, message in failed if ticket.beams is not None}
+        failed = [one for one in failed if one[0].beams is None]
         self._end_all([ticket for ticket, _ in failed])
+        for group, message in groups.items():
+            failed += [(stream, message) for stream in self._forget_beams(group)]
         return [t.output(finish_reason=FinishReason.ERROR, error=message) for t, message in failed]
 
     def _end_scored(self, tickets: list[Ticket], now_ms: float) -> list[RequestOutput]:
@@ -561,6 +616,9 @@ class Scheduler:
         is fetched from a tier."""
         state, index = self._state, np.array([slot], np.intp)
         ticket = state.ticket(slot)
+        if ticket.beams is not None:
+            self._preempt_beams(ticket.beams, why)
+            return
         _, moved = self._victims.return_ms(slot)
         if moved:
             self._cache.register(index, state.computed[index], state.tokens.tokens)
@@ -575,6 +633,45 @@ class Scheduler:
         ticket.num_preemptions += 1
         self._leave([slot])
         self._enqueue(ticket)
+
+    def _preempt_beams(self, group: BeamGroup, why: Why) -> None:
+        """A group goes as a whole, and is computed again; its first beam waits for all."""
+        slots, first = group.slots, group.members[0]
+        self._tally.preempted(why, moved=False)
+        self._watermark.preempted(self._step)
+        first.had_computed = int(self._state.computed[first.slot])
+        group.pack()
+        first.num_preemptions += 1
+        self._leave(slots)
+        self._beams.leave(group)
+        self._enqueue(first)
+
+    def _leave_beams(self, ticket: Ticket, group: BeamGroup) -> None:
+        """A stream that was told by `group` wants no more; the last of them ends it."""
+        group.streams.remove(ticket)
+        if not group.streams:
+            self._forget_beams(group)
+        ticket.alive = False
+        del self._tickets[ticket.request.request_id]
+
+    def _end_beams(self, group: BeamGroup, now_ms: float) -> list[RequestOutput]:
+        """A search is done; what its streams are told."""
+        outputs = self._beams.outputs(group, now_ms)
+        self._forget_beams(group)
+        return outputs
+
+    def _forget_beams(self, group: BeamGroup) -> list[Ticket]:
+        """A group is over, running or waiting; returns its streams."""
+        if group.slots:
+            self._leave(group.slots)
+        else:
+            self._queue.remove(group.members[0])
+            self._tenants.waits_no_more(group.members[0])
+        for stream in group.streams:
+            stream.alive = False
+            del self._tickets[stream.request.request_id]
+        self._may_admit = True
+        return self._beams.forget(group)
 
     def _enqueue(self, ticket: Ticket) -> None:
         least = self._limits.long_prompt_tokens
@@ -629,4 +726,6 @@ class Scheduler:
         steps = np.zeros(len(index), np.int64)
         for flight in self._flights:
             steps[flight.names(index)] = flight.plan.step
+        if self._beams.running:
+            self._beams.keep_together(index, steps, self._flights)
         return steps

@@ -38,6 +38,8 @@ class RunningState:
         # The last token a request may have needs no computing: goals stop at limit - 1. But a
         # request without output, which is there for its prompt's scores, has all of it computed.
         self.ceiling: Int32s = np.zeros(num_slots, np.int32)
+        # What the ceiling is in the end: that of a beam rises with each decision.
+        self.longest: Int32s = np.zeros(num_slots, np.int32)
         # Positions below lie in shared blocks and are never stored again.
         self.stored: Int32s = np.zeros(num_slots, np.int32)
         # Known length that is worth an event: the first token, then the limit.
@@ -84,7 +86,7 @@ class RunningState:
         self.tokens.admit(slot, ticket.token_ids, num_prompt_tokens)
         self.scheduled[slot] = self.computed[slot] = start
         self.goal[slot] = known
-        self.ceiling[slot] = max(ticket.limit - 1, num_prompt_tokens)
+        self.ceiling[slot] = self.longest[slot] = max(ticket.limit - 1, num_prompt_tokens)
         self._without_output[slot] = ticket.limit == num_prompt_tokens
         self.num_without_output += ticket.limit == num_prompt_tokens
         self._scored_until[slot] = num_prompt_tokens - 1 if ticket.has_positions_to_score else 0
@@ -107,6 +109,21 @@ class RunningState:
         """`slots`, all occupied since the last call, run from now on."""
         self._runs[slots] = True
         self._set_active(np.concatenate((self.active, np.array(slots, np.intp))))
+
+    def hold_at(self, slots: Sequence[int], known: int, *, computed: int) -> None:
+        """Each of `slots`, computed so far, goes on to `known` tokens and waits there.
+
+        For rows whose next token is not the worker's to choose; each result is an event.
+        """
+        self.scheduled[slots] = self.computed[slots] = computed
+        self.goal[slots] = self.ceiling[slots] = known
+        self.stored[slots] = np.maximum(self.stored[slots], computed)
+        self.next_event[slots] = 0
+
+    def runs(self, index: Index) -> Bools:
+        """Which of slots `index` are running."""
+        running: Bools = self._runs[index]
+        return running
 
     def schedule(self, index: Index, ends: Int32s, goals: Int32s) -> Bools:
         """Rows of slots `index` reach `ends` in the plan being made; returns which sample."""

@@ -89,6 +89,11 @@ class TenantBooks:
         """The most a request of that tenant can hold; InvalidParameter if it is not known."""
         return self._most_blocks[self._number_of(request)] * self._cache.block_size
 
+    def most_running(self, request: Request) -> int:
+        """How many requests of that tenant may run at once."""
+        one = self.limits[self._number_of(request)]
+        return min(one.max_running or len(self._state.tickets), len(self._state.tickets))
+
     def shown(self, request: Request) -> str:
         """What its tenant is called."""
         return self.limits[self._number_of(request)].shown
@@ -101,11 +106,13 @@ class TenantBooks:
         if one.max_queued is None:
             return
         most_running = one.max_running or len(self._state.tickets)
-        if request.sampling.n > one.max_queued + most_running:
+        if request.sampling.num_sequences > one.max_queued + most_running:
+            param = "n" if request.sampling.best_of is None else "best_of"
             raise InvalidParameter(
-                f"n is {request.sampling.n}; of tenant {one.shown} {most_running} requests may run "
-                f"and {one.max_queued} wait: at most {most_running + one.max_queued} are allowed",
-                param="n",
+                f"{param} is {request.sampling.num_sequences}; of tenant {one.shown} "
+                f"{most_running} requests may run and {one.max_queued} wait: at most "
+                f"{most_running + one.max_queued} are allowed",
+                param=param,
             )
         could_run = min(len(self._state.free_slots), max(most_running - self.running[number], 0))
         if self.waiting[number] >= one.max_queued + could_run:
@@ -146,7 +153,7 @@ class TenantBooks:
         """Whether as many of its tenant's requests run as may."""
         number = self._number_of(ticket.request)
         most = self.limits[number].max_running
-        return most is not None and self.running[number] >= most
+        return most is not None and self.running[number] + ticket.num_slots > most
 
     def passes_ceiling(self, ticket: Ticket, num_blocks: int) -> bool:
         """Whether its tenant may have `num_blocks` more."""

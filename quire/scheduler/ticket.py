@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from quire.base.errors import WorkerError
 from quire.base.records import (
     NO_FLOATS,
     NO_INTS,
+    Admission,
     FinishReason,
     PromptScores,
     Request,
@@ -25,6 +27,10 @@ from quire.base.records import (
     TokenLogprobs,
 )
 from quire.cache.chain import Chain
+from quire.cache.manager import CacheManager
+
+if TYPE_CHECKING:
+    from quire.scheduler.groups import BeamGroup
 
 NO_SLOT = -1
 
@@ -35,7 +41,8 @@ class Ticket:
 
     token_ids: all tokens known when it last entered the queue. limit: most tokens it may have.
     leader: who computes the prompt it shares, where it is a fork: stream 0 of its group, or an
-    heir. forks: whose leader it is, unless they have ended. mirostat_mu: where it stood when it
+    heir. forks: whose leader it is, unless they have ended. beams: the group it is a beam of, or
+    is told by. mirostat_mu: where it stood when it
     was preempted, None before its first token or without mirostat. chain: digests of token_ids,
     made once while it waits. key: the policy's, given when it entered the queue. is_long: whether
     its known tokens were many then. passed: how many went before it while blocks were short.
@@ -51,6 +58,7 @@ class Ticket:
     passed: int = 0
     leader: Ticket | None = None
     forks: list[Ticket] = field(default_factory=list)
+    beams: BeamGroup | None = None
     chain: Chain | None = None
     slot: int = NO_SLOT  # NO_SLOT: it waits
     alive: bool = True
@@ -73,6 +81,15 @@ class Ticket:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt; never changes."""
         return len(self.request.prompt_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots it takes when it is admitted: a group of beams has one each."""
+        return 1 if self.beams is None else self.beams.search.width
+
+    def num_tail_blocks(self, cache: CacheManager) -> int:
+        """Blocks for what it knows beside token_ids: the tails of other beams."""
+        return 0 if self.beams is None else self.beams.num_tail_blocks(cache)
 
     @property
     def scores_prompt(self) -> bool:
@@ -113,6 +130,23 @@ class Ticket:
             ranks=np.concatenate([part.ranks for part in parts]),
             top_ids=np.concatenate([part.top_ids for part in parts]),
             top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
+        )
+
+    def admission(self) -> Admission:
+        """What the worker is told when it has taken its slot."""
+        request = self.request
+        return Admission(
+            slot=self.slot,
+            request_id=request.request_id,
+            stream=request.stream,
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            stop_ids=request.stop_ids,
+            sampling=request.sampling,
+            scores_from=self.num_scored if self.has_positions_to_score else None,
+            rules=request.rules,
+            mirostat_mu=self.mirostat_mu,
+            num_candidates=0 if self.beams is None else self.beams.search.num_candidates,
         )
 
     def output(

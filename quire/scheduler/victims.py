@@ -58,7 +58,7 @@ class Victims:
 
     def _key(self, slot: int, horizon: int) -> tuple[float, ...]:
         state, ticket = self._state, self._state.ticket(slot)
-        left = int(state.ceiling[slot]) - int(state.computed[slot])
+        left = int(state.longest[slot]) - int(state.computed[slot])
         freed = self._cache.num_freed_by(slot)
         per_block_ms = self.return_ms(slot)[0] / min(freed, horizon) if freed else math.inf
         is_costly = math.inf if math.isinf(per_block_ms) else _doublings(per_block_ms)

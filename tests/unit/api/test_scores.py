@@ -223,7 +223,25 @@ def test_listed_ids_come_after_the_best_and_by_text() -> None:
         (COMPLETIONS, {"echo": True, "logprobs": 21}, "logprobs", "0 to 20"),
         (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "0 to 20"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
-        (COMPLETIONS, {"prompt_logprobs": 1, "n": 2, "best_of": 3}, "best_of", "not ranked"),
+        (COMPLETIONS, {"n": 2, "best_of": 1}, "best_of", "at least 2"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of", "leave stream out"),
+        (CHAT, {"best_of": 2, "stream": True}, "best_of", "leave stream out"),
+        (
+            COMPLETIONS,
+            {"echo": True, "logprobs": 0, "max_tokens": 0, "best_of": 2},
+            "best_of",
+            "cannot differ",
+        ),
+        (CHAT, {"use_beam_search": True, "temperature": 0.5}, "temperature", "not drawn"),
+        (CHAT, {"use_beam_search": True, "stop": "x"}, "stop", "stop_token_ids"),
+        (
+            COMPLETIONS,
+            {"use_beam_search": True, "repetition_penalty": 1.1},
+            "repetition_penalty",
+            "beams are compared",
+        ),
+        (COMPLETIONS, {"use_beam_search": True, "early_stopping": "x"}, "early_stopping", "never"),
+        (COMPLETIONS, {"length_penalty": 2.0}, "length_penalty", "set use_beam_search"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_by_name(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from quire.base.records import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
+from tests.unit.scheduler.beam_oracle import Wishes, beams
 
 VOCAB = 11
 UNWRITTEN = 0
@@ -57,6 +58,38 @@ def alone(request: Request, limit: int) -> list[int]:
             break
         digest = mix(digest, output[-1])
     return output
+
+
+def beam_logprobs(digest: int) -> list[float]:
+    """What stands for the log-probabilities of all tokens after such a history; all differ."""
+    return [
+        float(np.float32(-0.01 - (mix(digest, 1000 + token) >> 44) / 2**18))
+        for token in range(VOCAB)
+    ]
+
+
+def alone_beam(request: Request, limit: int) -> list[int] | None:
+    """The sequence that stream of a beam search is told; None for other requests."""
+    sampling, digest = request.sampling, 7
+    if not sampling.use_beam_search:
+        return None
+    for token_id in request.prompt_ids.tolist():
+        digest = mix(digest, token_id)
+
+    def logprobs_after(tokens: tuple[int, ...]) -> list[float]:
+        after = digest
+        for token_id in tokens:
+            after = mix(after, token_id)
+        return beam_logprobs(after)
+
+    wishes = Wishes(
+        width=sampling.num_sequences,
+        max_new=limit - len(request.prompt_ids),
+        length_penalty=sampling.length_penalty,
+        early_stopping=sampling.early_stopping,
+        stop_ids=request.stop_ids,
+    )
+    return list(beams(logprobs_after, wishes)[request.stream][1])
 
 
 def score(digest: int, token_id: int) -> int:
@@ -99,6 +132,7 @@ class FakeWorker:
         self.next_step += 1
         self._apply(plan)
         token_counts, token_ids, errors = [], [], []
+        tops: list[tuple[list[int], list[float]]] = []
         scores: list[list[int]] = []
         for row, slot in enumerate(plan.slots.tolist()):
             start, count = int(plan.starts[row]), int(plan.counts[row])
@@ -110,6 +144,7 @@ class FakeWorker:
                 token_id = next_token(digest, admission.sampling, admission.stream)
                 self._append(slot, start + count, token_id)
                 token_ids.append(token_id)
+                tops.append(_top(digest, admission.num_candidates))
                 token_counts.append(1)
                 continue
             token_counts.append(0)
@@ -119,6 +154,7 @@ class FakeWorker:
             step=plan.step,
             token_counts=np.array(token_counts, np.int32),
             token_ids=np.array(token_ids, np.int32),
+            **_top_arrays(tops),
             score_counts=np.array([len(of_row) for of_row in scores], np.int32),
             scores=_as_record([one for of_row in scores for one in of_row]),
             errors=tuple(errors),
@@ -147,6 +183,9 @@ class FakeWorker:
             self.admitted[admission.slot] = admission
             self.failed.discard(admission.slot)
             self.tokens.admit(admission.slot, admission.token_ids, admission.num_prompt_tokens)
+        self.tokens.branch(plan.branch_from, plan.branch_to)
+        for slot, token_id in zip(plan.known_slots.tolist(), plan.known_ids.tolist(), strict=True):
+            self.tokens.tokens[slot, self.tokens.lengths[slot] - 1] = token_id
         self.tables[plan.table_slots, plan.table_columns] = plan.table_blocks
         if not self.copies_blocks:
             return
@@ -205,6 +244,21 @@ class FakeWorker:
         self.tokens.lengths[slot] = length + 1
 
 
+def _top(digest: int, count: int) -> tuple[list[int], list[float]]:
+    logprobs = beam_logprobs(digest)
+    best = sorted(range(VOCAB), key=lambda token: -logprobs[token])[:count]
+    return best, [logprobs[token] for token in best]
+
+
+def _top_arrays(tops: list[tuple[list[int], list[float]]]) -> dict[str, Any]:
+    width = max((len(ids) for ids, _ in tops), default=0)
+    ids = np.full((len(tops), width), -1, np.int32)
+    logprobs = np.full((len(tops), width), np.nan, np.float32)
+    for row, (best, theirs) in enumerate(tops):
+        ids[row, : len(best)], logprobs[row, : len(best)] = best, theirs
+    return {"top_ids": ids, "top_logprobs": logprobs}
+
+
 def _as_record(ranks: list[int]) -> PromptScores | None:
     """Scores as a worker tells them; the numbers are in the ranks."""
     if not ranks:
@@ -236,6 +290,7 @@ def make_request(
     ttft_slo_ms: float | None = None,
     tpot_slo_ms: float | None = None,
     explain_cache: bool = False,
+    **sampling: Any,
 ) -> Request:
     """A request as the engine would make it."""
     return Request(
@@ -247,6 +302,7 @@ def make_request(
             seed=seed,
             max_tokens=0 if max_tokens == 0 and prompt_logprobs is not None else None,
             prompt_logprobs=prompt_logprobs,
+            **sampling,
         ),
         stop_ids=stop_ids,
         max_total_tokens=len(prompt) + max_tokens,

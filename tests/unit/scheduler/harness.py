@@ -15,7 +15,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tenants import TenantLimits
-from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_scores
+from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_beam, alone_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +154,19 @@ class Harness:
 
     def limit(self, request: Request) -> int:
         """The most tokens a request can have here."""
-        pool_tokens = self.setup.num_blocks * self.setup.block_size
-        most_tokens = self.scheduler._tenants.most_tokens(request)
-        return min(request.max_total_tokens, self.setup.max_model_len, pool_tokens, most_tokens)
+        size = self.setup.block_size
+        pool_tokens = self.setup.num_blocks * size
+        most_tokens = min(pool_tokens, self.scheduler._tenants.most_tokens(request))
+        limit = min(request.max_total_tokens, self.setup.max_model_len, most_tokens)
+        if not request.sampling.use_beam_search:
+            return limit
+        width, shared = request.sampling.num_sequences, len(request.prompt_ids) // size
+        return min(limit, (shared + (most_tokens // size - shared - width + 1) // width) * size)
+
+    def alone(self, request: Request) -> list[int]:
+        """The tokens of `request` when nothing else runs."""
+        limit = self.limit(request)
+        return alone_beam(request, limit) or alone(request, limit)
 
     def check(self) -> None:
         """What must hold at every moment."""
@@ -168,7 +178,8 @@ class Harness:
         setup = self.setup
         assert plan.num_tokens <= setup.max_num_batched_tokens
         assert len(plan.slots) <= setup.max_num_seqs
-        assert len(set(plan.slots.tolist())) == len(plan.slots) > 0
+        assert len(set(plan.slots.tolist())) == len(plan.slots)
+        assert len(plan.slots) > 0 or self.scheduler._beams._groups
         assert (plan.counts > 0).all()
         assert (plan.store_from >= plan.starts).all()
         for block in self._written_blocks(plan):
@@ -214,7 +225,7 @@ class Harness:
         """What must hold when everything has ended: right tokens, right reasons, no leaks."""
         assert self.ends.keys() == self.requests.keys()
         for name, request in self.requests.items():
-            expected = alone(request, self.limit(request))
+            expected = self.alone(request)
             reason = self.ends[name].finish_reason
             if reason in (FinishReason.ABORT, FinishReason.ERROR):
                 assert self.tokens[name] == expected[: len(self.tokens[name])]

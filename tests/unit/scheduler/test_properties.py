@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,18 @@ class LastCome(FirstCome):
         return slots
 
 
-PARTS = ("preemption", "prefix", "chunk", "fork", "error", "two_out", "score", "score_on")
+PARTS = (
+    "preemption",
+    "prefix",
+    "chunk",
+    "fork",
+    "error",
+    "two_out",
+    "score",
+    "score_on",
+    "beams",
+    "moved",
+)
 POLICIES = (  # put a new policy here
     FirstCome,
     FirstCome,
@@ -112,16 +124,21 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
     asked = Random(f"asked {name} {prompt}")
     prompt_logprobs = scoring.choice([None, None, 0, 1])
     num_streams = random.choice([1, 1, 1, 2, 4])
+    of_beams = Random(f"beams {name} {prompt}")
+    beams = draw_beams(of_beams, harness.setup.max_num_seqs)
+    num_streams = beams.get("n", num_streams)
     scores_only = prompt_logprobs is not None and num_streams == 1 and scoring.random() < 0.3
+    scores_only = scores_only and not beams
+    max_tokens = of_beams.randrange(1, 40)
     for stream in range(num_streams):
         request = make_request(
             f"{name}.{stream}",
             prompt,
-            max_tokens=0 if scores_only else random.randrange(1, 40),
+            max_tokens=0 if scores_only else max_tokens if beams else random.randrange(1, 40),
             seed=random.randrange(100),
             group=name,
             stream=stream,
-            stop_ids=random.choice([(), (), (3,), (1, 2)]),
+            stop_ids=(2, 3) if beams else random.choice([(), (), (3,), (1, 2)]),
             salt=random.choice(["", "", "tenant"]),
             prompt_logprobs=prompt_logprobs,
             arrival_ms=harness.now_ms,
@@ -129,6 +146,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             priority=asked.choice([0, 0, -2, 5]),
             ttft_slo_ms=asked.choice([None, 20.0, 100_000.0]),
             tpot_slo_ms=asked.choice([None, 0.1, 3.0]),
+            **beams,
         )
         if len(prompt) + (not scores_only) > harness.limit(
             replace(request, max_total_tokens=1_000)
@@ -137,6 +155,24 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
                 harness.scheduler.add(request)
             return
         harness.add(request)
+
+
+def draw_beams(random: Random, max_num_seqs: int) -> dict[str, Any]:
+    """Mostly none; the sampling fields of beams, and the stop ids all their streams have."""
+    if random.random() < 0.7:
+        return {}
+    n = random.choice([1, 2, 4])
+    best_of = n + random.choice([0, 0, 1, 2])
+    if best_of > max_num_seqs:
+        return {}
+    return {
+        "n": n,
+        "best_of": best_of,
+        "use_beam_search": True,
+        "temperature": 0.0,
+        "length_penalty": random.choice([0.0, 1.0, 1.5]),
+        "early_stopping": random.choice([True, False, "never"]),
+    }
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -161,6 +197,12 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
         met["two_out"] += harness.most_out > 1
         admissions = [one for plan in harness.plans for one in plan.admissions]
         met["score"] += any(one.scores_from == 0 for one in admissions)
+        beams = [one.sampling.use_beam_search for one in harness.requests.values()]
+        met["beams"] += any(beams)
+        met["moved"] += any(
+            one.num_preemptions and harness.requests[name].sampling.use_beam_search
+            for name, one in harness.ends.items()
+        )
         met["score_on"] += any(one.scores_from for one in admissions)
     print({name: f"{count / cases:.0%}" for name, count in met.items()})
     assert met["preemption"] >= 0.4 * cases
