@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError, WeightsError
 from quire.base.gguf_file import GgufFile, GgufTensor
+from quire.base.gguf_open import open_gguf
 
 SUFFIX = ".gguf"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -86,7 +87,7 @@ def _first_part(path: Path) -> Path:
 
 
 def _open_parts(path: Path) -> list[GgufFile]:
-    first = GgufFile(path)
+    first = open_gguf(path)
     part = _PART.fullmatch(path.name)
     said = max(1, _whole(first, COUNT, 1))
     named = int(part["count"]) if part else 1
@@ -102,7 +103,7 @@ def _open_parts(path: Path) -> list[GgufFile]:
         other = path.with_name(f"{part['stem']}-{number:05d}-of-{part['count']}{SUFFIX}")
         if not other.is_file():
             raise WeightsError(f"{path}: part {other.name} of {said} is missing; fetch it")
-        files.append(GgufFile(other))
+        files.append(open_gguf(other))
     for index, file in enumerate(files):
         found, count = _whole(file, NUMBER, -1), _whole(file, COUNT, -1)
         if (found, count) != (index, said):

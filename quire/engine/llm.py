@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast
 from quire.base.cache_use import CacheUse
 from quire.base.clock import Clock
 from quire.base.errors import InvalidParameter
+from quire.base.gguf_open import gguf_read_once
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import MAX_N, SamplingParams
 from quire.base.show import show
@@ -135,8 +136,9 @@ class LLM:
         self._fault: Fault | None = None
         self._streams: OpenStreams[_Job] = OpenStreams()
         try:
-            self._text = load_text_side(config.model)
-            ready = self._until_ready()
+            with gguf_read_once():  # by the engine's thread too
+                self._text = load_text_side(config.model)
+                ready = self._until_ready()
         except BaseException:
             self._engine.end()
             raise

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire import _native
 from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.gguf_open import gguf_read_once
 from quire.base.show import show
 from quire.config.groups import ModelConfig
 from quire.engine.model_files import model_folder
@@ -41,8 +42,9 @@ def load_text_side(config: ModelConfig) -> TextSide:
     chat_template names no template. One of the model's own that cannot be used is kept and
     refuses (ChatTemplate.problems): the model can do without."""
     folder = model_folder(config)
-    tokenizer = Tokenizer.load(folder, vocab_size=open_model(folder).vocab_size)
-    template = ChatTemplate.load(folder, tokenizer, chosen=config.chat_template)
+    with gguf_read_once():
+        tokenizer = Tokenizer.load(folder, vocab_size=open_model(folder).vocab_size)
+        template = ChatTemplate.load(folder, tokenizer, chosen=config.chat_template)
     # A large tokenizer's file is many times what stays of it.
     _native.give_back_freed_memory()
     return TextSide(tokenizer=tokenizer, template=template)

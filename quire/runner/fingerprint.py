@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from quire.base.gguf_file import GgufFile
 from quire.base.gguf_model import find_gguf
+from quire.base.gguf_open import open_gguf
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
@@ -58,7 +58,7 @@ def files_digest(folder: Path) -> str:
     """Names, sizes and bytes of those of FILES that are there; all before a GGUF file's tensors."""
     digest = hashlib.blake2b(digest_size=16)
     if (gguf := find_gguf(folder)) is not None:
-        digest.update(GgufFile(gguf).header())
+        digest.update(open_gguf(gguf).header())
         return digest.hexdigest()
     for pattern in FILES:
         for path in sorted(folder.glob(pattern)):

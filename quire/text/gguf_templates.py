@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.base.errors import TokenizerError
-from quire.base.gguf_file import GgufFile
+from quire.base.gguf_open import open_gguf
 from quire.base.show import show
 
 DEFAULT = "default"
@@ -19,7 +19,7 @@ _KEY = "tokenizer.chat_template"
 def read_gguf_templates(file: Path) -> dict[str, str]:
     """Templates by name; empty where the file has none. Raises TokenizerError, WeightsError."""
     sources: dict[str, str] = {}
-    for key, value in GgufFile(file).metadata.items():
+    for key, value in open_gguf(file).metadata.items():
         if key != _KEY and not key.startswith(f"{_KEY}."):
             continue
         if not isinstance(value, str):

@@ -19,7 +19,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from quire.base.errors import TokenizerError
-from quire.base.gguf_file import GgufArray, GgufFile
+from quire.base.gguf_file import GgufArray
+from quire.base.gguf_open import open_gguf
 from quire.base.show import show
 from quire.text.byte_alphabet import stand_ins
 from quire.text.gguf_splits import SPLITS, Split
@@ -68,7 +69,7 @@ def read_gguf_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any
 
     Raises TokenizerError for what cannot be read exactly, WeightsError for a corrupt file.
     """
-    metadata = GgufFile(file).metadata
+    metadata = open_gguf(file).metadata
     model = metadata.get(f"{_KEY}model")
     if model not in ("llama", "gpt2"):
         raise TokenizerError(

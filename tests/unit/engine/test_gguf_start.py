@@ -1,0 +1,74 @@
+"""A start from GGUF walks through the file's metadata once, however many parts of it read some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.base import gguf_open
+from quire.base.clock import Clock
+from quire.base.gguf_file import GgufFile
+from quire.base.gguf_open import gguf_read_once, open_gguf
+from quire.config.flags import engine_config
+from quire.engine.assemble import assemble
+from quire.engine.llm import LLM
+from quire.engine.text_side import load_text_side
+from tests.gguf_convert import write_gguf_of
+from tests.tiny_models import write_tiny_llama
+
+SMALL = {"threads": 1, "kv_cache_memory": "16MiB"}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were parsed, in order."""
+    paths = []
+
+    class Counted(GgufFile):
+        def __init__(self, path: Path) -> None:
+            paths.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf_open, "GgufFile", Counted)
+    return paths
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf_of(write_tiny_llama(tmp_path / "ck"), tmp_path / "m.gguf")
+
+
+def _engine(file: Path) -> None:
+    config = engine_config({"model": str(file), **SMALL})
+    assemble(config, clock=Clock(), report=lambda *_, **__: None).core.runner.close()
+
+
+def _text_side(file: Path) -> None:
+    load_text_side(engine_config({"model": str(file)}).model)
+
+
+def _llm(file: Path) -> None:
+    LLM(file, **SMALL).close()
+
+
+@pytest.mark.parametrize("start", [_engine, _text_side, _llm])
+def test_a_start_parses_the_file_once(
+    start: Callable[[Path], None], file: Path, parsed: list[Path]
+) -> None:
+    start(file)
+    assert parsed == [file]
+    start(file)
+    assert parsed == [file, file]  # a later start may find another file there
+
+
+def test_files_are_kept_until_the_last_block_ends(file: Path, parsed: list[Path]) -> None:
+    assert open_gguf(file) is not open_gguf(file)
+    with gguf_read_once():
+        first = open_gguf(file)
+        with gguf_read_once():
+            assert open_gguf(file) is first
+        assert open_gguf(file) is first
+    assert open_gguf(file) is not first
+    assert len(parsed) == 4
