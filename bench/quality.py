@@ -49,12 +49,15 @@ class Setting:
     scheme: str = "none"
     head: str = "auto"
     kv_cache_dtype: str = "auto"
+    keep: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         head = "" if self.head == "auto" else f" head {self.head}"
         kept = "" if self.kv_cache_dtype == "auto" else f" KV {self.kv_cache_dtype}"
-        return f"{self.scheme if self.scheme != 'none' else 'plain'}{head}{kept}, {self.dtype}"
+        rules = "".join(f" {rule}" for rule in self.keep)
+        scheme = self.scheme if self.scheme != "none" else "plain"
+        return f"{scheme}{head}{kept}{rules}, {self.dtype}"
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -69,7 +72,7 @@ def next_logprobs(
 ) -> tuple[str, Iterator[NDArray[np.float64]]]:
     """What the precision is called, and of each text log-probabilities [tokens - 1, vocab]."""
     plain = build_program(open_model(folder), dtype=setting.dtype, max_positions=STORY_TOKENS + 1)
-    program = quantize(plain, setting.scheme, head=setting.head)
+    program = quantize(plain, setting.scheme, head=setting.head, keep=setting.keep)
     program = with_kv_cache_dtype(program, setting.kv_cache_dtype)
     executor = NativeExecutor(
         program,

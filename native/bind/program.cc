@@ -148,6 +148,9 @@ void bind_weight(nb::module_& module) {
         .def_prop_ro("rows", &quire::Weight::rows)
         .def_prop_ro("columns", &quire::Weight::columns)
         .def_prop_ro("num_bytes", &quire::Weight::bytes)
+        .def_prop_ro("coarse_rows", &quire::Weight::coarse_rows,
+                     "Rows it was filled with that 8 bits are too coarse for: see "
+                     "quire/quant/int_weights.py.")
         .def_prop_ro("packed", &packed_of, "All bytes as they lie, a read-only view.");
     module.attr("PACKED_LAYOUT") = quire::kPackedLayout;
 }

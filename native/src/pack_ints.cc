@@ -18,6 +18,8 @@ constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kHuge = 0x5d800000;  // 2^60: errors are squared
 constexpr int kClips = 12;  // ratios tried: the largest magnitude becomes -7 - 0.3125 i steps
 constexpr int kShares = 8;  // of the range tried: 1 - i / 32
+// Steps of its integers that a row's elements must have on average: see quire/quant/int_weights.py.
+constexpr float kFewestSteps = 2.3f;
 
 struct Lanes {
     alignas(64) float v[kIntLanes];
@@ -40,14 +42,22 @@ QUIRE_VEC void store_lanes(char* to, const uint32_t* words, const PackIntsArgs& 
 
 void pack8(const PackIntsArgs& args) {
     Lanes scales, inverses;
+    Lanes sums, counts_of;                  // of magnitudes that are not zero
     alignas(64) int32_t finite[kIntLanes];  // all bits, or none
     for (int j = 0; j < kVecs; ++j) {
         Ints most = set1_int(0);
+        Vec sum = zero(), count = zero();
         for (int64_t k = 0; k < args.k; ++k) {
-            most = max(most, magnitude_bits(load(args.values + k * kIntLanes + j * kLanes)));
+            const Vec x = load(args.values + k * kIntLanes + j * kLanes);
+            most = max(most, magnitude_bits(x));
+            sum = add(sum, abs(x));
+            count = add(count, select_less(zero(), abs(x), set1(1.0f), zero()));
         }
         store_ints(finite + j * kLanes, most);
+        store(sums.v + j * kLanes, sum);
+        store(counts_of.v + j * kLanes, count);
     }
+    int64_t coarse = 0;
     for (int lane = 0; lane < kIntLanes; ++lane) {
         float largest;
         __builtin_memcpy(&largest, &finite[lane], 4);
@@ -56,8 +66,11 @@ void pack8(const PackIntsArgs& args) {
                          : finite[lane] < kInfinity ? 0.0f
                                                     : __builtin_nanf("");
         inverses.v[lane] = counts ? 127.0f / largest : 0.0f;
+        coarse += lane >= args.low && lane < args.high && counts &&
+                  sums.v[lane] * inverses.v[lane] < kFewestSteps * counts_of.v[lane];
         finite[lane] = finite[lane] < kInfinity ? -1 : 0;
     }
+    if (coarse != 0) __atomic_fetch_add(args.coarse_rows, coarse, __ATOMIC_RELAXED);
     const int64_t quads = int_steps(args.k) * (kIntStep / 4);
     alignas(64) uint32_t words[kIntLanes];
     for (int64_t quad = 0; quad < quads; ++quad) {

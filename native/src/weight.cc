@@ -219,8 +219,8 @@ void fill_panels(Pool& pool, Content* content, char* data, Type type, int64_t fi
 // As fill_panels, for a matrix of integers: a panel's rows are widened to f32 and turned in the
 // thread's scratch, then quantized.
 template <class Read>
-void fill_ints(Pool& pool, Content* content, char* data, const IntScheme& scheme, int64_t first,
-               int64_t count, int64_t columns, Read read) {
+void fill_ints(Pool& pool, Content* content, char* data, const IntScheme& scheme,
+               int64_t* coarse_rows, int64_t first, int64_t count, int64_t columns, Read read) {
     const int64_t bytes = int_panel_bytes(columns, scheme);
     const int64_t first_panel = first / kIntLanes;
     const int64_t panels = (first + count - 1) / kIntLanes - first_panel + 1;
@@ -242,7 +242,8 @@ void fill_ints(Pool& pool, Content* content, char* data, const IntScheme& scheme
                 }
                 turn_rows(read, low - first, high - low, columns, turned + low - start);
                 pool.kernels().pack_ints(
-                    {turned, columns, scheme, data + p * bytes, low - start, high - start});
+                    {turned, columns, scheme, data + p * bytes, low - start, high - start,
+                     coarse_rows});
             }
         }
     });
@@ -315,8 +316,8 @@ void Weight::fill(Pool& pool, int64_t first, int64_t count, const SourceRows& so
         using T = std::remove_pointer_t<decltype(element)>;
         if (has_ints()) {
             if constexpr (sizeof(T) == 4) {
-                fill_ints(pool, source.content, memory_.data(), ints_, first, count, columns_,
-                          read);
+                fill_ints(pool, source.content, memory_.data(), ints_, &coarse_rows_, first, count,
+                          columns_, read);
             }
         } else if (form_ == Form::matrix) {
             fill_panels<T>(pool, source.content, memory_.data(), type_, first, count, columns_, read);

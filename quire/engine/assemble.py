@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quire.base.clock import Clock
+from quire.base.gguf_open import gguf_read_once
 from quire.base.log import Log
 from quire.base.report import Report
 from quire.config.groups import EngineConfig, ExecutorConfig
@@ -26,6 +27,7 @@ from quire.engine.core import EngineCore, Runner
 from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
+from quire.engine.precision import warn_of_coarse
 from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.tier import buffer_bytes, open_tier
@@ -70,7 +72,7 @@ def assemble(
     `report` is told what goes wrong later without ending the engine. `beat` is called
     about once a second during a long step, in a thread of its own, with the operations done.
     """
-    with ExitStack() as undo:
+    with gguf_read_once(), ExitStack() as undo:
         record = None
         if config.executor.record_plans is not None:  # found out early: packing may take minutes
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
@@ -121,6 +123,7 @@ def _assembled(
         progress=progress,
         pack_cache=cache_of_weights,
     )
+    warn_of_coarse(Log("engine"), program, executor.coarse_rows)
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
     limits = scheduler_limits(
         config.scheduler,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quire.base.errors import SettingError
+from quire.base.log import Log
 from quire.program.ops import WeightForm
 from quire.program.program import Program
 from quire.program.quantize import AUTO, quantize
@@ -20,6 +21,9 @@ from quire.weights.checkpoint import Checkpoint
 # whose error is small beside what their own rounding lost. docs/gguf.md has the numbers.
 FOUR_BITS = "Q4_0"
 MOST_ALIKE: Mapping[bool, str] = {True: "int4-g32", False: "int8"}
+# Share of a weight's rows that 8 bits may be too coarse for before it is worth a warning.
+MOST_COARSE_ROWS = 0.01
+MOST_NAMED = 6
 
 
 def with_precision(
@@ -57,6 +61,27 @@ def with_precision(
             "and --keep out, let them say none, or take the model's original checkpoint"
         )
     return made
+
+
+def warn_of_coarse(log: Log, program: Program, coarse_rows: Mapping[str, int]) -> None:
+    """Say which weights 8 bits break, and the setting that keeps these in their own precision.
+
+    coarse_rows: as executors count them. A few such rows are usual and cost little.
+    """
+    names = [
+        name
+        for name, count in coarse_rows.items()
+        if count > MOST_COARSE_ROWS * program.weights[name].rows
+    ]
+    if not names:
+        return
+    shown = [f"{name} ({coarse_rows[name]} of {program.weights[name].rows} rows)" for name in names]
+    more = len(names) - MOST_NAMED
+    log.warning(
+        "8 bits are too coarse for some weights: a few elements dwarf the others of their rows",
+        weights=", ".join(shown[:MOST_NAMED]) + (f" and {more} more" if more > 0 else ""),
+        instead=" ".join(f"--keep {name}=none" for name in names[:MOST_NAMED]),
+    )
 
 
 def _types_of_products(program: Program, checkpoint: Checkpoint) -> dict[str, set[str]]:

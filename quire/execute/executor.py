@@ -68,6 +68,8 @@ class Executor(Protocol):
     name: str  # "native", "reference"
     recipe: str  # instruction set or equivalent; part of the fingerprint
     weights_digest: str  # of every byte of the weights (quire.weights.content)
+    # Weights in 8 bits, and how many of their rows these are too coarse for (quire.quant).
+    coarse_rows: Mapping[str, int]
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool (zero-filled). Raises CapacityError where memory does not suffice."""

@@ -91,16 +91,17 @@ class NativeExecutor:
         }
         try:
             self._native = _place_buffers(program, max_rows, self.pool)
-            weights, self.weights_digest = load(program, binding, self.pool, progress, pack_cache)
+            packed = load(program, binding, self.pool, progress, pack_cache)
         except MemoryError as error:
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
                 f"{max_tokens} tokens do not fit into memory; lower max_num_batched_tokens or "
                 "take a smaller model"
             ) from error
+        self.weights_digest, self.coarse_rows = packed.digest, packed.coarse_rows
         for segment in SEGMENTS:
             self._native.add_segment(
-                [_native_op(op, weights) for op in program.segments.get(segment, ())]
+                [_native_op(op, packed.weights) for op in program.segments.get(segment, ())]
             )
         self._native.set_poison(poison)
         self._pool_bytes = _NO_POOL

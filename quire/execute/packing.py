@@ -9,8 +9,8 @@ of threads, so a file serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,15 @@ from quire.weights.pack_cache import (
     stamp_of,
 )
 
-Weights = dict[str, _native.Weight]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """All weights, the digest of what they were made of, and by name the rows that 8 bits are too
+    coarse for (quire/quant/int_weights.py)."""
+
+    weights: Mapping[str, _native.Weight]
+    digest: str
+    coarse_rows: Mapping[str, int]
 
 
 def load(
@@ -40,9 +48,8 @@ def load(
     pool: _native.Pool,
     progress: Progress | None,
     cache: PackCache | None,
-) -> tuple[Weights, str]:
-    """All weights, and the digest of what they were made of. With a cache its file is mapped, or
-    made where it cannot be used."""
+) -> Packed:
+    """All weights. With a cache its file is mapped, or made where it cannot be used."""
     if cache is None:
         return pack(program, binding, pool, progress)
     recipe = _recipe(program, binding.checkpoint.path)
@@ -58,9 +65,9 @@ def load(
         return found
     writer = _Keeper(cache, path, recipe, program, binding)
     try:
-        weights, digest = pack(program, binding, pool, progress, writer)
-        writer.finish(digest)
-        return weights, digest
+        packed = pack(program, binding, pool, progress, writer)
+        writer.finish(packed)
+        return packed
     finally:
         writer.end()
 
@@ -92,11 +99,11 @@ class _Keeper:
             except OSError as error:
                 self._give_up(error)
 
-    def finish(self, weights_digest: str) -> None:
+    def finish(self, packed: Packed) -> None:
         """All weights were added."""
         if self._writer is not None:
             try:
-                self._writer.finish(weights_digest)
+                self._writer.finish(packed.digest, packed.coarse_rows)
                 self._cache.log.event(
                     "packed weights are kept",
                     file=str(self._path),
@@ -128,7 +135,7 @@ def _mapped(
     binding: Binding,
     pool: _native.Pool,
     progress: Progress | None,
-) -> tuple[Weights, str]:
+) -> Packed:
     """The weights where they lie in a file."""
     total, done = program.weight_bytes, 0
 
@@ -153,7 +160,7 @@ def _mapped(
         name: _native.Weight(*_shape(weight), found.weights[name])
         for name, weight in program.weights.items()
     }
-    return weights, found.weights_digest
+    return Packed(weights=weights, digest=found.weights_digest, coarse_rows=found.coarse_rows)
 
 
 def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -> str:
@@ -179,9 +186,9 @@ def pack(
     pool: _native.Pool,
     progress: Progress | None,
     keeper: _Keeper | None = None,
-) -> tuple[Weights, str]:
+) -> Packed:
     """All weights in the kernels' layout; source pages are dropped after each tensor."""
-    packed: Weights = {}
+    packed: dict[str, _native.Weight] = {}
     digest = WeightsDigest()
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
@@ -210,7 +217,8 @@ def pack(
                 progress(done, total)
         if keeper is not None:
             keeper.add(name, native, pool)
-    return packed, digest.hexdigest()
+    coarse = {name: native.coarse_rows for name, native in packed.items() if native.coarse_rows}
+    return Packed(weights=packed, digest=digest.hexdigest(), coarse_rows=coarse)
 
 
 def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:

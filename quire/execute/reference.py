@@ -23,7 +23,7 @@ from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
 from quire.program.program import Program
-from quire.quant.int_weights import IntMatrix, quantize_matrix
+from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.reference import choose
 from quire.sampling.scoring import ScoreBatch, Scores, score
@@ -73,7 +73,9 @@ class ReferenceExecutor:
             Rows.SEQUENCES: max_sequences,
         }
         digest = WeightsDigest()
-        self._weights, self._ints = _load(program, binding, digest, progress)
+        coarse: dict[str, int] = {}
+        self._weights, self._ints = _load(program, binding, digest, coarse, progress)
+        self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._buffers = [
@@ -326,7 +328,11 @@ RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] 
 
 
 def _load(
-    program: Program, binding: Binding, digest: WeightsDigest, progress: Progress | None
+    program: Program,
+    binding: Binding,
+    digest: WeightsDigest,
+    coarse: dict[str, int],
+    progress: Progress | None,
 ) -> tuple[dict[str, Float32s], dict[str, IntMatrix]]:
     """Weights in float32, [rows, columns] or [rows] of a vector; and those of integers."""
     loaded: dict[str, Float32s] = {}
@@ -338,6 +344,8 @@ def _load(
             loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
         else:
             ints[name] = quantize_matrix(values, weight.ints)
+            if weight.ints.bits == 8 and (count := coarse_rows(values)):
+                coarse[name] = count
         done += weight.num_bytes
         if progress is not None:
             progress(done, total)

@@ -22,6 +22,10 @@ from quire.quant.scheme import Scheme
 Float32s = NDArray[np.float32]
 
 HUGE = np.float32(2.0**60)
+# A row's elements should be so many steps of its integers on average: with fewer the rounding is
+# more than a tenth of a usual element (for a normal distribution), which is more than int4 with
+# groups of 32 loses. Normally they are some 30 steps.
+FEWEST_STEPS = np.float32(2.3)
 # The largest magnitude of a group becomes minus so many steps: -8 is the last one there is.
 CLIP_STEPS = tuple(np.float32(7 + 0.3125 * i) for i in range(12))
 # With zero points: what is left of the range from the smallest to the largest element.
@@ -52,6 +56,17 @@ class IntMatrix:
 def quantize_matrix(w: Float32s, scheme: Scheme) -> IntMatrix:
     """The weight w [N, K] by a scheme."""
     return _int8(w, scheme) if scheme.bits == 8 else _int4(w, scheme)
+
+
+def coarse_rows(w: Float32s) -> int:
+    """Rows of w [N, K] that int8 is too coarse for: a few elements are so large that, with one
+    scale for all, the others are lost in rounding. Zeros are exact and do not count."""
+    sizes = np.abs(w)
+    largest = sizes.max(axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        _, inverse = scale_and_inverse(largest, 127.0)
+        few = sizes.sum(axis=1) * inverse < FEWEST_STEPS * (sizes > 0).sum(axis=1)
+    return int(np.count_nonzero(few & (largest >= TINY) & np.isfinite(largest)))
 
 
 def _int8(w: Float32s, scheme: Scheme) -> IntMatrix:

@@ -85,10 +85,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFile:
-    """Checked weights, views of the mapped file, and the digest of the checkpoint they are of."""
+    """Checked weights, views of the mapped file, the digest of the checkpoint they are of, and
+    what was found out while they were packed: rows that are too coarse, by name."""
 
     weights: Mapping[str, Bytes]
     weights_digest: str
+    coarse_rows: Mapping[str, int]
 
 
 class PackCache:
@@ -163,7 +165,11 @@ def read_packed(
             if weights_digest() != index["weights_digest"]:
                 raise Unusable("it is of other weights: the checkpoint has changed since")
             _restamp(path, stamp)
-        return PackedFile(weights=weights, weights_digest=index["weights_digest"])
+        return PackedFile(
+            weights=weights,
+            weights_digest=index["weights_digest"],
+            coarse_rows=index["coarse_rows"],
+        )
     finally:
         os.close(descriptor)
 
@@ -198,13 +204,14 @@ class PackWriter:
         self._tensors[name] = [self._size, len(packed), *_hex(digest)]
         self._append(packed.data)
 
-    def finish(self, weights_digest: str) -> None:
+    def finish(self, weights_digest: str, coarse_rows: Mapping[str, int]) -> None:
         """Write the index and the head, and put the file in its place, in one move."""
         self._append(memoryview(bytes(SLACK_BYTES)))
         index = json.dumps(
             {
                 "recipe": self._recipe.digest,
                 "weights_digest": weights_digest,
+                "coarse_rows": dict(coarse_rows),
                 "tensors": self._tensors,
             }
         ).encode()
@@ -273,6 +280,8 @@ def _read_index(content: Bytes, recipe: Recipe) -> tuple[dict[str, Any], bytes]:
     index = parse_object(raw, limit_bytes=MAX_INDEX_BYTES)
     if index["recipe"] != recipe.digest:
         raise Unusable("it was packed for another program")
+    if "coarse_rows" not in index:
+        raise Unusable("it was packed by an earlier version, which did not look for coarse rows")
     return index, stamp
 
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.quant.int_weights import IntMatrix, quantize_matrix
+from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.quant.scheme import SCHEMES
 from quire.weights.dtypes import bf16_bits, round_to_bf16
 from tests.kernels.one_op import ISAS, OneOp, Operand, draw, packed
@@ -49,6 +49,23 @@ def test_what_is_not_finite_poisons_its_own_group_only(scheme: str, isa: str) ->
     rows = [0, 4, 8] if SCHEMES[scheme].bits == 8 else [0, 4, 8, 24, 28]
     hurt[rows, 70 // group * group : (70 // group + 1) * group] = True
     np.testing.assert_array_equal(np.isnan(found), hurt)
+
+
+@each_isa
+@pytest.mark.parametrize("columns", [384, 1101])
+def test_rows_that_a_few_elements_dwarf_are_counted(isa: str, columns: int) -> None:
+    w = draw(np.random.default_rng(columns), 70, columns)
+    w[11] = 0
+    w[12, :-3] = 0  # of few elements, all alike
+    w[13, 5], w[14, 5] = np.nan, np.inf
+    pool = _native.Pool(2, isa=isa)
+    assert coarse_rows(w) == packed(pool, "matrix", "int8", w).coarse_rows == 0
+    w[20:29, 40] = 100
+    w[33:36, [1, 50]] = -200
+    w[:, 60] *= 6  # what trained models have
+    weight = packed(pool, "matrix", "int8", w)
+    assert coarse_rows(w) == weight.coarse_rows == 12
+    assert packed(pool, "matrix", "int4-g32", w).coarse_rows == 0
 
 
 @each_scheme

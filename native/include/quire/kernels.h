@@ -87,6 +87,7 @@ struct PackIntsArgs {
     IntScheme scheme;
     char* panel;
     int64_t low, high;
+    int64_t* coarse_rows;  // grows by the lanes for which 8 bits are too coarse
 };
 
 // With delta: x += delta first (in place, rounded to x's type). y may be x itself.

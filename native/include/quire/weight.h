@@ -56,6 +56,8 @@ class Weight {
     PackedMatrix matrix() const { return {memory_.data(), rows_, columns_, type_}; }
     bool has_ints() const { return ints_.bits != 0; }
     PackedInts ints() const { return {memory_.data(), rows_, columns_, ints_}; }
+    // Rows filled so far that 8 bits are too coarse for: a few elements dwarf the others.
+    int64_t coarse_rows() const { return coarse_rows_; }
     const float* vector() const { return reinterpret_cast<const float*>(memory_.data()); }
 
     // Row `row` as f32, for checks.
@@ -68,6 +70,7 @@ class Weight {
     Type type_;
     int64_t rows_, columns_;
     IntScheme ints_;
+    int64_t coarse_rows_ = 0;
     Memory memory_;
 };
 

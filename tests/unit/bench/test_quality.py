@@ -4,6 +4,7 @@ trained ones where they are, whose goals are held to."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from bench.quality import GOALS, Setting, measure, story_ids
+from quire.engine.llm import LLM
 from quire.models.registry import box_path
 from quire.program.ops import DType
 from tests.data import outside
@@ -61,6 +63,46 @@ def test_outlier_channels_of_a_hundred_times_do_not_break_int8(tmp_path: Path) -
     assert before["kl_nats"] < after["kl_nats"]  # they do cost something
     assert after["kl_nats"] < 0.1
     assert after["same_likeliest"] > 0.7
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """The other way round: some columns of a product's weight are a hundred times the others, which
+    one scale a row cannot hold beside them."""
+    tensors = tiny_tensors(tiny_config(**WIDE), seed=1)
+    channels = [3, 300, 700]
+    tensors["model.layers.0.mlp.up_proj.weight"][channels] /= 100
+    tensors["model.layers.0.mlp.down_proj.weight"][:, channels] *= 100
+    folder = write_tiny_llama(tmp_path / "broken", seed=1, **WIDE)
+    write_weights(folder, tensors, dtype="f32")
+    return folder
+
+
+@pytest.mark.parametrize("executor", ["native", "reference"])
+def test_a_weight_that_int8_breaks_is_named_with_a_remedy(
+    executor: str, broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(model: Path, **settings: Any) -> str:
+        with LLM(model, quantization="int8", threads=1, executor=executor, **settings):
+            return capsys.readouterr().err
+
+    cached = {"pack_cache": tmp_path / "packed"} if executor == "native" else {}
+    for _ in range(2):  # packed, then mapped
+        told = said(broken, **cached)
+        assert "warning engine: 8 bits are too coarse for some weights" in told
+        found = re.search(r'weights="layers.0.down \((\d+) of 512 rows\)"', told)
+        assert found is not None
+        assert int(found[1]) > 400
+        assert 'instead="--keep layers.0.down=none"' in told
+    assert said(broken, keep=["layers.0.down=none"]) == ""
+    assert said(write_tiny_llama(tmp_path / "plain", seed=1, **WIDE)) == said(box_path()) == ""
+
+
+def test_the_remedy_mends_what_int8_broke(broken: Path) -> None:
+    remedy = Setting(dtype=DType.F32, scheme="int8", keep=("layers.0.down=none",))
+    rows = measure(broken, drawn_texts(), [PLAIN, INT8, remedy])["settings"]
+    _, before, after = (row["kl_nats"] for row in rows)
+    assert 10 * after < before
 
 
 @pytest.mark.parametrize("name", ["stories260K", "box"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ class ScriptedExecutor:
     name = "scripted"
     recipe = "none"
     weights_digest = "none"
+    coarse_rows: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, choose: Callable[[NDArray[np.int32]], NDArray[np.int32]] = next_ids) -> None:
         self.batches: list[ForwardBatch] = []
