@@ -293,7 +293,13 @@ def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
         raise AssertionError(problem)
 
     return EngineCore(
-        Scheduler(limits, cache, make_policy(settings.policy), bring_back=Choice.MOVE),
+        Scheduler(
+            limits,
+            cache,
+            make_policy(settings.policy),
+            bring_back=Choice.MOVE,
+            tenants=settings.tenants,
+        ),
         runner,
         plans_in_flight=settings.plans_in_flight,
         report=report,

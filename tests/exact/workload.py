@@ -16,6 +16,7 @@ import numpy as np
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.scheduler.policies import POLICY_NAMES
+from quire.scheduler.tenants import TenantLimits
 
 MAX_MODEL_LEN = 512
 BLOCK_SIZES = (16, 16, 16, 32)
@@ -36,6 +37,7 @@ class Settings:
     num_threads: int
     policy: str = "fcfs"
     tier_blocks: int = 0  # places of a disk tier, which is used whenever it can be
+    tenants: tuple[TenantLimits, ...] = ()
 
 
 # Alone: room for everything, the whole prompt in one step, nothing shared, one thread.
@@ -110,7 +112,27 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
     tiers = random.Random(f"tier {number}")
     if settings.prefix_caching and tiers.random() < 0.6:
         settings = replace(settings, tier_blocks=tiers.choice((3, 12, 48, 48)))
+    bounded = random.Random(f"tenants {number}")
+    if bounded.random() < 0.3:
+        settings = _with_tenants(bounded, settings, -(-most_tokens // block_size))
     return Case(number=number, model=number % num_models, settings=settings, arrivals=arrivals)
+
+
+def _with_tenants(rng: random.Random, settings: Settings, longest_blocks: int) -> Settings:
+    """Floors, ceilings and numbers that leave room for the longest request of anybody."""
+    floors = {"": 0, "a": rng.choice((0, 1, 2)), "b": rng.choice((0, 0, 2))}
+    tenants = tuple(
+        TenantLimits(
+            name=name,
+            shown=name or "default",
+            floor_blocks=floor,
+            ceiling_blocks=rng.choice((None, longest_blocks, longest_blocks + 1)),
+            max_running=rng.choice((None, None, 1, 2)),
+        )
+        for name, floor in floors.items()
+    )
+    num_blocks = max(settings.num_blocks, longest_blocks + sum(floors.values()))
+    return replace(settings, tenants=tenants, num_blocks=num_blocks)
 
 
 def _arrival(
