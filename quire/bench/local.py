@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import WorkerError
+from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.bench.workloads import Ask, batches
 from quire.engine.llm import AsyncLLM
@@ -65,6 +66,11 @@ class LocalEngine:
             "block_size": card.block_size,
             "memory": list(self._llm.client.notes),
         }
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters, as of its latest step."""
+        return self._llm.client.stats
 
     async def run(self, asks: Sequence[Ask], *, static_batch: int = 0) -> list[Answered]:
         """Answer all, in order. static_batch above 0: groups of so many, one after the other,

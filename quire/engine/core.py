@@ -213,7 +213,7 @@ def serve(
         if core.has_work:
             outputs = core.step(now_ms)
             stuck, audited = outputs is None, False
-            if outputs is not None:
+            if outputs is not None or not core.has_work:  # the last copies to a tier have ended
                 emit(Outputs(outputs=outputs, stats=core.stats()))
         elif not messages and not audited:
             core.audit()

@@ -1,0 +1,173 @@
+"""A warm disk tier after a restart: time to the first token of a prompt whose beginning it holds.
+
+Each measurement is a process of its own. `cold` computes a fresh prompt; `fill` computes a prompt
+and leaves its blocks in the tier; `warm` starts anew and asks for the same beginning with another
+end; `dropped` does so after the system was made to forget the tier's files (they are written out
+and their pages given up), so that they come from the disk. Refuses to report if the tier's tokens
+differ from those computed. The median of all runs is told; runs add up in the file.
+
+Run: python -m bench.memory warm [--model FOLDER] [--prompt 4096] [--runs cold,fill,warm,dropped]
+     [--tier FOLDER] [--out bench/results/tier-warm.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.checkpoints import random_checkpoint
+from quire.bench.local import LocalEngine
+from quire.bench.machine import machine_card
+from quire.bench.workloads import Ask, draw_ids
+
+KINDS = ("cold", "fill", "warm", "dropped")
+OWN_TOKENS = 16  # behind the beginning, different each time
+OUTPUT_TOKENS = 8
+SAVED_WITHIN_S = 30.0
+SHAPE = "qwen3-0.6b"
+
+
+def prompt(num_tokens: int, vocab_size: int, *, beginning: int, end: int) -> tuple[int, ...]:
+    """`num_tokens` drawn by `beginning` and OWN_TOKENS drawn by `end`."""
+    first = draw_ids(num_tokens, vocab_size, np.random.default_rng(beginning))
+    return (*first.tolist(), *draw_ids(OWN_TOKENS, vocab_size, np.random.default_rng(end)).tolist())
+
+
+async def one_run(args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: one answer, and what it took."""
+    settings: dict[str, Any] = {
+        "kv_cache_memory": f"{args.kv_mib}MiB",
+        "max_num_seqs": 4,
+        "max_model_len": args.prompt + 512,
+    }
+    if args.pack_cache:
+        settings["pack_cache"] = args.pack_cache
+    if args.kind != "cold":
+        settings["kv_tier_path"], settings["kv_tier_size"] = args.tier, "4GiB"
+    began_s = time.perf_counter()
+    async with LocalEngine(args.model, settings) as engine:
+        ready_s = time.perf_counter() - began_s
+        beginning = 0 if args.kind != "cold" or args.same else 1_000 + args.number
+        ids = prompt(args.prompt, engine.vocab_size, beginning=beginning, end=args.number)
+        (answer,) = await engine.run([Ask(prompt_ids=ids, output_tokens=OUTPUT_TOKENS)])
+        if args.kind == "fill":
+            await _saved(engine, args.prompt // int(engine.description["block_size"]))
+        stats = engine.stats
+        return {
+            "kind": args.kind,
+            "first_token_s": answer.times.first_s,
+            "ready_s": ready_s,
+            "token_ids": list(answer.token_ids),
+            "fetched_blocks": stats.tier_fetched_blocks_total,
+            "saved_blocks": stats.tier_saved_blocks_total,
+            "about": engine.description,
+        }
+
+
+async def _saved(engine: LocalEngine, num_blocks: int) -> None:
+    """Until so many blocks have been written behind."""
+    until_s = time.perf_counter() + SAVED_WITHIN_S
+    while engine.stats.tier_saved_blocks_total < num_blocks:
+        if time.perf_counter() > until_s:
+            raise SystemExit(f"{num_blocks} blocks were not saved within {SAVED_WITHIN_S} s")
+        await asyncio.sleep(0.05)
+
+
+def drop(folder: Path) -> None:
+    """Make the system write the tier's files out and forget their pages."""
+    for file in folder.glob("*.kv"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def child(args: argparse.Namespace, kind: str, number: int, *, same: bool = False) -> Any:
+    """`one_run` in a fresh process."""
+    command = [sys.executable, "-m", "bench.memory", "warm", "--kind", kind, "--model", args.model]
+    command += ["--prompt", str(args.prompt), "--tier", args.tier, "--number", str(number)]
+    command += ["--kv-mib", str(args.kv_mib), "--pack-cache", args.pack_cache]
+    done = subprocess.run(
+        command + ["--same"] * same, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of each kind, and how much sooner the tier's are than the cold one."""
+    told: dict[str, Any] = {}
+    for kind in KINDS:
+        times = [run["first_token_s"] for run in runs if run["kind"] == kind]
+        if times:
+            told[kind] = {"first_token_s": statistics.median(times), "runs": len(times)}
+    if "cold" in told:
+        for kind in ("warm", "dropped"):
+            if kind in told:
+                ratio = told["cold"]["first_token_s"] / told[kind]["first_token_s"]
+                told[kind]["times_sooner"] = ratio
+    return told
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.memory warm", description=__doc__)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--kv-mib", type=int, default=1024)
+    parser.add_argument("--tier", default="")
+    parser.add_argument("--pack-cache", default="")
+    parser.add_argument("--runs", default="cold,fill,warm,dropped")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/tier-warm.json"))
+    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--same", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.kind:
+        print(json.dumps(asyncio.run(one_run(args))))
+        return
+    checkpoint = random_checkpoint(SHAPE)
+    args.model = args.model or str(checkpoint)
+    args.tier = args.tier or str(checkpoint.parent / "tier-warm")
+    args.pack_cache = args.pack_cache or str(checkpoint.parent / "packed")
+    content: dict[str, Any] = {"runs": []}
+    if args.out.exists():
+        content = json.loads(args.out.read_text())
+    for kind in args.runs.split(","):
+        if kind == "fill":
+            shutil.rmtree(args.tier, ignore_errors=True)
+        if kind == "dropped":
+            drop(Path(args.tier))
+        # Each warm run has an end of its own; the first is also computed, to hold them together.
+        number = sum(run["kind"] == kind for run in content["runs"])
+        run = child(args, kind, number)
+        print(kind, f"{run['first_token_s']:.3f} s, {run['fetched_blocks']} blocks fetched")
+        if kind in ("warm", "dropped"):
+            if run["fetched_blocks"] < args.prompt // int(run["about"]["block_size"]) - 1:
+                raise SystemExit(f"only {run['fetched_blocks']} blocks came from the tier")
+            computed = _computed(args, content, number)
+            if run["token_ids"] != computed:
+                raise SystemExit(f"the tier's tokens differ: {run['token_ids']}, {computed}")
+        content["runs"].append(run)
+        content |= {"bench": "memory warm", "machine": machine_card(), "prompt": args.prompt}
+        content["summary"] = summary(content["runs"])
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(json.dumps(content["summary"], indent=1))
+
+
+def _computed(args: argparse.Namespace, content: dict[str, Any], number: int) -> list[int]:
+    """The tokens of warm prompt `number`, computed without a tier; each once."""
+    known = content.setdefault("computed", {})
+    if str(number) not in known:
+        known[str(number)] = child(args, "cold", number, same=True)["token_ids"]
+    tokens: list[int] = known[str(number)]
+    return tokens
