@@ -3,8 +3,9 @@
     python -m bench.sweep --engines llama.cpp,openvino --workloads w1,w3 --minutes 30
 
 Every candidate is loaded, warmed and run a few times; its best run counts, so that a noisy moment
-does not decide. All that was tried is kept in bench/results/sweep-SHAPE-PRECISION.json (a second
-call goes on), and the choice is written to bench/peers/settings.json.
+does not decide. What is committed is a candidate too: a choice is none the worse for it. All that
+was tried is kept in bench/results/sweep-SHAPE-PRECISION.json (a second call goes on), and the
+choice is written to bench/peers/settings.json.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +24,78 @@ import numpy as np
 
 from bench.checkpoints import SHAPES, random_checkpoint
 from bench.peers.child import SCRIPTS, Peer, PeerFailed, end_cleanly_on_sigterm
-from bench.peers.convert import PRECISIONS, Unavailable, converted
+from bench.peers.convert import PRECISIONS, QUIRE_SETTINGS, Unavailable, converted
 from bench.peers.places import REPOSITORY
-from bench.peers.settings import candidates, settings_for, write_choice
+from bench.peers.settings import FILE, candidates, settings_for, write_choice
 from bench.record import HEADLINES
 from quire.bench.machine import machine_card
-from quire.bench.workloads import WORKLOADS
+from quire.bench.workloads import WORKLOADS, Ask
 from quire.config.machine import num_usable_cores
 from quire.models.registry import open_model
 from quire.obs.timing import RequestTimes, run_rates
 
+LOAD_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is swept. minutes: no candidate is begun later; the same command goes on another time.
+
+    repeats: runs that count, after one that does not. limit_s: how long a run may take.
+    """
+
+    checkpoint: Path
+    precision: str
+    engines: Sequence[str]
+    workloads: Sequence[str]
+    repeats: int
+    minutes: float
+    limit_s: float
+    threads: int
+
 
 def measured(
-    engine: str, model: Path, workload: str, settings: dict[str, Any], args: argparse.Namespace
+    plan: Plan, engine: str, model: Path, workload: str, settings: dict[str, Any]
 ) -> list[float]:
     """The headline rate of each repetition. Raises PeerFailed."""
-    vocab_size = open_model(random_checkpoint(args.shape)).vocab_size
+    vocab_size = open_model(plan.checkpoint).vocab_size
     log = Path(tempfile.gettempdir()) / f"quire-sweep-{os.getpid()}.log"
     rng = np.random.default_rng()
     rates = []
-    with Peer(engine, args.threads, log) as peer:
-        peer.load(str(model), settings, limit_s=600)
-        for repetition in range(args.repeats + 1):
+    if engine == "quire":
+        settings = {**settings, **QUIRE_SETTINGS[plan.precision]}
+    with Peer(engine, plan.threads, log) as peer:
+        peer.load(str(model), settings, limit_s=LOAD_LIMIT_S)
+        for repetition in range(plan.repeats + 1):
             asks = WORKLOADS[workload].draw(vocab_size, rng)
-            told = peer.ask(
-                {
-                    "do": "run",
-                    "requests": [
-                        {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens}
-                        for ask in asks
-                    ],
-                },
-                limit_s=args.limit,
-            )
-            times = [
-                RequestTimes(
-                    sent_s=answer["sent_s"],
-                    first_s=answer["first_s"],
-                    last_s=answer["last_s"],
-                    prompt_tokens=len(ask.prompt_ids),
-                    output_tokens=len(answer["token_ids"]),
-                )
-                for ask, answer in zip(asks, told["answers"], strict=True)
+            requests = [
+                {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens}
+                for ask in asks
             ]
+            told = peer.ask({"do": "run", "requests": requests}, limit_s=plan.limit_s)
             if repetition:  # the first one warms up
-                rates.append(run_rates(times)[HEADLINES[workload]])
+                rates.append(_headline(workload, asks, told["answers"]))
     return rates
+
+
+def _headline(workload: str, asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> float:
+    """Raises PeerFailed for an answer of another length: its rate would be of other work."""
+    times = []
+    for ask, answer in zip(asks, answers, strict=True):
+        if len(answer["token_ids"]) != ask.output_tokens:
+            raise PeerFailed(
+                f"answered {len(answer['token_ids'])} tokens where {ask.output_tokens} were asked"
+            )
+        times.append(
+            RequestTimes(
+                sent_s=answer["sent_s"],
+                first_s=answer["first_s"],
+                last_s=answer["last_s"],
+                prompt_tokens=len(ask.prompt_ids),
+                output_tokens=ask.output_tokens,
+            )
+        )
+    return run_rates(times)[HEADLINES[workload]]
 
 
 class Sweep:
@@ -105,6 +134,46 @@ class Sweep:
         return max(done, key=lambda entry: max(entry["rates"]), default=None)
 
 
+def run(plan: Plan, sweep: Sweep, *, file: Path = FILE) -> None:
+    """Try what was not tried yet; where a grid was tried to its end, the best goes into `file`."""
+    end_s = time.monotonic() + 60 * plan.minutes
+    for workload in plan.workloads:
+        for engine in plan.engines:
+            if not _try_grid(plan, sweep, engine, workload, end_s=end_s, file=file):
+                print(f"{workload} {engine}: no time left; the same command goes on", flush=True)
+                continue
+            best = sweep.best(engine, workload)
+            if best is not None:
+                chosen = best["settings"]
+                write_choice(
+                    engine, precision=plan.precision, workload=workload, chosen=chosen, file=file
+                )
+                print(f"{workload} {engine}: chosen {chosen}", flush=True)
+
+
+def _try_grid(
+    plan: Plan, sweep: Sweep, engine: str, workload: str, *, end_s: float, file: Path
+) -> bool:
+    """Whether all candidates were tried; what is committed already is one of them."""
+    committed = settings_for(engine, precision=plan.precision, workload=workload, file=file)
+    for candidate in ({}, *candidates(engine, workload)):
+        settings = committed | candidate
+        if sweep.rates_of(engine, workload, settings) is not None:
+            continue
+        if time.monotonic() > end_s:
+            return False
+        rates, why = [], ""
+        try:
+            model = converted(engine, plan.checkpoint, plan.precision)
+            rates = measured(plan, engine, model, workload, settings)
+        except (PeerFailed, Unavailable) as error:
+            why = str(error)[:400]
+        shown = ", ".join(f"{rate:.1f}" for rate in rates) or why
+        print(f"{workload} {engine} {candidate or 'as committed'}: {shown}", flush=True)
+        sweep.add(engine=engine, workload=workload, settings=settings, rates=rates, why=why)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,36 +188,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=num_usable_cores())
     args = parser.parse_args()
     end_cleanly_on_sigterm()
-    end_s = time.monotonic() + 60 * args.minutes
     name = f"sweep-{args.shape}-{args.precision}.json"
-    sweep = Sweep(REPOSITORY / "bench" / "results" / name)
-    checkpoint = random_checkpoint(args.shape)
-    for workload in args.workloads.split(","):
-        for engine in args.engines.split(","):
-            committed = settings_for(engine, precision=args.precision, workload=workload)
-            is_whole = True
-            for candidate in candidates(engine, workload):
-                settings = committed | candidate
-                if sweep.rates_of(engine, workload, settings) is not None:
-                    continue
-                if time.monotonic() > end_s:
-                    is_whole = False
-                    break
-                rates, why = [], ""
-                try:
-                    model = converted(engine, checkpoint, args.precision)
-                    rates = measured(engine, model, workload, settings, args)
-                except (PeerFailed, Unavailable) as error:
-                    why = str(error)[:400]
-                shown = ", ".join(f"{rate:.1f}" for rate in rates) or why
-                print(f"{workload} {engine} {candidate}: {shown}", flush=True)
-                sweep.add(engine=engine, workload=workload, settings=settings, rates=rates, why=why)
-            best = sweep.best(engine, workload)
-            if best is not None and is_whole:
-                write_choice(
-                    engine, precision=args.precision, workload=workload, chosen=best["settings"]
-                )
-                print(f"{workload} {engine}: chosen {best['settings']}", flush=True)
+    plan = Plan(
+        checkpoint=random_checkpoint(args.shape),
+        precision=args.precision,
+        engines=args.engines.split(","),
+        workloads=args.workloads.split(","),
+        repeats=args.repeats,
+        minutes=args.minutes,
+        limit_s=args.limit,
+        threads=args.threads,
+    )
+    run(plan, Sweep(REPOSITORY / "bench" / "results" / name))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A peer without an engine: answers the protocol with tokens that follow from the prompt.
 
 What its settings say is what it does wrong: "slow" sleeps, "dies" ends the process, "short" leaves
-a token out, "noisy" prints where the protocol speaks.
+a token out, "noisy" prints where the protocol speaks; "takes_s" is when it tells that it was done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FakePeer:
             {
                 "sent_s": 0.0,
                 "first_s": 0.1,
-                "last_s": 0.2,
+                "last_s": self._settings.get("takes_s", 0.2),
                 "token_ids": [sum(one["prompt_ids"]) % 97]
                 * (one["output_tokens"] - bool(self._settings.get("short"))),
             }

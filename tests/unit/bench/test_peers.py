@@ -103,8 +103,6 @@ def test_quires_settings_are_settings_of_the_engine(workload: str) -> None:
     for precision in convert.PRECISIONS:
         settings = convert.quire_settings(precision, workload)
         assert engine_config(settings).scheduler.max_num_seqs in (1, 16, 32)
-        if workload in ("w3", "w4", "w5"):  # the engine's default knows the instruction set
-            assert "max_num_batched_tokens" not in settings
 
 
 def test_quire_tells_the_scheme_and_cache_it_runs_with_not_what_it_was_asked_for() -> None:
