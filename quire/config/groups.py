@@ -141,6 +141,9 @@ class SchedulerConfig:
     max_queued_requests: int = setting(
         1024, "requests that may wait; further ones are refused with 503"
     )
+    max_queued_tokens: int = setting(
+        0, "prompt tokens that may wait; further requests are refused with 503; 0: any number"
+    )
     tenants: str | None = setting(
         None,
         "file of tenants (.toml or .json): their keys, weights, limits; see docs/serving.md",
@@ -178,9 +181,11 @@ class SchedulerConfig:
     max_short_prompts: int = setting(0, "other requests that may run at once; 0: any number")
 
     def __post_init__(self) -> None:
-        for name in ("tpot_target_ms", "long_prompt_tokens", "max_long_prompts"):
+        for name in (
+            *("tpot_target_ms", "max_queued_tokens"),
+            *("long_prompt_tokens", "max_long_prompts", "max_short_prompts"),
+        ):
             _at_least(name, getattr(self, name), 0)
-        _at_least("max_short_prompts", self.max_short_prompts, 0)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _at_least("policy_aging", self.policy_aging, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -26,6 +26,7 @@ def scheduler_limits(
         max_model_len=max_model_len,
         plans_in_flight=config.plans_in_flight,
         max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         step_budget_ms=config.step_budget_ms,
         queue_timeout_ms=1000.0 * (config.queue_timeout_s or 0.0),
         tpot_target_ms=config.tpot_target_ms,

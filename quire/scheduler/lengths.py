@@ -46,6 +46,11 @@ class LengthHistory:
             likely = (total + _LEAN * likely) / (weight + _LEAN)
         return min(max(likely, 1.0), most)
 
+    def typical(self) -> float:
+        """Output tokens of answers, everybody's together."""
+        weight, total = self._averages.get(None, (0.0, 0.0))
+        return (total + _LEAN * FIRST_GUESS_TOKENS) / (weight + _LEAN)
+
 
 def _places(request: Request) -> tuple[_Place, _Place, _Place]:
     """From the widest to the nearest; prompts are of one size within a factor of two."""

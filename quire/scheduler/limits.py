@@ -16,7 +16,8 @@ class SchedulerLimits:
     """max_num_seqs: requests that run at once. max_num_batched_tokens: token rows of one step.
     max_model_len: prompt and output of one request, in tokens. plans_in_flight: how many plans
     may be out at once. max_queued_requests: how many may wait, beside those that can start at
-    once, before new ones are refused.
+    once, before new ones are refused; max_queued_tokens: the same for the tokens they know, 0
+    for any number.
     step_budget_ms: predicted milliseconds of one step, 0 for no such limit. queue_timeout_ms: how
     long a request may wait for its first step, 0 for ever.
     tpot_target_ms: predicted milliseconds of a step that makes tokens, kept by bounding the
@@ -33,6 +34,7 @@ class SchedulerLimits:
     max_model_len: int
     plans_in_flight: int = 1
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 0
     step_budget_ms: float = 0.0
     queue_timeout_ms: float = 0.0
     tpot_target_ms: float = 0.0

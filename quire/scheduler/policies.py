@@ -61,8 +61,7 @@ class ShortestFirst(FirstCome):
     def work_ms(self, ticket: Ticket) -> float:
         """Predicted milliseconds of the machine; less what is generated already."""
         prompt, known = ticket.num_prompt_tokens, len(ticket.token_ids)
-        tokens = self._lengths.predict(ticket.request, ticket.limit)
-        left = max(tokens - (known - prompt), 1.0)
+        left = ticket.likely_tokens
         speed = self._speed
         each_ms = speed.step_ms(_SHARED_BY, _SHARED_BY * (known + left / 2)) / _SHARED_BY
         return speed.span_ms(0, prompt) + left * each_ms
@@ -85,7 +84,7 @@ class EarliestDeadline(FirstCome):
             missed_ms = self._patience_ms if ticket.missed_first_token else 0.0
             within_ms = request.ttft_slo_ms + missed_ms
         if request.deadline_ms is not None:
-            tokens = self._lengths.predict(request, ticket.limit)
+            tokens = ticket.likely_tokens
             depth = ticket.num_prompt_tokens + tokens / 2
             step_ms = self._speed.step_ms(_SHARED_BY, _SHARED_BY * depth)
             within_ms = min(within_ms, request.deadline_ms - tokens * step_ms)

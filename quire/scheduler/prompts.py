@@ -3,8 +3,8 @@
 Rows of one token are served first. What is left goes to prompts in the policy's order, running and
 waiting ones alike, within bounds in predicted milliseconds: a step that makes tokens shall not
 take longer than the tightest target for the time between two of them; and where a long prompt is
-computed in parts, its parts shall not double the step. Knows no blocks. Always holds: prompts get
-a few tokens a step, however tight the target.
+computed in parts, its parts shall not double the step. Takes no blocks from anybody. Always holds:
+prompts get a few tokens a step, however tight the target.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
+from quire.scheduler.draft import PlanDraft
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import Policy
 from quire.scheduler.speed import SpeedEstimate
@@ -83,6 +85,32 @@ class PromptShares:
             scored=scored is not None and bool(scored[row]),
             is_long=state.ticket(slot).is_long,
         )
+
+    def go_on_behind(
+        self, draft: PlanDraft, budget: StepBudget, tickets: list[Ticket], cache: CacheManager
+    ) -> None:
+        """Schedule running prompts that let waiting ones go first, while budget and blocks last."""
+        state = self._state
+        index = np.array([ticket.slot for ticket in tickets], np.intp)
+        starts = state.scheduled[index]
+        scored = state.still_scored(index, starts)
+        counts = np.zeros(len(index), np.int32)
+        for row, slot in enumerate(index.tolist()):
+            if not budget.spent:
+                counts[row] = self.hand_out_one(budget, slot, scored, row)
+        needs = cache.blocks_short(index, starts + counts)
+        # Their blocks were spoken for when they were admitted; who lacks them now waits a step.
+        fits = (counts > 0) & (np.cumsum(needs) <= cache.num_free)
+        if not np.count_nonzero(fits):
+            return
+        index, starts, counts, needs = index[fits], starts[fits], counts[fits], needs[fits]
+        if np.count_nonzero(needs):
+            draft.add_deltas(cache.allocate(index[needs > 0], needs[needs > 0]))
+        ends, goals = starts + counts, state.goal[index]
+        samples = state.schedule(index, ends, goals)
+        store_from = np.maximum(starts, state.stored[index])
+        slots = index.astype(np.int32)
+        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
     def bound(self, budget: StepBudget, num_waiting: int) -> None:
         """Before waiting prompts are admitted beside rows of one token, all served by now."""

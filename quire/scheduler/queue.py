@@ -44,7 +44,8 @@ class WaitingQueue:
         self._policy = policy
         self._lanes: dict[str, _Lane] = {}
         self._num_tickets = 0
-        self.num_tokens = 0
+        self.num_tokens = 0  # of all tickets together
+        self.likely_tokens = 0.0  # that they will still make
 
     def __len__(self) -> int:
         return self._num_tickets
@@ -76,8 +77,7 @@ class WaitingQueue:
             lane = self._lanes[name] = _Lane()
         ticket.key = self._policy.queue_key(ticket)
         lane.add(ticket)
-        self._num_tickets += 1
-        self.num_tokens += len(ticket.token_ids)
+        self._count(ticket, 1)
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, wherever it stands."""
@@ -86,8 +86,7 @@ class WaitingQueue:
         lane.remove(ticket)
         if not lane.keys:
             del self._lanes[name]
-        self._num_tickets -= 1
-        self.num_tokens -= len(ticket.token_ids)
+        self._count(ticket, -1)
 
     def num_before(self, ticket: Ticket) -> int:
         """About how many are served before `ticket`, which waits: with several lanes, as if
@@ -96,6 +95,13 @@ class WaitingQueue:
         place = bisect_left(own.keys, (ticket.key, ticket.arrival))
         others = (lane for lane in self._lanes.values() if lane is not own)
         return place + sum(min(len(lane.keys), place) for lane in others)
+
+    def _count(self, ticket: Ticket, number: int) -> None:
+        self._num_tickets += number
+        self.num_tokens += number * len(ticket.token_ids)
+        self.likely_tokens += number * ticket.likely_tokens
+        if not self._num_tickets:
+            self.likely_tokens = 0.0  # rounding does not add up
 
     def _next_lane(self, names: list[str]) -> str:
         keys = self._policy.lane_keys(names)

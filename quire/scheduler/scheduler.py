@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from quire.base.block_copies import CopiesEnded
 from quire.base.cache_use import CacheReport
 from quire.base.errors import (
-    ContextTooLong,
     InvalidParameter,
     OverloadedError,
-    QueueTimedOut,
     WorkerError,
 )
 from quire.base.records import (
@@ -42,11 +40,14 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.admission import Admissions
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.cost import CostModel
+from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.doors import broken_promise, check_room, deadline_passed, limit_of
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.fetches import Fetches
 from quire.scheduler.flight import Flight
+from quire.scheduler.forecast import Forecast
 from quire.scheduler.gate import Gate, GroupGate, LengthGate
-from quire.scheduler.groups import BeamGroup, BeamGroups, beam_limit
+from quire.scheduler.groups import BeamGroup, BeamGroups
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.move_cost import Choice, MoveCost
@@ -135,6 +136,8 @@ class Scheduler:
         self._prompts = PromptShares(limits, self._state, policy, self.speed)
         self._queue = WaitingQueue(policy)
         self._queue_time = QueueTime(limits.queue_timeout_ms)
+        self._deadlines = Deadlines()
+        self.forecast = Forecast(limits, self._state, cache, self.speed, self.lengths, self._queue)
         self._tickets: dict[str, Ticket] = {}
         self._leaders: dict[str, Ticket] = {}  # by group
         self._flights: deque[Flight] = deque()
@@ -158,16 +161,18 @@ class Scheduler:
         """Queue a request.
 
         Raises ContextTooLong for one that can never fit, OverloadedError while the queue is
-        full, InvalidParameter for an empty prompt, no room for output, an id in use, or a group
+        full, DeadlineMissed for one that would miss its deadline or its first token's objective,
+        InvalidParameter for an empty prompt, no room for output, an id in use, or a group
         of more streams than an idle engine takes.
         """
-        limit = self._limit_of(request)
-        limits = self._limits
-        if len(self._queue) >= limits.max_queued_requests + len(self._state.free_slots):
-            raise OverloadedError(
-                f"{len(self._queue)} requests are waiting, at most "
-                f"{limits.max_queued_requests} may beside those that can start; try again later"
+        if request.request_id in self._tickets:
+            raise InvalidParameter(
+                f"request id {request.request_id!r} is in use; ids of live requests must differ",
+                param="request_id",
             )
+        limit = limit_of(request, self._limits, self._cache, self._tenants)
+        num_free = len(self._state.free_slots)
+        check_room(self._limits, self.forecast, self._queue, num_free, request)
         self._tenants.check_queue(request)
         ticket = Ticket(
             request=request,
@@ -177,6 +182,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self._tickets[request.request_id] = ticket
+        self._deadlines.note(ticket)
         if request.sampling.use_beam_search:
             first = self._beams.join(ticket)
             if first is not None:
@@ -189,8 +195,16 @@ class Scheduler:
         else:
             ticket.leader = leader
             leader.forks.append(ticket)
-        self._queue_time.note(ticket)
         self._enqueue(ticket)
+        late_ms = max(self._last_step_ms - request.arrival_ms, 0.0)
+        broken = broken_promise(
+            ticket, self._queue, self.forecast, late_ms, self._cache, self._state
+        )
+        if broken is not None:
+            self._unqueue(ticket)
+            self._forget(ticket)
+            raise broken
+        self._queue_time.note(ticket)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is not here (any more)."""
@@ -200,20 +214,30 @@ class Scheduler:
         if ticket.beams is not None:
             self._leave_beams(ticket, ticket.beams)
         elif ticket.slot == NO_SLOT:
-            self._queue.remove(ticket)
-            self._tenants.waits_no_more(ticket)
-            self._may_admit = True
+            self._unqueue(ticket)
             self._forget(ticket)
         else:
             self._end_all([ticket])
         return ticket.output(finish_reason=FinishReason.ABORT)
 
-    def expire(self, now_ms: float) -> list[tuple[tuple[str, ...], QueueTimedOut]]:
-        """End what has waited for its first step too long: ids of each group, and what to say.
-
-        A group of which any has begun goes on.
+    def expire(self, now_ms: float) -> list[tuple[tuple[str, ...], OverloadedError]]:
+        """End what has waited for its first step too long, or whose deadline is over: ids, and
+        what to say. A group of which any has begun is past waiting.
         """
-        expired = []
+        expired: list[tuple[tuple[str, ...], OverloadedError]] = []
+        for ticket, is_whole in self._deadlines.passed(now_ms):
+            if is_whole:
+                error = deadline_passed(ticket, self.forecast)
+                self.abort(ticket.request.request_id)
+                expired.append(((ticket.request.request_id,), error))
+            elif (
+                ticket.beams is None
+                and ticket.slot == NO_SLOT
+                and math.isnan(ticket.first_token_ms)
+            ):
+                ticket.missed_first_token = True
+                self._unqueue(ticket)
+                self._enqueue(ticket)
         for ticket in self._queue_time.overdue(now_ms):
             if not ticket.alive:  # with its group
                 continue
@@ -228,12 +252,11 @@ class Scheduler:
                 continue
             group = tuple(one for one in group if one.alive)
             for one in reversed(group):  # the leader last: nobody is to take its place
-                self._queue.remove(one)
-                self._tenants.waits_no_more(one)
+                self._unqueue(one)
                 self._forget(one)
-            self._may_admit = True
-            error = self._queue_time.error(ticket, now_ms, retry_after_s=None)
-            expired.append((tuple(one.request.request_id for one in group), error))
+            retry_after_s = self.forecast.retry_after_s()
+            timed_out = self._queue_time.error(ticket, now_ms, retry_after_s=retry_after_s)
+            expired.append((tuple(one.request.request_id for one in group), timed_out))
         return expired
 
     def schedule(self, now_ms: float) -> StepPlan | None:
@@ -257,7 +280,7 @@ class Scheduler:
             elif self._tenants.someone_has_floor_left():
                 admit(self._queue, draft, budget, now_ms, floors_only=True, before=before)
         if behind:
-            self._go_on_behind(draft, budget, behind)
+            self._prompts.go_on_behind(draft, budget, behind, self._cache)
         idle = not draft.has_rows
         if idle and len(self._state.active):  # nobody could go on: the first by key can
             self._go_on(draft, self._budget(), paused, by_key=True)
@@ -371,59 +394,6 @@ class Scheduler:
             *self._cache.check_integrity(repair=repair),
         ]
 
-    def _limit_of(self, request: Request) -> int:
-        """The most tokens a request may have; refuses what can never run."""
-        prompt, room = len(request.prompt_ids), self._limits.max_model_len
-        if request.request_id in self._tickets:
-            raise InvalidParameter(
-                f"request id {request.request_id!r} is in use; ids of live requests must differ",
-                param="request_id",
-            )
-        most = self._limits.max_num_seqs + self._limits.max_queued_requests
-        num_sequences = request.sampling.num_sequences
-        if num_sequences > most:
-            param = "n" if request.sampling.best_of is None else "best_of"
-            raise InvalidParameter(
-                f"{param} is {num_sequences}; {self._limits.max_num_seqs} may run and "
-                f"{self._limits.max_queued_requests} may wait here: at most {most} are allowed",
-                param=param,
-            )
-        if prompt < 1:
-            raise InvalidParameter(
-                "the prompt has no tokens; at least one is needed", param="prompt"
-            )
-        least = 0 if request.sampling.max_tokens == 0 else 1  # 0: it is scored, and no more
-        found = f"the prompt has {prompt} tokens" + " and one must be generated" * least
-        if prompt + least > room:
-            raise ContextTooLong(
-                f"{found}; the context length is {room} tokens: shorten the prompt", param="prompt"
-            )
-        if prompt + least > self._cache.num_tokens:
-            raise ContextTooLong(
-                f"{found}; the KV cache holds {self._cache.num_tokens} tokens: shorten the prompt "
-                "or give it more memory",
-                param="prompt",
-            )
-        most_tokens = self._tenants.most_tokens(request)
-        if prompt + least > most_tokens:
-            raise ContextTooLong(
-                f"{found}; requests of tenant {self._tenants.shown(request)} have {most_tokens} "
-                "tokens of the KV cache at most (its ceiling, and what others' floors leave): "
-                "shorten the prompt",
-                param="prompt",
-            )
-        if request.max_total_tokens < prompt + least:
-            raise InvalidParameter(
-                f"max_total_tokens is {request.max_total_tokens} and the prompt has {prompt}; "
-                "there must be room for at least one token",
-                param="max_tokens",
-            )
-        limit = min(request.max_total_tokens, room, self._cache.num_tokens, most_tokens)
-        if request.sampling.use_beam_search:
-            most_running = self._tenants.most_running(request)
-            return beam_limit(request, limit, most_running, most_tokens, self._cache.block_size)
-        return limit
-
     def _keep_ceilings(self) -> list[int]:
         """Preempt the last requests of tenants that have grown beyond their ceilings.
 
@@ -499,30 +469,6 @@ class Scheduler:
             store_from = np.maximum(starts, state.stored[index])
             draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
         return had_room, behind
-
-    def _go_on_behind(self, draft: PlanDraft, budget: StepBudget, tickets: list[Ticket]) -> None:
-        """Schedule running prompts that let waiting ones go first, while budget and blocks last."""
-        state, cache = self._state, self._cache
-        index = np.array([ticket.slot for ticket in tickets], np.intp)
-        starts = state.scheduled[index]
-        scored = state.still_scored(index, starts)
-        counts = np.zeros(len(index), np.int32)
-        for row, slot in enumerate(index.tolist()):
-            if not budget.spent:
-                counts[row] = self._prompts.hand_out_one(budget, slot, scored, row)
-        needs = cache.blocks_short(index, starts + counts)
-        # Their blocks were spoken for when they were admitted; who lacks them now waits a step.
-        fits = (counts > 0) & (np.cumsum(needs) <= cache.num_free)
-        if not np.count_nonzero(fits):
-            return
-        index, starts, counts, needs = index[fits], starts[fits], counts[fits], needs[fits]
-        if np.count_nonzero(needs):
-            draft.add_deltas(cache.allocate(index[needs > 0], needs[needs > 0]))
-        ends, goals = starts + counts, state.goal[index]
-        samples = state.schedule(index, ends, goals)
-        store_from = np.maximum(starts, state.stored[index])
-        slots = index.astype(np.int32)
-        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
     def _make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
         """Which of the rows may go on, after preempting others; served in the policy's order."""
@@ -676,8 +622,16 @@ class Scheduler:
     def _enqueue(self, ticket: Ticket) -> None:
         least = self._limits.long_prompt_tokens
         ticket.is_long = 0 < least <= len(ticket.token_ids)
+        num_made = len(ticket.token_ids) - ticket.num_prompt_tokens
+        likely = self.lengths.predict(ticket.request, ticket.limit)
+        ticket.likely_tokens = max(likely - num_made, 1.0)
         self._queue.add(ticket)
         self._tenants.waits(ticket)
+        self._may_admit = True
+
+    def _unqueue(self, ticket: Ticket) -> None:
+        self._queue.remove(ticket)
+        self._tenants.waits_no_more(ticket)
         self._may_admit = True
 
     def _leave(self, slots: list[int]) -> None:

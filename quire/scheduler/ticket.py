@@ -46,6 +46,7 @@ class Ticket:
     was preempted, None before its first token or without mirostat. chain: digests of token_ids,
     made once while it waits. key: the policy's, given when it entered the queue. is_long: whether
     its known tokens were many then. passed: how many went before it while blocks were short.
+    likely_tokens: how many it will still make, as it looked when it entered the queue.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Ticket:
     missed_first_token: bool = False
     is_long: bool = False
     passed: int = 0
+    likely_tokens: float = 1.0
     leader: Ticket | None = None
     forks: list[Ticket] = field(default_factory=list)
     beams: BeamGroup | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.base.errors import OverloadedError
 from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost import CostModel
@@ -16,6 +17,8 @@ from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tenants import TenantLimits
 from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_beam, alone_scores
+
+ENDED = FinishReason.ABORT  # before it was complete, for whatever reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class Setup:
     prefix_caching: bool = True
     step_budget_ms: float = 0.0
     queue_timeout_ms: float = 0.0
+    max_queued_tokens: int = 0
     tpot_target_ms: float = 0.0
     long_prompt_tokens: int = 0
     max_long_prompts: int = 0
@@ -55,6 +59,7 @@ class Harness:
             plans_in_flight=setup.plans_in_flight,
             step_budget_ms=setup.step_budget_ms,
             queue_timeout_ms=setup.queue_timeout_ms,
+            max_queued_tokens=setup.max_queued_tokens,
             tpot_target_ms=setup.tpot_target_ms,
             long_prompt_tokens=setup.long_prompt_tokens,
             max_long_prompts=setup.max_long_prompts,
@@ -72,6 +77,7 @@ class Harness:
         self.tokens: dict[str, list[int]] = {}
         self.scores: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
+        self.refusals: dict[str, OverloadedError] = {}  # what was said to those that expired
         self.plans: list[StepPlan] = []
         self.most_out = 0
         self.now_ms = 0.0
@@ -95,6 +101,10 @@ class Harness:
     def schedule(self, fail_rows: Sequence[int] = ()) -> bool:
         """Make one plan and hand it to the worker; False if there was none."""
         self.now_ms += 1.0
+        for names, error in self.scheduler.expire(self.now_ms):
+            for name in names:
+                self.refusals[name] = error
+                self.take(RequestOutput(request_id=name, token_ids=(), finish_reason=ENDED))
         plan = self.scheduler.schedule(self.now_ms)
         if plan is None:
             self.check()
@@ -136,7 +146,9 @@ class Harness:
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
-            assert self.step(), "there is work but the scheduler makes no plan"
+            num_refusals = len(self.refusals)
+            moved = self.step() or len(self.refusals) > num_refusals
+            assert moved, "there is work but the scheduler makes no plan"
         raise AssertionError(f"still work after {max_steps} steps")
 
     def take(self, output: RequestOutput) -> None:

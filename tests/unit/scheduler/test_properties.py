@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quire.base.errors import ContextTooLong
+from quire.base.errors import ContextTooLong, DeadlineMissed
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost import LinearCost
 from quire.scheduler.fair import FairShare
@@ -147,6 +147,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             ttft_slo_ms=asked.choice([None, 20.0, 100_000.0]),
             tpot_slo_ms=asked.choice([None, 0.1, 3.0]),
             **beams,
+            deadline_ms=asked.choice([None, None, 60.0]),
         )
         if len(prompt) + (not scores_only) > harness.limit(
             replace(request, max_total_tokens=1_000)
@@ -154,7 +155,11 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             with pytest.raises(ContextTooLong):
                 harness.scheduler.add(request)
             return
-        harness.add(request)
+        try:
+            harness.add(request)
+        except DeadlineMissed:
+            assert stream == 0, "only who computes the prompt is refused, before the others come"
+            return
 
 
 def draw_beams(random: Random, max_num_seqs: int) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""Who is refused before anything is computed, what it is told, and whose time runs out later."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+
+from quire.base.errors import DeadlineMissed, OverloadedError, TimedOut
+from quire.scheduler.cost import LinearCost
+from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.policies import make_policy
+from quire.scheduler.ticket import Ticket
+from tests.unit.scheduler.fake_worker import make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+# A step of n tokens takes 10 + n ms, exactly.
+COST = LinearCost(fixed_ms=10.0, token_ms=1.0, position_ms=0.0)
+
+
+def harness_of(policy: str = "fcfs", *, knows: bool = True, **settings: object) -> Harness:
+    setup = {
+        "num_blocks": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 512,
+        "prefix_caching": False,
+        **settings,
+    }
+    harness = Harness(Setup(policy=partial(make_policy, policy), **setup))  # type: ignore[arg-type]
+    speed = harness.scheduler.speed
+    if knows:
+        speed.num_steps, speed._linear = 100, COST
+    speed.note = lambda *_: None  # type: ignore[method-assign]
+    return harness
+
+
+def test_a_queue_that_holds_its_tokens_takes_no_more_and_says_when_to_come_again() -> None:
+    harness = harness_of(max_queued_tokens=100, max_num_seqs=1)
+    for name in ("a", "b", "c"):
+        harness.add(make_request(name, [1] * 30, max_tokens=20))
+    wanted = r"with 90 tokens are waiting.* has 30.* 100 may .* in about"
+    with pytest.raises(OverloadedError, match=wanted) as refused:
+        harness.add(make_request("d", [1] * 30, max_tokens=20))
+    # All three begin before it: three prompts and two answers of 20 tokens, 11 ms each, or so.
+    retry_after_s = refused.value.retry_after_s
+    assert retry_after_s is not None
+    assert 1.0 <= retry_after_s <= 3.0
+    harness.drain()
+    harness.check_end()
+
+
+def test_a_prompt_longer_than_the_queue_may_hold_is_taken_when_nothing_waits() -> None:
+    harness = harness_of(max_queued_tokens=10)
+    harness.add(make_request("a", [1] * 30, max_tokens=2))
+    harness.drain()
+    assert len(harness.tokens["a"]) == 2
+
+
+def test_a_request_that_would_miss_its_first_token_is_refused_with_both_times() -> None:
+    harness = harness_of(max_num_seqs=1)
+    for number in range(10):
+        harness.add(make_request(f"r{number}", [1] * 50, max_tokens=20))
+    before = harness.scheduler.stats().waiting
+    with pytest.raises(DeadlineMissed) as refused:
+        harness.add(make_request("late", [1] * 50, max_tokens=20, ttft_slo_ms=500.0))
+    told = re.search(r"predicted (\d+) ms .* within 500 ms: 10 requests", str(refused.value))
+    assert told is not None
+    # Ten prompts of 50 and ten answers of 20 tokens, 11 ms each: 2.8 s or so.
+    assert 2_000 <= int(told[1]) <= 4_000
+    assert refused.value.retry_after_s == pytest.approx((int(told[1]) - 500) / 1000, abs=0.01)
+    assert harness.scheduler.stats().waiting == before
+    harness.add(make_request("patient", [1] * 50, max_tokens=20, ttft_slo_ms=60_000.0))
+    harness.drain()
+    harness.check_end()
+
+
+def test_what_a_policy_serves_first_is_not_refused_for_those_it_passes() -> None:
+    for policy, is_refused in (("fcfs", True), ("priority", False), ("edf", False)):
+        harness = harness_of(policy, max_num_seqs=1)
+        for number in range(10):
+            harness.add(make_request(f"r{number}", [1] * 50, max_tokens=20, priority=5))
+        request = make_request("soon", [1] * 50, max_tokens=20, ttft_slo_ms=400.0)
+        if is_refused:
+            with pytest.raises(DeadlineMissed):
+                harness.add(request)
+        else:
+            harness.add(request)
+
+
+def test_a_deadline_that_cannot_be_met_even_alone_says_to_allow_more_time() -> None:
+    harness = harness_of()
+    request = make_request("long", [1] * 50, max_tokens=100, deadline_ms=300.0)
+    with pytest.raises(DeadlineMissed, match=r"end of the answer.*allow more time") as refused:
+        harness.add(request)
+    assert refused.value.retry_after_s is None
+    harness.add(make_request("short", [1] * 50, max_tokens=10, deadline_ms=300.0))
+
+
+def test_tokens_found_in_the_cache_count_for_a_promise() -> None:
+    harness = harness_of(prefix_caching=True)
+    prompt = list(range(10)) * 30
+    harness.add(make_request("first", prompt, max_tokens=2))
+    harness.drain()
+    harness.add(make_request("again", prompt, max_tokens=2, ttft_slo_ms=100.0))
+    with pytest.raises(DeadlineMissed):
+        harness.add(make_request("other", prompt[::-1], max_tokens=2, ttft_slo_ms=100.0))
+
+
+def test_nobody_is_refused_for_a_prediction_before_steps_were_timed() -> None:
+    harness = harness_of(knows=False)
+    harness.add(make_request("a", [1] * 50, max_tokens=100, ttft_slo_ms=0.1, deadline_ms=1e6))
+    harness.drain()
+    assert len(harness.tokens["a"]) == 100
+
+
+def test_a_deadline_that_passes_while_waiting_ends_the_request_with_what_to_do() -> None:
+    harness = harness_of(max_num_seqs=1, knows=False)
+    harness.add(make_request("a", [1] * 5, max_tokens=40))
+    harness.add(make_request("b", [1] * 5, max_tokens=4, deadline_ms=20.0))
+    harness.drain()
+    error = harness.refusals["b"]
+    assert isinstance(error, DeadlineMissed)
+    assert re.search(r"its deadline, 20 ms after it came, was over; nothing", str(error))
+    assert harness.tokens["b"] == []
+    assert len(harness.tokens["a"]) == 40
+    harness.check_end()
+
+
+def test_a_deadline_that_passes_while_running_ends_the_request_and_frees_its_blocks() -> None:
+    harness = harness_of(knows=False)
+    harness.add(make_request("a", [1] * 5, max_tokens=40, deadline_ms=20.0))
+    harness.drain()
+    assert isinstance(harness.refusals["a"], TimedOut)
+    assert 0 < len(harness.tokens["a"]) < 40
+    harness.check_end()
+
+
+def test_who_missed_its_first_tokens_time_stands_back_for_those_that_can_still_be_helped() -> None:
+    harness = harness_of("edf", max_num_seqs=1, knows=False)
+    harness.add(make_request("busy", [1] * 5, max_tokens=30))
+    harness.step()
+    harness.add(make_request("missed", [1] * 5, max_tokens=2, ttft_slo_ms=10.0))
+    while harness.now_ms < 20:
+        harness.step()
+    harness.add(
+        make_request("fresh", [1] * 5, max_tokens=2, ttft_slo_ms=500.0, arrival_ms=harness.now_ms)
+    )
+    harness.drain()
+    names = [one.request_id for plan in harness.plans for one in plan.admissions]
+    assert names == ["busy", "fresh", "missed"]
+    harness.check_end()
+
+
+def test_absurd_deadlines_of_requests_that_ended_are_not_kept() -> None:
+    deadlines = Deadlines()
+    for number in range(5_000):
+        request = make_request(f"r{number}", [1], max_tokens=1, deadline_ms=1e12)
+        ticket = Ticket(request=request, arrival=number, limit=2, token_ids=request.prompt_ids)
+        deadlines.note(ticket)
+        ticket.alive = False
+    assert len(deadlines._moments) < 200
+    assert deadlines.passed(1e13) == []
+
+
+def test_asking_for_passed_deadlines_looks_at_no_others() -> None:
+    deadlines = Deadlines()
+    for number in range(10):
+        request = make_request(f"r{number}", [1], max_tokens=1, ttft_slo_ms=100.0 * (number + 1))
+        deadlines.note(
+            Ticket(request=request, arrival=number, limit=2, token_ids=request.prompt_ids)
+        )
+    assert [ticket.arrival for ticket, _ in deadlines.passed(250.0)] == [0, 1]
+    assert deadlines.passed(250.0) == []
+    assert len(deadlines._moments) == 8
