@@ -66,6 +66,7 @@ class Admissions:
         self._coming = ComingBlocks(cache.block_size)
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
+        self.disk_hit_tokens_total = 0
 
     def admit(
         self,
@@ -196,6 +197,7 @@ class Admissions:
             self._coming.expect(ticket, placement.match.num_blocks, end)
         cache.extend(slot, end)
         self._fetches.forget(ticket)
+        ticket.num_fetched_blocks = 0
         draft.add_deltas(cache.entries(slot))
         draft.add_admission(ticket.admission())
         return slot
@@ -224,12 +226,19 @@ class Admissions:
             miss: Miss | None = Miss(reason=MissReason.SCORED, token=placement.stored)
         else:
             miss = miss_of(cache, ticket.chain, found, ticket.token_ids)
-        return CacheUse(pool_tokens=found * cache.block_size, miss=miss)
+        fetched = min(ticket.num_fetched_blocks, found)  # they are in the pool by now
+        return CacheUse(
+            pool_tokens=(found - fetched) * cache.block_size,
+            disk_tokens=fetched * cache.block_size,
+            miss=miss,
+        )
 
     def _count_prefix(self, ticket: Ticket, placement: Placement) -> None:
         if placement.match is None or ticket.has_positions_to_score:  # not looked up
             return
         self.queried_tokens_total += len(ticket.token_ids)
         self.hit_tokens_total += placement.stored
+        fetched_tokens = ticket.num_fetched_blocks * self._cache.block_size
+        self.disk_hit_tokens_total += min(fetched_tokens, placement.stored)
         if not ticket.was_admitted:
             ticket.cached_tokens = placement.stored

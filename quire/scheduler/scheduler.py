@@ -378,6 +378,7 @@ class Scheduler:
             self._cache,
             queried_tokens_total=self._admissions.queried_tokens_total,
             hit_tokens_total=self._admissions.hit_tokens_total,
+            disk_hit_tokens_total=self._admissions.disk_hit_tokens_total,
             num_prefixes=num_prefixes,
         )
 

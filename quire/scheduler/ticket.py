@@ -68,7 +68,7 @@ class Ticket:
     cached_tokens: int = 0
     cache_use: CacheUse | None = None
     num_preemptions: int = 0
-    num_fetched_blocks: int = 0  # that a tier had for it
+    num_fetched_blocks: int = 0  # that a tier had for it, since it entered the queue
     had_computed: int = 0  # tokens, when it was preempted; 0 since it runs again
     waited_ms: float = 0.0  # for blocks from a tier, since it entered the queue
     mirostat_mu: float | None = None

@@ -382,40 +382,47 @@ def test_the_audit_repairs_a_leak_and_loses_nothing() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 14), st.integers(0, 1)),
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 14), st.integers(0, 3)),
         max_size=40,
     )
 )
 def test_the_books_agree_after_any_sequence_of_verbs(operations: list) -> None:
-    """And a match always leads to blocks that were filled with exactly those tokens."""
+    """And a match always leads to blocks that were filled with exactly those tokens, under the same
+    salt, since the last flush. Flavours 2 and 3 are 0 and 1 under another salt."""
     books = Books(num_blocks=7, block_size=2)
     cache, busy, step = books.cache, set(), 0
-    content: dict[int, tuple[int, ...]] = {}
+    content: dict[int, tuple[str, tuple[int, ...]]] = {}
+    num_flushes = 0
 
-    def fill(slot: int, length: int) -> None:
+    def fill(slot: int, length: int, salt: str) -> None:
         for column, block in enumerate(cache.tables.row(slot).tolist()):
             if (column + 1) * 2 <= length:
-                content[block] = tuple(books.tokens[slot, : (column + 1) * 2].tolist())
+                known = tuple(books.tokens[slot, : (column + 1) * 2].tolist())
+                content[block] = (f"{salt} {num_flushes}", known)
 
     for kind, slot, length, flavour in operations:
-        token_ids = [flavour] * length
+        token_ids, salt = [flavour % 2] * length, "ab"[flavour // 2]
         if kind == 0 and slot not in busy:
-            chain = cache.chain(np.array(token_ids, np.int32), "")
+            chain = cache.chain(np.array(token_ids, np.int32), salt)
             assert chain is not None
             match = cache.match(chain)
             for column, block in enumerate(match.blocks.tolist()):
-                assert content[block] == tuple(token_ids[: (column + 1) * 2])
+                known = tuple(token_ids[: (column + 1) * 2])
+                assert content[block] == (f"{salt} {num_flushes}", known)
             lacking = -(-length // 2) - match.num_blocks
             if lacking <= cache.num_takeable(match):
-                books.begin(slot, token_ids)
+                books.begin(slot, token_ids, salt)
                 busy.add(slot)
-                fill(slot, length)
+                fill(slot, length, salt)
         elif kind in (1, 2) and slot in busy:
             step += 1
             books.end(slot, last_step=step if kind == 1 else 0)
             busy.discard(slot)
         elif kind == 3:
             cache.settle(step)
+        elif kind == 5 and length == 14:
+            cache.flush()
+            num_flushes += 1
         elif kind == 4 and slot in busy and cache.num_free and (slot + 1) % 4 not in busy:
             target = (slot + 1) % 4
             shared = min(length, int(cache.capacities[slot]))
