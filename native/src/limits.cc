@@ -27,6 +27,7 @@ int64_t read(const char* at, int64_t bytes) {
     for (int64_t i = 0; i + 256 <= bytes; i += 256) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
+            prefetch_l1(at + i + 64 * j + kStreamAheadBytes);
             sums[j] = _mm512_or_si512(sums[j], _mm512_loadu_si512(at + i + 64 * j));
         }
     }

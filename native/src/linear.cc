@@ -26,7 +26,6 @@ constexpr int kVecRows = 1;
 #endif
 constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
 constexpr int64_t kStepBytes = 128;  // panel bytes of one step: one k of f32, one pair of bf16
-constexpr int64_t kAheadBytes = 8192;
 
 // How a tile fetches weights before they are needed.
 enum class Fetch { none, same_stream, next_panel };
@@ -165,7 +164,7 @@ void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64
         TileFunction<T> compute;
         if (tiles == 1) {
             compute = tile_for<T, Fetch::same_stream>(count);
-            next = weights + kAheadBytes;
+            next = weights + kStreamAheadBytes;
         } else if (tiles <= 16) {
             compute = tile_for<T, Fetch::next_panel>(count);
         } else {

@@ -123,7 +123,7 @@ void panel_block(const LinearIntsArgs& args, const RowShape& shape, const Packin
         const int64_t first = block * packing.block_rows + packing.first_of(block, i);
         const int64_t count = packing.first_of(block, i + 1) - packing.first_of(block, i);
         const RowPack pack{rows + first * shape.row_bytes(), count};
-        const char* ahead = packs == 1 ? panel + kIntAheadBytes
+        const char* ahead = packs == 1 ? panel + kStreamAheadBytes
                                        : panel + bytes + bytes / 64 * i / packs * 64;
         const IntTile tile = scheme.bits == 8 ? tile_of<8>(count, packs) : tile_of<4>(count, packs);
         tile(pack, shape, scheme, panel, sums, ahead);

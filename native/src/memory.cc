@@ -1,9 +1,15 @@
-// Memory by mmap: zero pages lazily, aligned to huge pages where an area is worth them.
-// The system promises address space, not pages: what the machine can hold is summed up before
-// (quire/config/memory.py). Some bytes of slack follow each area, so that reading ahead is legal.
+// Memory by mmap: zero pages lazily. The system promises address space, not pages: what the machine
+// can hold is summed up before (quire/config/memory.py). Some bytes of slack follow each area, so
+// that reading ahead is legal.
+//
+// Large areas lie one behind another in regions that are aligned to huge pages. A product's weight
+// is a few megabytes: aligned by itself, up to half of it would lie in small pages, whose ends stop
+// hardware prefetchers. A region is never handed out twice, so what nobody wrote is zero; it goes
+// back to the system with the last area in it.
 
 #include "quire/memory.h"
 
+#include <mutex>
 #include <new>
 #include <utility>
 
@@ -14,27 +20,82 @@
 
 namespace quire {
 
+// Bytes of a mapping, handed out from its beginning.
+struct Memory::Region {
+    char* mapped;
+    std::size_t mapped_bytes;
+    char* next;
+    char* end;
+    std::size_t areas;  // that live; one more while it is the region areas come from
+};
+
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kWorthHugePages = 2 * kHugePage;  // one at least, wherever it begins
+constexpr std::size_t kWorthHugePages = kHugePage / 8;
+constexpr std::size_t kRegion = std::size_t{64} << 20;
 constexpr std::size_t kSlack = 64;
+constexpr std::size_t kPage = 4096;
+
+std::size_t rounded(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+char* map(std::size_t bytes) {
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    return static_cast<char*>(mapped);
+}
 
 }  // namespace
 
-Memory::Memory(std::size_t bytes) : bytes_(bytes) {
-    const bool huge = bytes >= kWorthHugePages;
-    mapped_bytes_ = bytes + kSlack + (huge ? kHugePage : 0);
-    void* mapped = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped == MAP_FAILED) throw std::bad_alloc();
-    mapped_ = data_ = static_cast<char*>(mapped);
-    if (!huge) return;
-    const auto address = reinterpret_cast<std::uintptr_t>(mapped);
-    data_ = mapped_ + ((address + kHugePage - 1) / kHugePage * kHugePage - address);
+// The region new areas come from, and the lock of all regions.
+struct Memory::Regions {
+    std::mutex lock;
+    Region* open = nullptr;
+
+    static Regions& all() {
+        static Regions regions;
+        return regions;
+    }
+
+    Region* with_room(std::size_t bytes) {
+        if (open != nullptr && static_cast<std::size_t>(open->end - open->next) >= bytes) {
+            return open;
+        }
+        const std::size_t whole = rounded(bytes > kRegion ? bytes : kRegion, kHugePage);
+        char* mapped = map(whole + kHugePage);
+        const auto address = reinterpret_cast<std::uintptr_t>(mapped);
+        char* first = mapped + (rounded(address, kHugePage) - address);
 #if defined(MADV_HUGEPAGE)
-    madvise(data_, bytes_, MADV_HUGEPAGE);
+        madvise(first, whole, MADV_HUGEPAGE);
 #endif
+        auto* made = new Region{mapped, whole + kHugePage, first, first + whole, 0};
+        if (bytes > kRegion / 2) return made;  // its own: what is left of the open one is not lost
+        close(open);
+        open = made;
+        ++made->areas;
+        return made;
+    }
+
+    void close(Region* region) {
+        if (region == nullptr || --region->areas > 0) return;
+        munmap(region->mapped, region->mapped_bytes);
+        delete region;
+    }
+};
+
+Memory::Memory(std::size_t bytes) : bytes_(bytes) {
+    if (bytes < kWorthHugePages) {
+        mapped_bytes_ = bytes + kSlack;
+        mapped_ = data_ = map(mapped_bytes_);
+        return;
+    }
+    Regions& regions = Regions::all();
+    const std::lock_guard<std::mutex> hold(regions.lock);
+    region_ = regions.with_room(rounded(bytes + kSlack, kPage));
+    data_ = region_->next;
+    region_->next += rounded(bytes + kSlack, kPage);
+    ++region_->areas;
 }
 
 Memory Memory::borrowed(const char* data, std::size_t bytes) {
@@ -55,12 +116,19 @@ Memory& Memory::operator=(Memory&& other) noexcept {
     bytes_ = std::exchange(other.bytes_, 0);
     mapped_ = std::exchange(other.mapped_, nullptr);
     mapped_bytes_ = std::exchange(other.mapped_bytes_, 0);
+    region_ = std::exchange(other.region_, nullptr);
     return *this;
 }
 
 void Memory::release() {
     if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
+    if (region_ != nullptr) {
+        Regions& regions = Regions::all();
+        const std::lock_guard<std::mutex> hold(regions.lock);
+        regions.close(region_);
+    }
     mapped_ = data_ = nullptr;
+    region_ = nullptr;
 }
 
 void give_back_freed_memory() {

@@ -413,7 +413,7 @@ __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxSc
     int64_t configured = 0;
     for (int64_t index = block.first_panel; index < block.end_panel; ++index) {
         const char* data = static_cast<const char*>(block.weight.data) + index * panel_bytes;
-        beside.ahead.at = data + (beside.ahead.near ? kIntAheadBytes : panel_bytes);
+        beside.ahead.at = data + (beside.ahead.near ? kTileAheadBytes : panel_bytes);
         PanelWeights panel{data, nullptr};
         if constexpr (!Shape::kIsInt8) {
             float* scales = scratch.scales[index % 2];

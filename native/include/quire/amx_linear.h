@@ -24,7 +24,6 @@ constexpr int64_t kGroupRows = 128;
 constexpr int64_t kStretchSteps = 8;
 constexpr int64_t kPanelStepBytes = kTileRows * 128;  // of weights: 16 pairs of 32 columns
 constexpr unsigned kNoDenormals = 0x8040;             // as the matrix unit: zeros, in and out
-constexpr int64_t kNearBytes = 8192;                  // how far ahead one stream is fetched
 
 QUIRE_VEC int64_t steps_of(int64_t k) { return (k + kTileStep - 1) / kTileStep; }
 
@@ -188,7 +187,7 @@ QUIRE_VEC void few_steps(const float* x, int64_t stride, const char* w, int64_t 
 #pragma GCC unroll 2
             for (int j = 0; j < 2; ++j) {
                 const char* line = w + pair * 128 + j * 64;
-                prefetch_l1(line + kNearBytes);
+                prefetch_l1(line + kStreamAheadBytes);
                 const __m512i both = _mm512_loadu_si512(line);
                 w_even[j] = {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
                 w_odd[j] = {_mm512_castsi512_ps(_mm512_and_si512(both, high))};
@@ -316,7 +315,7 @@ __attribute__((noinline)) void amx_panels(const AmxBlock& block, const AmxScratc
     int turn = 0;
     for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
         const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
-        beside.ahead.at = weights + (packs == 1 ? kNearBytes : bytes);
+        beside.ahead.at = weights + (packs == 1 ? kTileAheadBytes : bytes);
         if (whole < steps) copy_tail(weights, pairs, whole, scratch.tail);
         for (int64_t group = 0; group < block.rows; group += kGroupRows) {
             const int64_t left = block.rows - group;

@@ -56,8 +56,6 @@ struct RowPack {
     }
 };
 
-// How far ahead of its use a weight is fetched where rows take one pass.
-constexpr int64_t kIntAheadBytes = 8192;
 constexpr int kGroupVecs = static_cast<int>(kRowGroup) / kLanes;
 
 QUIRE_VEC void store_elements(RowElement* to, Ints a) {

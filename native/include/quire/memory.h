@@ -24,14 +24,17 @@ class Memory {
 
     char* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
-    bool is_borrowed() const { return data_ != nullptr && mapped_ == nullptr; }  // read, never write
+    bool is_borrowed() const { return data_ && !mapped_ && !region_; }  // read, never write
 
   private:
+    struct Region;
+    struct Regions;
     void release();
     char* data_ = nullptr;
     std::size_t bytes_ = 0;
     char* mapped_ = nullptr;
     std::size_t mapped_bytes_ = 0;
+    Region* region_ = nullptr;  // what it is a part of, where it is no mapping of its own
 };
 
 // Pages of freed small memory go back to the system, where the C library keeps them.

@@ -285,6 +285,11 @@ QUIRE_VEC void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #endif
 
+// How far ahead of its use a weight is fetched where rows take one pass, a line a load: twice the
+// lines a core has on their way at once. At 8 KiB products of 4 bits ran at 0.7 of this.
+constexpr int64_t kStreamAheadBytes = 2048;
+constexpr int64_t kTileAheadBytes = 8192;  // the same for tiles of the matrix unit, bursts of lines
+
 // ---- the same on every instruction set
 
 QUIRE_VEC Vec zero() { return set1(0.0f); }
