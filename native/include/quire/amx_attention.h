@@ -23,6 +23,13 @@ constexpr int kAhead = 64;         // positions that integers are fetched ahead 
 constexpr int kSteps = kPiece / static_cast<int>(kTileStep);
 constexpr int kDimSteps = kMaxHeadDim / static_cast<int>(kTileStep);
 
+// What is fetched while a group's values are copied: the values copied next, and the keys that
+// scores will ask for. Null: nothing.
+struct GroupsAhead {
+    const bf16* values = nullptr;
+    const bf16* keys = nullptr;
+};
+
 // sums of `upper` (and 16 rows on, where two) by the two halves, 16 columns each, of a weight
 // whose steps lie anywhere. Strides are in bytes.
 template <bool two>
@@ -167,9 +174,12 @@ class TileWalk {
                 values_[s] = values[2 * s];
             } else {
                 values_[s] = copied_ + s * kTileStep * dim_;
-                copy_group(values[2 * s], 0, valid_[s], copied_ + s * kTileStep * dim_);
+                const int next = 2 * s + 2 < kPiece / kGroup ? 2 * s + 2 : 2 * s + 1;
+                copy_group(values[2 * s], 0, valid_[s], copied_ + s * kTileStep * dim_,
+                           {values[2 * s + 1], keys[2 * s]});
                 copy_group(values[2 * s + 1], kGroup, valid_[s],
-                           copied_ + (s * kTileStep + kGroup) * dim_);
+                           copied_ + (s * kTileStep + kGroup) * dim_,
+                           {values[next], keys[2 * s + 1]});
             }
         }
     }
@@ -192,8 +202,13 @@ class TileWalk {
     }
 
     // 16 positions' values, `offset` positions into their step; zeros for those outside `seen`.
-    void copy_group(const bf16* from, int offset, Span seen, bf16* to) const {
+    void copy_group(const bf16* from, int offset, Span seen, bf16* to,
+                    GroupsAhead ahead = {}) const {
         for (int pair = 0; pair < kGroup / 2; ++pair) {
+            for (int64_t i = pair * dim_ * 2; i < (pair + 1) * dim_ * 2; i += 32) {
+                if (ahead.values != nullptr) prefetch_l1(ahead.values + i);
+                if (ahead.keys != nullptr) prefetch_l2(ahead.keys + i);
+            }
             const int position = offset + 2 * pair;
             const bool one = position >= seen.first && position < seen.end;
             const bool other = position + 1 >= seen.first && position + 1 < seen.end;
