@@ -14,6 +14,7 @@ from quire.base.records import StepPlan, StepResult
 from quire.engine.assemble import Engine
 from quire.engine.core import EngineCore, Runner
 from quire.runner.handle import Handle
+from quire.scheduler.scheduler import Scheduler
 from quire.sim.load import Asks, Job, Requests
 from quire.sim.run import Feed, Run, WaitingClock
 from quire.sim.runner import PlannedEnds
@@ -83,19 +84,21 @@ def run_real(
     jobs: Sequence[Job],
     asks: Asks,
     *,
+    scheduler: Scheduler,
     plans_in_flight: int = 1,
     clock: WaitingClock | None = None,
     on_plan: Callable[[StepPlan], None] | None = None,
 ) -> Run:
     """Run `jobs` on an engine that has nothing else to do, as they arrive.
 
+    scheduler: a fresh one of as many slots as the engine's and no more blocks.
     clock: the machine's, where none is given; its zero is when the first job is waited for.
     """
     requests = Requests(jobs, asks, vocab_size=engine.card.vocab_size)
     ends = PlannedEnds(requests.planned, num_slots=engine.card.max_num_seqs)
     runner = EndingRunner(engine.core.runner, ends, on_plan=on_plan)
     core = EngineCore(
-        engine.core.scheduler,
+        scheduler,
         runner,
         plans_in_flight=plans_in_flight,
         report=engine.core.report,

@@ -1,0 +1,156 @@
+"""Scheduling policies on recorded traffic: in the simulator at rising speed, and a real piece.
+
+    python -m bench.policies table --scene accelerator
+    python -m bench.policies piece --seconds 300 --policies fcfs,sjf,fair
+
+`table` writes bench/results/policies-SCENE.json and PNG: every policy at every speed, with and
+without the goals told to the engine (which may then refuse early). `piece` replays the beginning
+of the trace on the real engine and in the simulator, one policy after the other, and adds to
+bench/results/policies-piece.json, so that it can be done in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.data import outside
+from bench.policies.goals import goals_text, read_goals
+from bench.policies.piece import agreement, measure_piece, piece_text
+from bench.policies.scenes import MAX_TOKENS, RESULTS, SCENES, TRACE, Scene
+from quire.bench.machine import machine_card
+from quire.obs.pictures import check_plots
+from quire.obs.report import Progress
+from quire.obs.timing import Goals
+from quire.obs.trace import read_trace
+from quire.sim.compare import Question, compare
+from quire.sim.load import Asks, jobs_of
+from quire.sim.plots import plot_policies
+from quire.sim.run import simulate
+from quire.sim.summary import summaries_text
+
+POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
+
+
+def main() -> None:
+    """Measure, print, and write JSON and pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    tables = kinds.add_parser("table", help="all policies in the simulator")
+    tables.add_argument("--scene", choices=SCENES, default="accelerator")
+    tables.add_argument("--policies", default=",".join(POLICIES))
+    tables.add_argument("--speeds", help="as in 1,2,4 (default: the scene's)")
+    tables.add_argument("--max-requests", type=int, help="the first so many (default: all)")
+    tables.add_argument("--light", type=int, default=20, help="one in so many; 0: no flood")
+    tables.add_argument("--goals", choices=("told", "kept back"), default="told")
+    tables.add_argument("--out", type=Path)
+    piece = kinds.add_parser("piece", help="a piece of the trace on the real engine")
+    piece.add_argument("--shape", default="qwen3-0.6b")
+    piece.add_argument("--policies", default="fcfs,sjf,fair")
+    piece.add_argument("--seconds", type=float, default=300.0, help="of arrivals, in real time")
+    piece.add_argument("--speed", type=float, default=0.05)
+    piece.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    piece.add_argument("--max-num-seqs", type=int, default=16)
+    piece.add_argument("--kv-cache-memory", default="4GiB")
+    piece.add_argument("--quantization", default="auto")
+    piece.add_argument("--shorter", type=float, default=1.0, help="divide all lengths by this")
+    piece.add_argument("--out", type=Path, default=RESULTS / "policies-piece.json")
+    args = parser.parse_args()
+    if args.kind == "table":
+        _table(args)
+    else:
+        _piece(args)
+
+
+def _asks(scene: Scene, *, told: bool) -> Asks:
+    goals = scene.goals
+    return Asks(
+        max_tokens=MAX_TOKENS,
+        max_model_len=scene.settings["max_model_len"],
+        ttft_slo_ms=1e3 * goals.ttft_s if told else None,
+        tpot_slo_ms=1e3 * goals.tpot_s if told else None,
+    )
+
+
+def _table(args: argparse.Namespace) -> None:
+    check_plots()
+    scene = SCENES[args.scene]
+    trace = read_trace(outside(TRACE), max_requests=args.max_requests)
+    machine, config = scene.machine(), scene.config()
+    speeds = tuple(map(float, args.speeds.split(","))) if args.speeds else scene.speeds
+    question = Question(
+        trace_name=Path(TRACE).name,
+        trace=trace,
+        policies=tuple(args.policies.split(",")),
+        speeds=speeds,
+        asks=_asks(scene, told=args.goals == "told"),
+        goals=scene.goals,
+        light_every=args.light,
+        light_speed=scene.light_speed,
+    )
+    outcome = compare(question, machine, config, progress=Progress())
+    jobs, _ = jobs_of(trace, speed=speeds[len(speeds) // 2], asks=question.asks)
+    began_s = time.process_time()
+    simulate(jobs, question.asks, machine, config)
+    outcome |= {
+        "bench": "policies",
+        "machine": machine_card(),
+        "scene": scene.text,
+        "requests_per_minute": 60 * len(jobs) / (time.process_time() - began_s),
+    }
+    outcome["goals"] = read_goals(outcome)
+    out = args.out or RESULTS / f"policies-{scene.name}.json"
+    out.write_text(json.dumps(outcome, indent=1) + "\n")
+    plot_policies(outcome, out.with_suffix(".png"))
+    print(summaries_text(outcome))
+    print(goals_text(outcome["goals"]))
+
+
+def _piece(args: argparse.Namespace) -> None:
+    def shorter(tokens: int) -> int:
+        return max(round(tokens / args.shorter), 1)
+
+    trace = [
+        replace(
+            one,
+            prompt_tokens=shorter(one.prompt_tokens),
+            output_tokens=shorter(one.output_tokens),
+        )
+        for one in read_trace(outside(TRACE))
+        if one.arrival_s <= args.seconds * args.speed
+    ]
+    known: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    settings = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": 16_384,
+        "kv_cache_memory": args.kv_cache_memory,
+        "quantization": args.quantization,
+    }
+    outcome = measure_piece(
+        trace,
+        shape=args.shape,
+        settings=settings,
+        policies=args.policies.split(","),
+        speed=args.speed,
+        asks=Asks(max_tokens=args.max_tokens, max_model_len=16_384),
+        goals=Goals(ttft_s=10.0, tpot_s=0.5),
+        profile=known.get("profile"),
+        progress=Progress(),
+    )
+    outcome["settings"] |= {"shorter": args.shorter, "seconds": args.seconds}
+    if known.get("settings") == outcome["settings"]:
+        outcome["runs"] = {**known["runs"], **outcome["runs"]}
+    outcome |= {"bench": "policies, a real piece", "machine": machine_card()}
+    outcome["agreement"] = agreement(outcome["runs"])
+    args.out.write_text(json.dumps(outcome, indent=1) + "\n")
+    print(piece_text(outcome))
+
+
+if __name__ == "__main__":
+    main()

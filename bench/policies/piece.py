@@ -1,0 +1,151 @@
+"""A piece of the trace on the real engine, and the same in the simulator: do they agree?
+
+The model's steps are measured first, then each policy serves the same requests in real time, and
+in virtual time. Told are, for each, the mean and p50 latency and the mean time to the first token,
+how far the simulation was off, and whether both rank the policies the same. A model of random
+weights serves: what it says is of no matter here, and answers end where the trace says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from bench.checkpoints import random_checkpoint
+from quire.base.clock import Clock
+from quire.base.report import Field
+from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
+from quire.engine.assemble import assemble
+from quire.engine.deciders import make_scheduler, scheduler_limits
+from quire.obs.report import Progress, table
+from quire.obs.timing import Goals
+from quire.obs.trace import Arrival
+from quire.sim.compare import with_policy
+from quire.sim.load import Asks, Job, jobs_of
+from quire.sim.machine import Machine
+from quire.sim.profile import machine_of, measure_machine
+from quire.sim.real import run_real
+from quire.sim.run import simulate
+from quire.sim.summary import summary_of
+
+AGREES_WITHIN = 0.15
+NUMBERS = ("latency_mean_s", "ttft_mean_s")
+
+
+def measure_piece(
+    trace: Sequence[Arrival],
+    *,
+    shape: str,
+    settings: Mapping[str, Any],
+    policies: Sequence[str],
+    speed: float,
+    asks: Asks,
+    goals: Goals,
+    profile: Mapping[str, Any] | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The result object. profile: of this model here, measured now where there is none."""
+    config = engine_config({**settings, "model": str(random_checkpoint(shape))})
+    profile = profile or measure_machine(config, progress=progress)
+    machine = machine_of(profile)
+    jobs, left_out = jobs_of(trace, speed=speed, asks=asks)
+    progress.say("packing the weights")
+    engine = assemble(config, clock=Clock(), report=_tell)
+    runs = {}
+    with closing(engine.core.runner):
+        for policy in policies:
+            progress.say(f"{policy}: {len(jobs)} requests in {jobs[-1].arrival_ms / 1e3:.0f} s")
+            own = with_policy(config, policy)
+            num_blocks = machine.num_blocks(own)
+            if num_blocks > engine.card.num_blocks:
+                raise SystemExit(
+                    f"the simulation has {num_blocks} KV blocks and the engine "
+                    f"{engine.card.num_blocks}; give --kv-cache-memory what the engine can have"
+                )
+            limits = scheduler_limits(
+                own.scheduler,
+                num_blocks=num_blocks,
+                max_model_len=engine.card.max_model_len,
+                step_tokens=engine.step_tokens,
+            )
+            scheduler = make_scheduler(
+                own,
+                limits,
+                num_blocks=num_blocks,
+                fingerprint=machine.name,
+                hash_key=bytes(16),
+                cost=machine.linear if limits.step_budget_ms else None,
+            )
+            run = run_real(engine, jobs, asks, scheduler=scheduler)
+            runs[policy] = {
+                "real": summary_of(run, jobs, goals),
+                "simulated": _simulated(jobs, asks, machine, own, goals),
+            }
+    progress.clear()
+    return {
+        "settings": {
+            "shape": shape,
+            "speed": speed,
+            "num_requests": len(jobs),
+            "left_out": left_out,
+            **dict(settings),
+        },
+        "profile": dict(profile),
+        "runs": runs,
+    }
+
+
+def _simulated(
+    jobs: Sequence[Job], asks: Asks, machine: Machine, config: EngineConfig, goals: Goals
+) -> dict[str, Any]:
+    return summary_of(simulate(jobs, asks, machine, config), jobs, goals)
+
+
+def piece_text(outcome: Mapping[str, Any]) -> str:
+    """A line a policy, and whether simulation and engine agree."""
+    runs = outcome["runs"]
+    rows = []
+    for policy, run in runs.items():
+        cells = [policy]
+        for name in NUMBERS:
+            real, simulated = run["real"][name], run["simulated"][name]
+            cells += [
+                f"{real:.2f} s",
+                f"{simulated:.2f} s",
+                f"{100 * (simulated / real - 1):+.0f} %",
+            ]
+        rows.append(cells)
+    lines = [
+        f"{outcome['settings']['num_requests']} requests at speed "
+        f"{outcome['settings']['speed']:g} on {outcome['settings']['shape']}",
+        table(
+            ("policy", "mean latency", "simulated", "off", "TTFT mean", "simulated", "off"), rows
+        ),
+    ]
+    agreed = agreement(runs)
+    lines.append(
+        f"ranked the same: {'yes' if agreed['same_ranks'] else 'no'}; "
+        f"mean latency off by at most {100 * agreed['most_off']:.0f} %"
+    )
+    return "\n".join(lines)
+
+
+def agreement(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether both rank policies the same by mean latency, and how far apart they are at most."""
+    name = NUMBERS[0]
+    ranked = {
+        kind: sorted(runs, key=lambda policy: runs[policy][kind][name])
+        for kind in ("real", "simulated")
+    }
+    off = [abs(run["simulated"][name] / run["real"][name] - 1) for run in runs.values()]
+    return {
+        "same_ranks": ranked["real"] == ranked["simulated"],
+        "most_off": max(off),
+        "agrees": max(off) <= AGREES_WITHIN,
+    }
+
+
+def _tell(what: str, **fields: Field) -> None:
+    raise SystemExit(f"{what}: {fields}")
