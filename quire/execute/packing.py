@@ -9,7 +9,9 @@ of threads, so a file serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from quire import _native
 from quire.execute.executor import Progress
 from quire.program.ops import Weight, WeightPart
 from quire.program.program import Program
-from quire.weights.binding import Binding
+from quire.weights.binding import Binding, Piece
 from quire.weights.content import WeightsDigest
 from quire.weights.pack_cache import (
     PackCache,
@@ -168,7 +170,7 @@ def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -
     digest = WeightsDigest()
     for weight in program.weights.values():
         for part in weight.parts:
-            if not digest.holds(stored := binding.tensor(part)):
+            if not digest.holds(stored := binding.content(part)):
                 digest.add(stored, _native.content_digest(stored.raw, pool))
             binding.release(part)
     return digest.hexdigest()
@@ -195,30 +197,49 @@ def pack(
         packed[name] = native = _empty_weight(weight)
         first = 0
         for part in _joined(weight.parts):
-            stored = binding.tensor(part)
-            content = native.fill(
-                pool,
-                first,
-                part.rows,
-                stored.raw,
-                stored.dtype,
-                weight.offset,
-                first_row=part.first_row,
-                of_rows=part.of_rows,
-                transposed=part.transposed,
-                digested=not digest.holds(stored),
-            )
-            if content is not None:
-                digest.add(stored, content)
+            stored = binding.content(part)
+            is_new, makers = not digest.holds(stored), list(binding.pieces(part))
+            for piece in _made_ahead(makers, pool.num_threads):
+                content = native.fill(
+                    pool,
+                    first,
+                    piece.rows,
+                    piece.raw,
+                    piece.dtype,
+                    weight.offset,
+                    first_row=piece.first_row,
+                    of_rows=piece.of_rows,
+                    transposed=piece.transposed,
+                    digested=is_new and piece.is_content,
+                )
+                if content is not None:
+                    digest.add(stored, content)
+                first += piece.rows
+                done += piece.rows * weight.row_bytes
+                if progress is not None:
+                    progress(done, total)
+            if not digest.holds(stored):  # made from something else than its own bytes
+                digest.add(stored, _native.content_digest(stored.raw, pool))
             binding.release(part)
-            first += part.rows
-            done += part.rows * weight.row_bytes
-            if progress is not None:
-                progress(done, total)
         if keeper is not None:
             keeper.add(name, native, pool)
     coarse = {name: native.coarse_rows for name, native in packed.items() if native.coarse_rows}
     return Packed(weights=packed, digest=digest.hexdigest(), coarse_rows=coarse)
+
+
+def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iterator[Piece]:
+    """The pieces in order; of several some are made by other threads while one is used."""
+    if len(makers) == 1:
+        yield makers[0]()
+        return
+    with ThreadPoolExecutor(num_threads) as threads:
+        ahead = deque(threads.submit(maker) for maker in makers[:num_threads])
+        for maker in makers[num_threads:]:
+            piece = ahead.popleft().result()
+            ahead.append(threads.submit(maker))
+            yield piece
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:

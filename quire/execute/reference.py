@@ -355,7 +355,7 @@ def _load(
 def _load_weight(weight: Weight, binding: Binding, digest: WeightsDigest) -> Float32s:
     parts = [binding.read_f32(part) for part in weight.parts]
     for part in weight.parts:
-        if not digest.holds(stored := binding.tensor(part)):
+        if not digest.holds(stored := binding.content(part)):
             digest.add(stored)
         binding.release(part)
     return np.concatenate(parts) + np.float32(weight.offset)

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.program.ops import OpKind, WeightPart
 from quire.program.program import Program
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import Checkpoint, RowReader
 from quire.weights.dtypes import NUMPY_TYPES
 from quire.weights.safetensors import StoredTensor, raise_problems
 
@@ -28,6 +30,25 @@ TIED_COPY = "lm_head.weight"
 COMPARED_ROWS = 4_096
 # Rotary frequencies; GPT-2's causal mask and what it puts where nothing is seen.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
+
+
+# Elements of a quantized tensor that become float32 together: few, so that caches hold them.
+PIECE_ELEMENTS = 1 << 19
+PIECE_ROWS = 32  # a multiple of: kernels' panels have so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows for a weight: `rows` of them from `first_row` on of a tensor [of_rows, columns], or
+    [columns, of_rows] where transposed, whose bytes are `raw`; is_content: what is digested."""
+
+    raw: NDArray[np.uint8]
+    dtype: str
+    rows: int
+    first_row: int
+    of_rows: int
+    transposed: bool
+    is_content: bool
 
 
 class Binding:
@@ -41,6 +62,34 @@ class Binding:
         """The whole tensor that `part` is cut from, as stored."""
         return self.checkpoint.tensor(self._names[part.source])
 
+    def content(self, part: WeightPart) -> StoredTensor:
+        """What is digested of the tensor that `part` is cut from."""
+        return self.checkpoint.content(self._names[part.source])
+
+    def pieces(self, part: WeightPart) -> Iterator[Callable[[], Piece]]:
+        """The part's rows in order, each piece made when it is called for, in any thread: the
+        stored tensor, or of a quantized one some rows at a time as float32."""
+        name = self._names[part.source]
+        rows = self.checkpoint.quantized_rows(name, transposed=part.transposed)
+        if rows is None:
+            yield partial(self._whole, part)
+            return
+        step = PIECE_ELEMENTS // max(1, rows.columns) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
+        for first in range(0, part.rows, step):
+            yield partial(_some, rows, part.first_row + first, min(step, part.rows - first))
+
+    def _whole(self, part: WeightPart) -> Piece:
+        stored = self.tensor(part)
+        return Piece(
+            raw=stored.raw,
+            dtype=stored.dtype,
+            rows=part.rows,
+            first_row=part.first_row,
+            of_rows=part.of_rows,
+            transposed=part.transposed,
+            is_content=not self.checkpoint.block_type(self._names[part.source]),
+        )
+
     def read_f32(self, part: WeightPart) -> NDArray[np.float32]:
         """A fresh float32 copy of the part's rows: [rows, columns], or [rows] of a vector."""
         name, rows = self._names[part.source], slice(part.first_row, part.first_row + part.rows)
@@ -51,6 +100,20 @@ class Binding:
     def release(self, part: WeightPart) -> None:
         """Drop the pages of the tensor that `part` is cut from."""
         self.checkpoint.release(self._names[part.source])
+
+
+def _some(rows: RowReader, first: int, count: int) -> Piece:
+    values = rows.to_f32(slice(first, first + count))
+    raw = values.reshape(-1).view(np.uint8)
+    return Piece(
+        raw=raw,
+        dtype="f32",
+        rows=count,
+        first_row=0,
+        of_rows=count,
+        transposed=False,
+        is_content=False,
+    )
 
 
 def bind(program: Program, checkpoint: Checkpoint) -> Binding:

@@ -29,6 +29,17 @@ MAX_INDEX_BYTES = 100_000_000
 WHOLE = slice(None)
 
 
+class RowReader(Protocol):
+    """Rows that become float32 when they are asked for, some at a time."""
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+
+    def to_f32(self, rows: slice) -> NDArray[np.float32]:
+        """The values of some rows [rows, columns]. Called from any thread."""
+
+
 class Checkpoint(Protocol):
     """Tensors by name. `described_by`: what says which shapes they should have, for errors."""
 
@@ -55,6 +66,14 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor, a view of the file where possible. WeightsError for an unknown name."""
+
+    def content(self, name: str) -> StoredTensor:
+        """What is digested of the tensor: the tensor, or the blocks that a quantized one lies in,
+        which `dtype` names then."""
+
+    def quantized_rows(self, name: str, *, transposed: bool) -> RowReader | None:
+        """The rows of a quantized matrix, or of what it is transposed, if these lie in the file
+        row by row. None: take the tensor as a whole."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
         """A fresh float32 copy of the tensor, or of a slice of its first axis."""
@@ -102,6 +121,13 @@ class SafetensorsCheckpoint:
         if holder is None:
             raise WeightsError(f"{self.path}: no tensor named {name!r}")
         return holder.tensor(name)
+
+    def content(self, name: str) -> StoredTensor:
+        """The tensor itself."""
+        return self.tensor(name)
+
+    def quantized_rows(self, name: str, *, transposed: bool) -> None:
+        """Nothing is quantized here."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
         """A fresh float32 copy of the tensor, or of a slice of its first axis."""

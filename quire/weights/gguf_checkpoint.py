@@ -1,10 +1,10 @@
 """GgufCheckpoint: a GGUF model with the face of Checkpoint, under the checkpoint's names.
 
 Plain types are handed out as they lie in the file. Quantized ones become float32 when they are
-asked for, one tensor at a time, and are kept until they are released; rows that the converter
-reordered are put back, as bytes, so that an f32, f16 or bf16 file gives the very tensors of its
-checkpoint. `quantized` hands out the blocks themselves, for who computes with them. Always holds:
-what cannot be read is refused when the file is opened, by name and type.
+asked for, some rows at a time, or as a whole and then kept until they are released; rows that the
+converter reordered are put back, as bytes, so that an f32, f16 or bf16 file gives the very tensors
+of its checkpoint. `quantized` hands out the blocks themselves, for who computes with them. Always
+holds: what cannot be read is refused when the file is opened, by name and type.
 """
 
 from __future__ import annotations
@@ -96,8 +96,25 @@ class GgufCheckpoint:
                 self._ready[name] = raw
         return StoredTensor(name=name, dtype=held.dtype, shape=held.shape, raw=raw)
 
+    def content(self, name: str) -> StoredTensor:
+        """What is digested of it: the tensor, or the blocks as they lie in the file."""
+        held = self._known(name)
+        kind = held.stored.type.name
+        if kind in PLAIN:
+            return self.tensor(name)
+        raw = self._model.holder(held.stored.name).raw(held.stored)
+        return StoredTensor(name=name, dtype=kind, shape=held.shape, raw=raw)
+
+    def quantized_rows(self, name: str, *, transposed: bool) -> QuantizedRows | None:
+        """The rows of a quantized matrix; see Checkpoint."""
+        held = self._known(name)
+        is_turned = held.placed.order is Order.TRANSPOSED
+        return self.quantized(name) if len(held.shape) == 2 and is_turned == transposed else None
+
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
         """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+        if (quantized := self.quantized_rows(name, transposed=False)) is not None:
+            return quantized.to_f32(rows)
         stored = self.tensor(name)
         if stored.dtype == "bf16":
             return from_bf16_bits(stored.array[rows])

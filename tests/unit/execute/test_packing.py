@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
 from quire.program.quantize import quantize
 from quire.weights.checkpoint import open_checkpoint
+from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
 # Wide enough that weights are most of what grows: 36 M elements.
@@ -55,3 +57,24 @@ def test_memory_never_exceeds_the_weights_by_much(folder: Path, scheme: str) -> 
     assert [done for done, _ in counted] == sorted(done for done, _ in counted)
     assert counted[-1][0] == program.weight_bytes
     assert max(held for _, held in counted) <= MOST * program.weight_bytes
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("Q4_K", "int8"), ("Q6_K", "none"), ("Q4_0", "int4")])
+def test_of_a_quantized_file_few_rows_at_a_time_are_multiplied_out(
+    kind: str, scheme: str, tmp_path: Path
+) -> None:
+    shape = {
+        "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
+        "num_key_value_heads": 2, "vocab_size": 40_000, "num_hidden_layers": 1,
+    }  # fmt: skip
+    file = write_gguf_of(write_tiny_llama(tmp_path / "ck", **shape), tmp_path / "m.gguf", kind=kind)
+    program = quantize(build_program(open_model(file), dtype=DType.BF16, max_positions=64), scheme)
+    checkpoint = open_checkpoint(file)
+    tracemalloc.start()
+    executor = NativeExecutor(
+        program, checkpoint, max_tokens=4, max_samples=1, max_sequences=1, num_threads=2
+    )
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    executor.close()
+    assert most < 0.6 * 4 * 256 * 40_000  # bytes of the embedding as float32
