@@ -1,15 +1,18 @@
 """The audit of the cache's books: tables, holds, reference counts, free blocks, prefix index.
 
 Knows how the books relate and nothing of what they are for. Runs when the engine is idle and
-after each operation of the property tests; costs a few vector operations over all blocks. It
-reports and can repair; it never raises for a contradiction.
+after each operation of the property tests; costs a few vector operations over all blocks. Where
+blocks are wrong it names the requests that last had them. It reports and can repair; it never
+raises for a contradiction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.pool import BlockPool, Int32s
 from quire.cache.prefix_index import PrefixIndex
@@ -29,20 +32,26 @@ def check(
     With `repair`, reference counts and free blocks are derived anew from tables and holds, and
     the marks of findable blocks from the index: leaked blocks return, nothing is lost.
     """
-    due = _references_due(pool.num_blocks, tables, holds)
+    due, names = _references_due(pool.num_blocks, tables, holds), tables.last_holders
     keyed = np.array([index.key_of(block) is not None for block in range(pool.num_blocks)])
     found = [
         *_table_problems(tables),
-        *_named(pool.references > due, "blocks leaked (more references than holders)"),
-        *_named(pool.references < due, "blocks with fewer references than holders"),
+        *_named(pool.references > due, "blocks leaked (more references than holders)", names),
+        *_named(pool.references < due, "blocks with fewer references than holders", names),
         *_named(pool.findable != keyed, "blocks whose findable mark and index entry disagree"),
-        *_free_problems(pool),
+        *_free_problems(pool, names),
         *index.problems(),
     ]
     if found and repair:
         pool.findable[:] = keyed
         pool.rebuild(due)
     return found
+
+
+def has_leaks(pool: BlockPool, tables: BlockTable, holds: Sequence[tuple[int, Int32s]]) -> bool:
+    """Whether references and holders disagree: what a bug in the scheduler's verbs looks like."""
+    due = _references_due(pool.num_blocks, tables, holds)
+    return bool((pool.references != due).any())
 
 
 def _references_due(
@@ -64,13 +73,15 @@ def _table_problems(tables: BlockTable) -> list[str]:
     return found
 
 
-def _free_problems(pool: BlockPool) -> list[str]:
+def _free_problems(pool: BlockPool, names: NDArray[Any]) -> list[str]:
     plain, findable = pool.free_blocks()
     times_free = np.bincount(np.concatenate((plain, findable)), minlength=pool.num_blocks)
     found = [
-        *_named(times_free > 1, "blocks free more than once"),
-        *_named((times_free > 0) & (pool.references > 0), "blocks free and in use at once"),
-        *_named((times_free == 0) & (pool.references == 0), "blocks neither free nor in use"),
+        *_named(times_free > 1, "blocks free more than once", names),
+        *_named((times_free > 0) & (pool.references > 0), "blocks free and in use at once", names),
+        *_named(
+            (times_free == 0) & (pool.references == 0), "blocks neither free nor in use", names
+        ),
     ]
     again = pool.protected_blocks()
     if (pool.protected & ~pool.findable).any():
@@ -84,9 +95,15 @@ def _free_problems(pool: BlockPool) -> list[str]:
     return found
 
 
-def _named(wrong: np.ndarray[tuple[int], np.dtype[np.bool_]], what: str) -> list[str]:
+def _named(wrong: NDArray[np.bool_], what: str, names: NDArray[Any] | None = None) -> list[str]:
+    """Which blocks, and the requests that last had them."""
     if not np.count_nonzero(wrong):
         return []
     blocks = np.flatnonzero(wrong)
-    shown = ", ".join(map(str, blocks[:8].tolist()))
-    return [f"{len(blocks)} {what}: {shown}{', ...' if len(blocks) > 8 else ''}"]
+    told = f"{len(blocks)} {what}: {_shown(blocks.tolist())}"
+    holders = [] if names is None else dict.fromkeys(filter(None, names[blocks].tolist()))
+    return [f"{told}; last held by {_shown(list(holders))}" if holders else told]
+
+
+def _shown(some: Sequence[object]) -> str:
+    return ", ".join(map(str, some[:8])) + (", ..." if len(some) > 8 else "")

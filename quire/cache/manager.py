@@ -92,7 +92,7 @@ class CacheManager:
     def lay_out(self, *, num_slots: int, max_tokens: int) -> None:
         """Make empty tables for `num_slots` requests of up to `max_tokens` positions."""
         num_columns = -(-max_tokens // self.block_size)
-        self.tables = BlockTable(num_slots, num_columns, self.block_size)
+        self.tables = BlockTable(num_slots, num_columns, self.block_size, self.num_blocks)
         # How many leading columns of a slot were offered to the index, and the digest there.
         self._registered: Int32s = np.zeros(num_slots, np.int32)
         self._chain_ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
@@ -324,12 +324,19 @@ class CacheManager:
         """Blocks that only `slot` names: what freeing it would yield."""
         return self.pool.num_freed_by(self.tables.row(slot))
 
-    def check_integrity(self, *, repair: bool = False) -> list[str]:
+    def name_slot(self, slot: int, holder: str) -> None:
+        """Who takes `slot`: the audit tells it of blocks that nobody else named since."""
+        self.tables.holders[slot] = holder
+
+    def check_integrity(self, *, repair: bool = False, quick: bool = False) -> list[str]:
         """Compare all books; returns contradictions in words, none if all agree.
 
+        quick: only if references and holders disagree, which costs a few vector operations.
         With `repair` reference counts and free blocks are derived anew from tables and holds.
         """
         holds = self.holds if self.tiers is None else [*self.holds, *self.tiers.holds()]
+        if quick and not audit.has_leaks(self.pool, self.tables, holds):
+            return []
         found = audit.check(self.pool, self.index, self.tables, holds, repair=repair)
         return found if self.tiers is None else [*found, *self.tiers.problems()]
 

@@ -1,11 +1,14 @@
 """BlockTable: which pool blocks hold a slot's tokens, in order of position.
 
 Column c of a slot's row is the block of positions c * block_size .. (c + 1) * block_size - 1.
-Knows no tokens and no reference counts. Always holds: the first `counts[slot]` columns are
-blocks, the others -1; `capacities[slot]` is counts[slot] * block_size tokens.
+Knows no tokens and no reference counts, and of whoever is in a slot a name only. Always holds: the
+first `counts[slot]` columns are blocks, the others -1; `capacities[slot]` is counts[slot] *
+block_size tokens.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +20,11 @@ Index = NDArray[np.intp]
 class BlockTable:
     """`blocks` int32 [num_slots, num_columns], `counts` and `capacities` int32 [num_slots]."""
 
-    def __init__(self, num_slots: int, num_columns: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, num_columns: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
+        # Who is in a slot, and who was in the slot that last named a block: for the audit's words.
+        self.holders: NDArray[Any] = np.full(num_slots, "", object)
+        self.last_holders: NDArray[Any] = np.full(num_blocks, "", object)
         self.blocks: Int32s = np.full((num_slots, num_columns), -1, np.int32)
         self.counts: Int32s = np.zeros(num_slots, np.int32)
         self.capacities: Int32s = np.zeros(num_slots, np.int32)
@@ -32,6 +38,7 @@ class BlockTable:
         first = int(self.counts[slot])
         last = first + len(blocks)
         self.blocks[slot, first:last] = blocks
+        self.last_holders[blocks] = self.holders[slot]
         self.counts[slot] = last
         self.capacities[slot] = last * self.block_size
 
@@ -48,6 +55,7 @@ class BlockTable:
             before = np.cumsum(added, dtype=np.int32) - added
             columns = np.repeat(first - before, added) + np.arange(len(blocks), dtype=np.int32)
         self.blocks[rows, columns] = blocks
+        self.last_holders[blocks] = self.holders[rows]
         counts = first + added
         self.counts[slots] = counts
         self.capacities[slots] = counts * np.int32(self.block_size)

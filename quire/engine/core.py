@@ -46,6 +46,8 @@ from quire.scheduler.scheduler import Scheduler
 MAX_FAILED_STEPS = 3
 # Seconds without work after which the cache audits its books, once.
 AUDIT_AFTER_S = 5.0
+# Milliseconds between looks for leaks while there is work: some vector operations each.
+QUICK_AUDIT_EVERY_MS = 30_000.0
 # Seconds to wait for a message where work is pending that cannot be scheduled.
 RETRY_AFTER_S = 0.05
 
@@ -105,6 +107,7 @@ class EngineCore:
         self._plans_in_flight = plans_in_flight
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
+        self._look_at_ms = 0.0  # when to look for leaks though there is work
 
     @property
     def has_work(self) -> bool:
@@ -140,7 +143,12 @@ class EngineCore:
         if not self._flight:
             return None
         plan, handle = self._flight.popleft()
-        return self.scheduler.update(plan, self._result(plan, handle), now_ms())
+        result, ended_ms = self._result(plan, handle), now_ms()
+        outputs = self.scheduler.update(plan, result, ended_ms)
+        if ended_ms >= self._look_at_ms:
+            self._look_at_ms = ended_ms + QUICK_AUDIT_EVERY_MS
+            self.audit(quick=True)
+        return outputs
 
     def expire(self, now_ms: float) -> list[Refused]:
         """End what has waited for its first step as long as it may."""
@@ -157,9 +165,10 @@ class EngineCore:
         report = self.scheduler.cache_report(num_prefixes=ask.num_prefixes)
         return CacheTold(ask_id=ask.ask_id, report=report, flushed_blocks=flushed_blocks)
 
-    def audit(self) -> None:
-        """Compare the books, put right what can be, and report. Only while there is no work."""
-        found = self.scheduler.check_integrity(repair=True)
+    def audit(self, *, quick: bool = False) -> None:
+        """Compare the books, put right what can be, and report. quick: while there is work, which
+        it does not disturb; leaks are found and repaired even so."""
+        found = self.scheduler.check_integrity(repair=True, quick=quick)
         left = set(self.scheduler.check_integrity()) if found else set()
         for problem in found:
             self.report("audit of the KV books", problem=problem, repaired=problem not in left)

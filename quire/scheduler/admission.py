@@ -186,6 +186,7 @@ class Admissions:
         if not returned:
             ticket.first_scheduled_ms = now_ms
         slot = self._state.occupy(ticket, placement.start, placement.stored)
+        cache.name_slot(slot, ticket.request.request_id)
         self._tenants.runs(ticket)
         self._policy.admitted(ticket, len(ticket.token_ids) - placement.start)
         if placement.leader_slot is not None:

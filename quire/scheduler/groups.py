@@ -186,7 +186,8 @@ class BeamGroups:
         self.running.append(group)
         for member in group.members[1:]:
             member.key = first.key
-            state.occupy(member, 0, 0)
+            slot = state.occupy(member, 0, 0)
+            self._cache.name_slot(slot, member.request.request_id)
             self._policy.admitted(member, 0)
             self._tenants.runs(member)
             draft.add_admission(member.admission())

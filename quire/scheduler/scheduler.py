@@ -386,8 +386,11 @@ class Scheduler:
         """Nothing computed until now is found again; how many blocks were findable."""
         return self._cache.flush()
 
-    def check_integrity(self, *, repair: bool = False) -> list[str]:
-        """Contradictions in the books, in words; none if all agree. See CacheManager."""
+    def check_integrity(self, *, repair: bool = False, quick: bool = False) -> list[str]:
+        """Contradictions in the books, in words; none if all agree. quick: of KV blocks only, and
+        cheap. See CacheManager."""
+        if quick:
+            return self._cache.check_integrity(repair=repair, quick=True)
         return [
             *self._state.problems(),
             *self._beams.problems(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.transfer.disk import DiskStore, TierFolder
 from quire.transfer.segment import segment_bytes
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
-from tests.exact.workload import ALONE, MAX_MODEL_LEN, Arrival, Case, Settings
+from tests.exact.workload import ALONE, ALONE_WITH_BEAMS, MAX_MODEL_LEN, Arrival, Case, Settings
 
 MAX_STEPS = 20_000
 MAX_ROWS = 512
@@ -68,6 +68,8 @@ class Stream:
     scores: PromptScores | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    num_preemptions: int = 0
+    score: float | None = None
 
     def take(self, output: RequestOutput) -> None:
         """Add an output."""
@@ -85,6 +87,7 @@ class Stream:
             )
             self.tokens.append((token_id, shown))
         self.finish_reason, self.error = output.finish_reason, output.error
+        self.num_preemptions, self.score = output.num_preemptions, output.score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,8 @@ class Outcome:
     chunked: bool
     forked: bool  # a block was really copied
     cancelled: bool
+    searched: bool  # beams
+    search_preempted: bool
     scored: bool
     rescored: bool  # preempted with a part of its prompt scored, and gone on from there
     problems: list[str]
@@ -219,6 +224,10 @@ def run_case(
         chunked=any(not plan.samples.all() for plan, _ in runner.steps),
         forked=any(len(plan.copy_from) for plan, _ in runner.steps),
         cancelled=num_cancelled > 0,
+        searched=any(stream.score is not None for stream in streams.values()),
+        search_preempted=any(
+            stream.score is not None and stream.num_preemptions for stream in streams.values()
+        ),
         scored=any(stream.scores is not None for stream in streams.values()),
         rescored=any(
             admission.scores_from for plan, _ in runner.steps for admission in plan.admissions
@@ -317,9 +326,20 @@ class AloneRuns:
         """The stream of `request`, alone on `model`."""
         key = (model.name, request.request_id)
         if key not in self._streams:
-            arrival = Arrival(at_step=0, requests=(request,), cancel_at=(None,))
-            case = Case(number=-1, model=0, settings=ALONE, arrivals=(arrival,))
-            self._streams[key] = run_case(model, case).streams[request.request_id]
+            requests, settings = (request,), ALONE
+            if request.sampling.use_beam_search:  # its streams are told of one search
+                settings = ALONE_WITH_BEAMS
+                requests = tuple(
+                    replace(request, request_id=f"{request.group_id}/{stream}", stream=stream)
+                    for stream in range(request.sampling.n)
+                )
+            arrival = Arrival(at_step=0, requests=requests, cancel_at=(None,) * len(requests))
+            case = Case(number=-1, model=0, settings=settings, arrivals=(arrival,))
+            streams = run_case(model, case).streams
+            told = next((one.scores for one in streams.values() if one.scores is not None), None)
+            for stream in streams.values():  # under load another of them may be told
+                stream.scores = told
+            self._streams |= {(model.name, name): stream for name, stream in streams.items()}
         return self._streams[key]
 
 
@@ -336,6 +356,8 @@ def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
         if got.scores is not None and _bits(got.scores) != _bits(wanted.scores):
             lines.append(f"{where}: scores of the prompt differ from those alone")
         pairs = enumerate(zip(got.tokens, wanted.tokens, strict=False))
+        if got.score is not None and got.score != wanted.score:
+            lines.append(f"{where}: score {got.score}, alone {wanted.score}")
         different = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
         if different is not None:
             at, (one, other) = different

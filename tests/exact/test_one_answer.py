@@ -31,6 +31,8 @@ GOALS = {
     "chunked": 0.8,
     "forked": 0.4,
     "cancelled": 0.15,
+    "searched": 0.2,
+    "search_preempted": 0.03,
     "scored": 0.8,
     "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
 }

@@ -53,6 +53,9 @@ ALONE = Settings(
 )
 
 
+ALONE_WITH_BEAMS = replace(ALONE, num_blocks=3 * ALONE.num_blocks, max_num_seqs=3)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """The streams of one caller's request come before step `at_step`; some are cancelled later.
@@ -94,6 +97,9 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
     arrivals = tuple(
         _arrival(rng, number, caller, prefixes, vocab_size) for caller in range(num_callers)
     )
+    searching = random.Random(f"beams {number}")
+    if searching.random() < 0.3:
+        arrivals += (_beams(searching, f"{number}.beams", prefixes, vocab_size),)
     requests = [request for arrival in arrivals for request in arrival.requests]
     most_tokens = max(request.max_total_tokens for request in requests)
     settings = Settings(
@@ -109,6 +115,10 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         num_threads=rng.choice(THREADS),
         policy=POLICY_NAMES[number % len(POLICY_NAMES)],
     )
+    for request in requests:  # enough for a search alone, and no more
+        if request.sampling.use_beam_search:
+            least = _blocks_for_beams(request, block_size)
+            settings = replace(settings, num_blocks=max(settings.num_blocks, least))
     tiers = random.Random(f"tier {number}")
     if settings.prefix_caching and tiers.random() < 0.6:
         settings = replace(settings, tier_blocks=tiers.choice((3, 12, 48, 48)))
@@ -179,6 +189,52 @@ def _arrival(
         at_step + rng.randint(1, 40) if rng.random() < 0.06 else None for _ in requests
     )
     return Arrival(at_step=at_step, requests=requests, cancel_at=cancel_at)
+
+
+def _beams(rng: random.Random, name: str, prefixes: list[list[int]], vocab_size: int) -> Arrival:
+    """A search of two or three beams, which the least max_num_seqs has seats for."""
+    prompt = rng.choice(prefixes)[: rng.randint(1, 40)] + _ids(rng, vocab_size, rng.randint(0, 6))
+    n = rng.randint(1, 3)
+    sampling = SamplingParams(
+        n=n,
+        best_of=rng.choice((3, max(n, 2))),
+        use_beam_search=True,
+        temperature=0.0,
+        length_penalty=rng.choice((1.0, 0.0, 2.0)),
+        early_stopping=rng.choice((False, True, "never")),
+        seed=rng.randrange(2**40),
+        min_tokens=rng.choice((0, 0, 4)),
+        logprobs=rng.choice((None, 0, 3)),
+        prompt_logprobs=rng.choice((None, None, 1)),
+    )
+    stop_ids = tuple(rng.sample(range(vocab_size), rng.choice((1, 30))))
+    banned = rng.sample(range(vocab_size), rng.choice((0, 9)))
+    rules = TokenRules(banned_sequences=tuple((id_,) for id_ in banned))
+    at_step, max_tokens = rng.choice((0, 0, 5)), rng.randint(4, 24)
+    requests = tuple(
+        Request(
+            request_id=f"{name}/{stream}",
+            group_id=name,
+            stream=stream,
+            prompt_ids=np.array(prompt, np.int32),
+            sampling=sampling,
+            stop_ids=stop_ids,
+            max_total_tokens=len(prompt) + max_tokens,
+            arrival_ms=float(at_step),
+            rules=rules,
+        )
+        for stream in range(n)
+    )
+    cancel_at = tuple(
+        at_step + rng.randint(1, 40) if rng.random() < 0.06 else None for _ in requests
+    )
+    return Arrival(at_step=at_step, requests=requests, cancel_at=cancel_at)
+
+
+def _blocks_for_beams(request: Request, block_size: int) -> int:
+    width, shared = request.sampling.num_sequences, len(request.prompt_ids) // block_size
+    own = -(-request.max_total_tokens // block_size) - shared
+    return shared + width * own + width - 1
 
 
 def _sampling(rng: random.Random, vocab_size: int) -> SamplingParams:

@@ -368,6 +368,20 @@ def test_the_audit_names_each_kind_of_contradiction() -> None:
     assert spoiled(lambda cache: None) == ""
 
 
+def test_the_audit_names_who_last_held_a_block_that_is_wrong() -> None:
+    books = Books()
+    for slot, name in enumerate(("first", "second")):
+        books.cache.name_slot(slot, name)
+    books.begin(0, list(range(8)))
+    books.begin(1, list(range(20, 26)))
+    books.cache.tables.take(ints(1))
+    (leak, *_) = books.cache.check_integrity()
+    assert leak.endswith("last held by second")
+    assert books.cache.check_integrity(quick=True, repair=True)
+    assert books.cache.check_integrity() == []
+    assert books.cache.check_integrity(quick=True) == []
+
+
 def test_the_audit_repairs_a_leak_and_loses_nothing() -> None:
     books = Books()
     books.begin(0, list(range(8)))

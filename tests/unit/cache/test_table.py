@@ -16,7 +16,7 @@ def slots(*values: int) -> np.ndarray:
 
 
 def test_appending_to_many_slots_gives_each_its_own_number_of_blocks() -> None:
-    table = BlockTable(num_slots=4, num_columns=5, block_size=16)
+    table = BlockTable(num_slots=4, num_columns=5, block_size=16, num_blocks=64)
     table.append(2, ints(9))
     rows, columns = table.append_many(slots(2, 0), ints(2, 1), ints(5, 6, 7))
     assert rows.tolist() == [2, 2, 0]
@@ -27,14 +27,14 @@ def test_appending_to_many_slots_gives_each_its_own_number_of_blocks() -> None:
 
 
 def test_one_block_each_is_the_common_case() -> None:
-    table = BlockTable(num_slots=3, num_columns=2, block_size=4)
+    table = BlockTable(num_slots=3, num_columns=2, block_size=4, num_blocks=64)
     rows, columns = table.append_many(slots(0, 2), ints(1, 1), ints(8, 9))
     assert (rows.tolist(), columns.tolist()) == ([0, 2], [0, 0])
     assert table.capacities.tolist() == [4, 0, 4]
 
 
 def test_taking_empties_slots_and_gives_the_last_blocks_of_each_first() -> None:
-    table = BlockTable(num_slots=3, num_columns=4, block_size=4)
+    table = BlockTable(num_slots=3, num_columns=4, block_size=4, num_blocks=64)
     table.append(0, ints(1, 2, 3))
     table.append(1, ints(4))
     table.append(2, ints(5, 6))

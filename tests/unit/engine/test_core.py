@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +47,13 @@ class Rig:
             report=self._report,
         )
         self._clock = count()
+        self.clock_ms = 0.0
 
     def _report(self, what: str, **fields: object) -> None:
         self.reports.append(" ".join([what, *map(str, fields.values())]))
 
     def now_ms(self) -> float:
-        return float(next(self._clock))
+        return float(next(self._clock)) + self.clock_ms
 
     def finish(self) -> dict[str, list[RequestOutput]]:
         """Step until nothing is left to do; outputs by request."""
@@ -196,7 +198,7 @@ def test_the_loop_waits_for_ever_where_there_is_nothing_to_do() -> None:
 def test_the_loop_does_not_wait_while_there_is_work_and_audits_once_afterwards() -> None:
     rig = Rig()
     rig.core.scheduler.check_integrity = (  # type: ignore[method-assign]
-        lambda *, repair=False: ["a block too few"]
+        lambda *, repair=False, quick=False: [] if quick else ["a block too few"]
     )
     work: list[list[ToEngine]] = [[Submit(requests=(request("a", output=2),))], [], [], []]
     inbox = Inbox(*work)
@@ -221,6 +223,38 @@ def test_a_leaked_block_is_given_back_by_the_audit_and_told_once() -> None:
     assert len(rig.reports) == told
     rig.core.add([request("a", prompt=48)])
     assert _token_ids(rig.finish()["a/0"]) == [48, 49, 0, 1]
+
+
+def test_a_leak_is_found_while_there_is_work_and_told_with_the_request_that_caused_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    free = CacheManager.free
+
+    def forgets_one(self: CacheManager, slots: Any, last_steps: Any) -> int:
+        leaky = next((s for s in slots if self.tables.holders[s] == "leaky/0"), None)
+        if leaky is not None:  # its last block is in no table and in no list any more
+            self.tables.counts[leaky] -= 1
+            self.tables.blocks[leaky, self.tables.counts[leaky]] = -1
+        return free(self, slots, last_steps)
+
+    monkeypatch.setattr(CacheManager, "free", forgets_one)
+    rig.core.add([request("leaky", prompt=40), request("other", prompt=9, output=40)])
+    while not rig.reports:
+        assert rig.core.has_work
+        rig.core.step(rig.now_ms)
+        rig.clock_ms += 10_000.0
+    assert rig.core.has_work
+    (report,) = rig.reports
+    assert "leaked" in report
+    assert "last held by leaky/0" in report
+    assert "other/0" not in report
+    assert report.endswith("True")
+    assert rig.core.scheduler.check_integrity() == []
+    while rig.core.has_work:
+        rig.core.step(rig.now_ms)
+    assert rig.core.stats().blocks_used == 0
+    assert len(rig.reports) == 1
 
 
 def test_the_loop_tells_who_was_refused_and_why() -> None:
