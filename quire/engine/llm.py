@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 
 from quire.base.cache_use import CacheUse
 from quire.base.clock import Clock
-from quire.base.errors import InvalidParameter
+from quire.base.errors import InvalidParameter, OverloadedError
 from quire.base.gguf_open import gguf_read_once
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import MAX_N, SamplingParams
@@ -275,21 +275,30 @@ class LLM:
                     job = waiting.popleft()
                     streams.open(self._text.tokenizer, job.requests, job)
                     self._engine.send(Submit(requests=job.requests))
-                message = self._next_message()
-                if isinstance(message, Outputs):
-                    said, past_end = streams.take(message)
-                    if past_end:
-                        self._engine.send(Abort(request_ids=past_end))
-                    for job, delta in said:
-                        job.take(delta)
-                        if job.is_done:
-                            yield job
-                elif isinstance(message, Refused) and streams.end(message.request_ids):
-                    raise error_of(message.fault)
+                for job, delta in self._said(self._next_message()):
+                    job.take(delta)
+                    if job.is_done:
+                        yield job
         finally:
             left = streams.close(request.request_id for job in jobs for request in job.requests)
             if left:
                 self._engine.send(Abort(request_ids=left))
+
+    def _said(self, message: FromEngine) -> list[tuple[_Job, TextDelta]]:
+        """What a message says to whom. Raises where a request cannot be served at all; one that
+        cannot be served in time ends with an error, and the others go on."""
+        if isinstance(message, Outputs):
+            said, past_end = self._streams.take(message)
+            if past_end:
+                self._engine.send(Abort(request_ids=past_end))
+            return said
+        if isinstance(message, Refused):
+            error = error_of(message.fault)
+            if isinstance(error, OverloadedError):
+                return self._streams.refuse(message.request_ids, str(error))
+            if self._streams.end(message.request_ids):
+                raise error
+        return []
 
     def _has_room_for(self, job: _Job) -> bool:
         """Whether to hand it in now; one that is larger than the room goes alone."""

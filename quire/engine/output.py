@@ -121,8 +121,11 @@ class OutputStream:
     def fail(self, error: Exception, *, engine_knows: bool) -> TextDelta:
         """End the stream because its tokens could not be made text."""
         self.wants_abort = not engine_knows
+        return self.end_with(f"the tokens cannot be decoded: {type(error).__name__}: {error}")
+
+    def end_with(self, why: str) -> TextDelta:
+        """End the stream with an error; what was said stands."""
         self._waiting_logprobs.clear()
-        why = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
         return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
 
     def _note(self, output: RequestOutput, step_ms: float) -> None:

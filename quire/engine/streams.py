@@ -65,6 +65,11 @@ class OpenStreams(Generic[Owner]):
         """Expect nothing more of these streams; those that were open."""
         return tuple(id_ for id_ in stream_ids if self._open.pop(id_, None) is not None)
 
+    def refuse(self, stream_ids: Iterable[str], why: str) -> list[tuple[Owner, TextDelta]]:
+        """Close these streams with an error each, and say it to whom they belong."""
+        found = [self._open.pop(id_) for id_ in stream_ids if id_ in self._open]
+        return [(owner, stream.end_with(why)) for stream, owner in found]
+
     def end(self, stream_ids: Iterable[str] | None = None) -> list[Owner]:
         """Close these streams (None: all) and tell whose they were, each owner once."""
         ids = list(self._open) if stream_ids is None else stream_ids

@@ -18,12 +18,14 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import (
     ContextTooLong,
     InvalidParameter,
+    QueueTimedOut,
     SettingError,
     TokenizerError,
     WorkerError,
 )
 from quire.base.records import FinishReason
 from quire.base.terms import Terms
+from quire.engine.messages import FromEngine, Refused, fault_of
 from tests.data import outside
 
 GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -415,3 +417,28 @@ def test_importing_quire_loads_neither_numpy_nor_anything_that_answers() -> None
         "else: raise SystemExit(1)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_who_cannot_be_served_in_time_ends_with_an_error_and_the_others_are_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine says of the second prompt's streams that they waited too long."""
+    next_message = llm._next_message
+    told: list[str] = []
+
+    def late(self: LLM) -> FromEngine:
+        last = list(self._streams._open)[-1].partition("/")[0]
+        ids = tuple(id_ for id_ in self._streams._open if id_.startswith(f"{last}/"))
+        if told:
+            return next_message()
+        told.extend(ids)
+        return Refused(request_ids=ids, fault=fault_of(QueueTimedOut("it waited too long")))
+
+    monkeypatch.setattr(LLM, "_next_message", late)
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=2)
+    served, refused = llm.generate([[5], [6]], sampling)
+    assert len(told) == 2
+    assert [len(one.token_ids) for one in served.outputs] == [3, 3]
+    assert [one.error for one in refused.outputs] == ["it waited too long"] * 2
+    assert [one.finish_reason for one in refused.outputs] == [FinishReason.ERROR] * 2
+    assert not any(one.token_ids for one in refused.outputs)
