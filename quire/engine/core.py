@@ -217,8 +217,11 @@ def serve(
             if isinstance(message, Stop):
                 return
             _handle(core, message, emit)
-        for refused in core.expire(now_ms()):
+        expired = core.expire(now_ms())
+        for refused in expired:
             emit(refused)
+        if expired:  # their blocks are free, and perhaps nobody else steps
+            emit(Outputs(outputs=None, stats=core.stats()))
         if core.has_work:
             outputs = core.step(now_ms)
             stuck, audited = outputs is None, False

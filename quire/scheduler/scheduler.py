@@ -173,7 +173,7 @@ class Scheduler:
         limit = limit_of(request, self._limits, self._cache, self._tenants)
         num_free = len(self._state.free_slots)
         check_room(self._limits, self.forecast, self._queue, num_free, request)
-        self._tenants.check_queue(request)
+        self._tenants.check_queue(request, self.forecast.retry_after_s)
         ticket = Ticket(
             request=request,
             arrival=self._num_arrivals,

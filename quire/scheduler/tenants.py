@@ -14,7 +14,7 @@ tenant has a floor or a ceiling, nobody does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,9 +98,11 @@ class TenantBooks:
         """What its tenant is called."""
         return self.limits[self._number_of(request)].shown
 
-    def check_queue(self, request: Request) -> None:
+    def check_queue(
+        self, request: Request, retry_after_s: Callable[[], float | None] = lambda: None
+    ) -> None:
         """Raise where its tenant has too many waiting: InvalidParameter where that is no matter
-        of time, else TenantLimit."""
+        of time, else TenantLimit, with what retry_after_s says."""
         number = self._number_of(request)
         one = self.limits[number]
         if one.max_queued is None:
@@ -118,7 +120,8 @@ class TenantBooks:
         if self.waiting[number] >= one.max_queued + could_run:
             raise TenantLimit(
                 f"{self.waiting[number]} requests of tenant {one.shown} are waiting, at most "
-                f"{one.max_queued} may beside those that can start; try again later"
+                f"{one.max_queued} may beside those that can start; try again later",
+                retry_after_s=retry_after_s(),
             )
 
     def waits(self, ticket: Ticket) -> None:

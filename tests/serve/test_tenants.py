@@ -102,8 +102,9 @@ def test_a_tenant_at_its_limit_is_told_so_while_others_are_served(server: Runnin
             server.until(
                 lambda: gauge(server, "quire_tenant_waiting_requests", "small") == 1, "one waits"
             )
-            status, _, answer = small.post()
+            status, headers, answer = small.post()
             assert (status, answer["error"]["code"]) == (429, "tenant_limit")
+            assert int(headers["retry-after"]) >= 1
             assert "at most 1 may" in answer["error"]["message"]
             assert floor.post()[0] == 200
             assert gauge(server, "quire_tenant_running_requests", "small") == 1

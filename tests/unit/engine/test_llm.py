@@ -426,15 +426,14 @@ def test_who_cannot_be_served_in_time_ends_with_an_error_and_the_others_are_answ
     next_message = llm._next_message
     told: list[str] = []
 
-    def late(self: LLM) -> FromEngine:
-        last = list(self._streams._open)[-1].partition("/")[0]
-        ids = tuple(id_ for id_ in self._streams._open if id_.startswith(f"{last}/"))
+    def late() -> FromEngine:
         if told:
             return next_message()
-        told.extend(ids)
-        return Refused(request_ids=ids, fault=fault_of(QueueTimedOut("it waited too long")))
+        told.extend(list(llm._streams._open)[-2:])
+        error = QueueTimedOut("it waited too long")
+        return Refused(request_ids=tuple(told), fault=fault_of(error))
 
-    monkeypatch.setattr(LLM, "_next_message", late)
+    monkeypatch.setattr(llm, "_next_message", late)
     sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=2)
     served, refused = llm.generate([[5], [6]], sampling)
     assert len(told) == 2
