@@ -188,6 +188,7 @@ QUIRE_VEC void few_steps(const float* x, int64_t stride, const char* w, int64_t 
             for (int j = 0; j < 2; ++j) {
                 const char* line = w + pair * 128 + j * 64;
                 prefetch_l1(line + kStreamAheadBytes);
+                memory_barrier();  // or GCC fetches all lines of a step in one burst, and they wait
                 const __m512i both = _mm512_loadu_si512(line);
                 w_even[j] = {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
                 w_odd[j] = {_mm512_castsi512_ps(_mm512_and_si512(both, high))};
