@@ -230,6 +230,13 @@ class TierBooks:
             self._insert(keys, fetch.blocks[fetch.arrived])
         if not fetch.is_wanted:
             self._give_back(fetch)
+            return
+        # What cannot be found is of no use to who waits, nor what comes after it.
+        missing = (~self._pool.findable[fetch.blocks]).nonzero()[0]
+        if len(missing):
+            first = int(missing[0])
+            useless, fetch.blocks = fetch.blocks[first:], fetch.blocks[:first]
+            self._pool.release(useless[::-1])
 
     def _give_back(self, fetch: Fetch) -> None:
         self._fetches.remove(fetch)

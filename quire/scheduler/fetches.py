@@ -97,15 +97,16 @@ class Fetches:
         self.drop(ticket)
 
     def let_go(self, keeper: Ticket | None = None) -> bool:
-        """Give back what was kept for all but `keeper`; whether there was any. What is still on
-        its way is kept for nobody when it comes."""
-        others = [ticket for ticket in self._waiting if ticket is not keeper]
+        """Give back what was kept for others than `keeper`, or else for it too; whether there was
+        any. What is still on its way is kept for nobody when it comes."""
         before = self._cache.num_free
-        for ticket in others:
+        for ticket in [ticket for ticket in self._waiting if ticket is not keeper]:
             if self._waiting[ticket].has_ended:
                 self.drop(ticket)
             else:
                 self._release(self._waiting[ticket])
+        if self._cache.num_free == before and keeper is not None:
+            self.drop(keeper)
         return self._cache.num_free > before
 
     def stats(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from quire.base.records import (
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from tests.unit.scheduler.beam_oracle import Wishes, beams
+from tests.unit.scheduler.fake_tier import FakeTier
 
 VOCAB = 11
 UNWRITTEN = 0
@@ -116,6 +117,7 @@ class FakeWorker:
     block_size: int
     copies_blocks: ClassVar[bool] = True  # False is a planted fault
     wrong: list[str] = field(default_factory=list)
+    tier: FakeTier | None = None
 
     def __post_init__(self) -> None:
         columns = -(-self.max_tokens // self.block_size)
@@ -187,6 +189,9 @@ class FakeWorker:
         for slot, token_id in zip(plan.known_slots.tolist(), plan.known_ids.tolist(), strict=True):
             self.tokens.tokens[slot, self.tokens.lengths[slot] - 1] = token_id
         self.tables[plan.table_slots, plan.table_columns] = plan.table_blocks
+        if plan.tier_copies is not None:
+            assert self.tier is not None, "copies to a tier there is not"
+            self.tier.begin(plan.tier_copies, self.content)
         if not self.copies_blocks:
             return
         for source, target in zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True):

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 
 from quire.base.errors import OverloadedError
 from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
 from quire.cache.manager import CacheManager
+from quire.cache.tier_map import TierMap
 from quire.scheduler.cost import CostModel
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.move_cost import Choice
 from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tenants import TenantLimits
+from tests.unit.scheduler.fake_tier import FakeTier
 from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_beam, alone_scores
 
 ENDED = FinishReason.ABORT  # before it was complete, for whatever reason
@@ -41,6 +45,7 @@ class Setup:
     max_short_prompts: int = 0
     run_late: bool = False  # the worker computes only when its result is asked for
     policy: Callable[[], Policy] = FirstCome
+    tier_places: int = 0  # of a tier that is used whenever it can be
     tenants: tuple[TenantLimits, ...] = ()
 
 
@@ -50,7 +55,11 @@ class Harness:
     def __init__(self, setup: Setup, *, cost: CostModel | None = None) -> None:
         self.setup = setup
         self.cache = CacheManager(
-            setup.num_blocks, setup.block_size, prefix_caching=setup.prefix_caching
+            setup.num_blocks,
+            setup.block_size,
+            prefix_caching=setup.prefix_caching,
+            tier=TierMap(setup.tier_places) if setup.tier_places else None,
+            most_saving=3,
         )
         limits = SchedulerLimits(
             max_num_seqs=setup.max_num_seqs,
@@ -66,10 +75,20 @@ class Harness:
             max_short_prompts=setup.max_short_prompts,
         )
         self.scheduler = Scheduler(
-            limits, self.cache, setup.policy(), cost=cost, tenants=setup.tenants
+            limits,
+            self.cache,
+            setup.policy(),
+            cost=cost,
+            tenants=setup.tenants,
+            bring_back=Choice.MOVE,
         )
+        self.tier = FakeTier(setup.block_size)
         self.worker = FakeWorker(
-            setup.max_num_seqs, setup.max_model_len, setup.num_blocks, setup.block_size
+            setup.max_num_seqs,
+            setup.max_model_len,
+            setup.num_blocks,
+            setup.block_size,
+            tier=self.tier,
         )
         self.out: deque[tuple[StepPlan, StepResult | None, Sequence[int]]] = deque()
         self.named: deque[dict[int, set[str]]] = deque()  # block: owners, a plan that is out
@@ -141,6 +160,15 @@ class Harness:
             moved = True
         return self.update() or moved
 
+    def arrive(self, random: Random, *, most: int = 1000) -> bool:
+        """Copies between tiers end; False if none did."""
+        self.now_ms += 1.0
+        copies = self.tier.end(random, self.worker.content, most=most)
+        if copies is not None:
+            self.scheduler.copies_ended(copies, self.now_ms)
+            self.check()
+        return copies is not None
+
     def drain(self, max_steps: int = 5_000) -> None:
         """Run until nothing is left; fails if it does not get on."""
         for _ in range(max_steps):
@@ -148,7 +176,8 @@ class Harness:
                 return
             num_refusals = len(self.refusals)
             moved = self.step() or len(self.refusals) > num_refusals
-            assert moved, "there is work but the scheduler makes no plan"
+            gets_on = moved or self.arrive(Random(0)) or not self.scheduler.has_work
+            assert gets_on, "there is work, but neither plans nor arrivals"
         raise AssertionError(f"still work after {max_steps} steps")
 
     def take(self, output: RequestOutput) -> None:
@@ -184,6 +213,7 @@ class Harness:
         """What must hold at every moment."""
         assert self.scheduler.check_integrity() == []
         assert self.worker.wrong == [], self.worker.wrong
+        assert self.tier.wrong == [], self.tier.wrong
 
     def check_plan(self, plan: StepPlan) -> None:
         """What must hold for each plan, seen beside those that are out."""
@@ -191,7 +221,7 @@ class Harness:
         assert plan.num_tokens <= setup.max_num_batched_tokens
         assert len(plan.slots) <= setup.max_num_seqs
         assert len(set(plan.slots.tolist())) == len(plan.slots)
-        assert len(plan.slots) > 0 or self.scheduler._beams._groups
+        assert len(plan.slots) > 0 or self.scheduler._beams._groups or plan.tier_copies is not None
         assert (plan.counts > 0).all()
         assert (plan.store_from >= plan.starts).all()
         for block in self._written_blocks(plan):

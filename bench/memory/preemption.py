@@ -1,0 +1,181 @@
+"""Too little KV memory: what preemption costs, and what blocks that come back from a tier save.
+
+`w3`: 32 requests of 128-512 tokens in and 32-128 out, at most 16 running: with memory for all 16
+(`uncut`), for 4 of them at their longest (`cut`), and that with a tier (`tier`). The rate is of
+tokens in and out. `long`: conversations with long contexts take turns, and the pool holds a part of
+them: each turn begins with all that was said before. `cut` computes again what left the pool,
+`tier` brings it back where that is predicted to be cheaper; the pool has equally many bytes in
+both. `alone` has room for all. Refuses to report if any request gets other tokens than in the run
+with room for all. A run is a process; runs add up in the file and medians are told.
+
+Run: python -m bench.memory preemption --runs w3:uncut,w3:cut,w3:tier,long:alone,long:cut,long:tier
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.checkpoints import random_checkpoint
+from quire.bench.local import LocalEngine
+from quire.bench.machine import machine_card
+from quire.bench.workloads import WORKLOADS, Ask, draw_ids
+
+SHAPE = "qwen3-0.6b"
+ROOM_FOR_ALL = {"w3": "uncut", "long": "alone"}
+MODES = {"w3": ("uncut", "cut", "tier"), "long": ("alone", "cut", "tier")}
+# Conversations of so many turns; a turn adds so many tokens to what was said before.
+CONVERSATIONS, TURNS, BEGINNING, ADDED, ANSWER = 6, 3, 1536, 48, 16
+POOL_CONVERSATIONS = 2.5
+
+
+def longest(load: str) -> int:
+    """Tokens of the longest request."""
+    if load == "w3":
+        return WORKLOADS["w3"].longest
+    return BEGINNING + TURNS * (ADDED + ANSWER)
+
+
+def kv_tokens(load: str, mode: str) -> int:
+    """Tokens the pool holds."""
+    if load == "w3":
+        return (16 if mode == "uncut" else 4) * (longest(load) + 16)
+    share = CONVERSATIONS + 1 if mode == "alone" else POOL_CONVERSATIONS
+    return int(share * (longest(load) + 16))
+
+
+async def converse(engine: LocalEngine) -> tuple[list[tuple[int, ...]], int]:
+    """All conversations turn by turn, one after the other within a turn, two at a time."""
+    rng = np.random.default_rng(5)
+    said = [draw_ids(BEGINNING, engine.vocab_size, rng).tolist() for _ in range(CONVERSATIONS)]
+    answers, tokens = [], 0
+    for _ in range(TURNS):
+        for first in range(0, CONVERSATIONS, 2):
+            pair = range(first, first + 2)
+            for one in pair:
+                said[one] += draw_ids(ADDED, engine.vocab_size, rng).tolist()
+            asks = [Ask(prompt_ids=tuple(said[one]), output_tokens=ANSWER) for one in pair]
+            for one, answer in zip(pair, await engine.run(asks), strict=True):
+                said[one] += answer.token_ids
+                answers.append(answer.token_ids)
+                tokens += len(asks[0].prompt_ids) + ANSWER
+    return answers, tokens
+
+
+async def one_run(args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: one load in one mode."""
+    token_bytes = 2 * 28 * 8 * 128 * 2
+    settings: dict[str, Any] = {
+        "kv_cache_memory_bytes": kv_tokens(args.load, args.mode) * token_bytes,
+        "max_num_seqs": 16,
+        "max_model_len": longest(args.load),
+        "pack_cache": args.pack_cache,
+    }
+    if args.mode == "tier":
+        settings["kv_tier_path"], settings["kv_tier_size"] = args.tier, "4GiB"
+    async with LocalEngine(args.model, settings) as engine:
+        began_s = time.perf_counter()
+        if args.load == "w3":
+            asks = WORKLOADS["w3"].draw(engine.vocab_size, np.random.default_rng(7))
+            got = [answer.token_ids for answer in await engine.run(asks)]
+            tokens = sum(len(ask.prompt_ids) + ask.output_tokens for ask in asks)
+        else:
+            got, tokens = await converse(engine)
+        took_s = time.perf_counter() - began_s
+        stats = engine.stats
+        return {
+            "load": args.load,
+            "mode": args.mode,
+            "tokens_per_s": tokens / took_s,
+            "took_s": took_s,
+            "answers": hashlib.blake2b(repr(got).encode(), digest_size=8).hexdigest(),
+            "preemptions": stats.preemptions_total,
+            "preemptions_moved": stats.preemptions_moved_total,
+            "preemption_cost_ms": stats.preemption_cost_ms_total,
+            "prefix_hit_tokens": stats.prefix_hit_tokens_total,
+            "fetched_blocks": stats.tier_fetched_blocks_total,
+            "saved_blocks": stats.tier_saved_blocks_total,
+            "unsaved_blocks": stats.tier_unsaved_blocks_total,
+            "about": engine.description,
+        }
+
+
+def child(args: argparse.Namespace, load: str, mode: str) -> Any:
+    """`one_run` in a fresh process, with an empty tier."""
+    shutil.rmtree(args.tier, ignore_errors=True)
+    command = [sys.executable, "-m", "bench.memory", "preemption", "--load", load, "--mode", mode]
+    command += ["--model", args.model, "--tier", args.tier, "--pack-cache", args.pack_cache]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    shutil.rmtree(args.tier, ignore_errors=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of each load and mode, and the ratios the goals speak of."""
+    told: dict[str, Any] = {}
+    for load, modes in MODES.items():
+        rates = {
+            mode: statistics.median(found)
+            for mode in modes
+            if (
+                found := [
+                    run["tokens_per_s"]
+                    for run in runs
+                    if (run["load"], run["mode"]) == (load, mode)
+                ]
+            )
+        }
+        if rates:
+            told[load] = {"tokens_per_s": rates}
+            for mode in ("cut", "tier"):
+                if mode in rates and modes[0] in rates:
+                    told[load][f"{mode}_of_{modes[0]}"] = rates[mode] / rates[modes[0]]
+            if "cut" in rates and "tier" in rates:
+                told[load]["tier_of_cut"] = rates["tier"] / rates["cut"]
+    return told
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.memory preemption", description=__doc__)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--tier", default="")
+    parser.add_argument("--pack-cache", default="")
+    parser.add_argument("--runs", default=",".join(f"{k}:{m}" for k in MODES for m in MODES[k]))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/preemption.json"))
+    parser.add_argument("--load", choices=tuple(MODES), help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.load:
+        print(json.dumps(asyncio.run(one_run(args))))
+        return
+    checkpoint = random_checkpoint(SHAPE)
+    args.model = args.model or str(checkpoint)
+    args.tier = args.tier or str(checkpoint.parent / "tier-preemption")
+    args.pack_cache = args.pack_cache or str(checkpoint.parent / "packed")
+    content: dict[str, Any] = {"runs": []}
+    if args.out.exists():
+        content = json.loads(args.out.read_text())
+    for name in args.runs.split(","):
+        load, _, mode = name.partition(":")
+        run = child(args, load, mode)
+        shown = ("took_s", "tokens_per_s", "preemptions", "preemptions_moved", "fetched_blocks")
+        print(name, {key: round(run[key], 2) for key in shown})
+        content["runs"].append(run)
+        answers = {one["answers"] for one in content["runs"] if one["load"] == load}
+        if len(answers) > 1:
+            raise SystemExit(f"{load}: answers differ between runs; nothing is told of wrong ones")
+        content |= {"bench": "memory preemption", "machine": machine_card()}
+        content["summary"] = summary(content["runs"])
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(json.dumps(content["summary"], indent=1))

@@ -1,0 +1,135 @@
+"""The books of a tier's places, against a plain model in random operations."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from quire.cache.tier_map import TierMap
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def filled(num_places: int) -> TierMap:
+    """All places hold key(place)."""
+    tier = TierMap(num_places)
+    for number in range(num_places):
+        place = tier.await_block(key(number))
+        assert place == number
+        tier.land(place, arrived=True)
+    return tier
+
+
+def test_a_block_is_found_when_it_has_arrived_and_not_before() -> None:
+    tier = TierMap(3)
+    place = tier.await_block(key(7))
+    assert place is not None
+    assert tier.knows(key(7))
+    assert tier.run([key(7)]) == []
+    tier.land(place, arrived=True)
+    assert tier.run([key(7), key(8)]) == [place]
+    assert tier.problems() == []
+
+
+def test_a_block_that_did_not_arrive_leaves_its_place_free() -> None:
+    tier = TierMap(1)
+    assert tier.await_block(key(1)) == 0
+    tier.land(0, arrived=False)
+    assert not tier.knows(key(1))
+    assert tier.await_block(key(2)) == 0
+
+
+def test_what_was_of_use_longest_ago_gives_way_and_later_blocks_of_a_chain_first() -> None:
+    tier = filled(4)
+    chain = np.array(tier.run([key(0), key(1)]), np.int32)
+    tier.begin_fetch(chain)
+    for place in chain.tolist():
+        tier.end_fetch(place)
+    gone = []
+    for number in range(10, 14):
+        place = tier.await_block(key(number))
+        assert place is not None
+        gone.append(place)
+        tier.land(place, arrived=True)
+    assert gone == [2, 3, 1, 0]
+
+
+def test_what_is_being_fetched_stays_and_nothing_gives_way_where_all_is() -> None:
+    tier = filled(2)
+    tier.begin_fetch(np.array([0], np.int32))
+    assert tier.await_block(key(5)) == 1
+    assert tier.await_block(key(6)) is None
+    tier.end_fetch(0)
+    assert tier.await_block(key(6)) == 0
+
+
+def test_what_lay_there_before_is_found_and_gives_way_in_its_order() -> None:
+    tier = TierMap(4)
+    tier.load([(key(3), 2), (key(1), 0), (key(2), 3)])
+    assert tier.run([key(1), key(2), key(3)]) == [0, 3, 2]
+    assert [tier.await_block(key(number)) for number in (10, 11, 12)] == [1, 2, 0]
+    assert tier.problems() == []
+
+
+def test_all_can_be_forgotten_while_blocks_are_under_way() -> None:
+    tier = filled(2)
+    tier.begin_fetch(np.array([0], np.int32))
+    assert tier.await_block(key(9)) == 1
+    tier.forget_all()
+    tier.land(1, arrived=True)
+    tier.end_fetch(0)
+    assert len(tier) == 0
+    assert not tier.knows(key(9))
+    assert tier.problems() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
+    random, tier = Random(seed), TierMap(6)
+    held: list[tuple[bytes, int]] = []  # oldest use first
+    awaited: dict[int, bytes] = {}
+    fetching: list[int] = []
+    for _ in range(300):
+        what = random.randrange(5)
+        if what == 0:
+            name = key(random.randrange(12))
+            if tier.knows(name):
+                continue
+            place = tier.await_block(name)
+            used = [at for _, at in held] + list(awaited)
+            if len(used) < 6:
+                assert place is not None
+                assert place not in used
+            else:
+                oldest = next((at for _, at in held if at not in fetching), None)
+                assert place == oldest
+                held = [(one, at) for one, at in held if at != place]
+            if place is not None:
+                awaited[place] = name
+        elif what == 1 and awaited:
+            place = random.choice(list(awaited))
+            arrived = random.random() < 0.8
+            tier.land(place, arrived=arrived)
+            name = awaited.pop(place)
+            if arrived:
+                held.append((name, place))
+        elif what == 2 and held:
+            name, place = random.choice(held)
+            tier.begin_fetch(np.array([place], np.int32))
+            fetching.append(place)
+            held.remove((name, place))
+            held.append((name, place))
+        elif what == 3 and fetching:
+            tier.end_fetch(fetching.pop(random.randrange(len(fetching))))
+        elif what == 4 and held and random.random() < 0.2:
+            name, place = random.choice(held)
+            if place not in fetching:
+                tier.forget(name)
+                held.remove((name, place))
+        assert tier.problems() == []
+        assert len(tier) == len(held)
+        assert all(tier.run([name]) == [place] for name, place in held)
