@@ -24,20 +24,25 @@ MET = ("preempted", "moved", "saved", "fetched", "broken", "vanished")
 def run_case(random: Random) -> Harness:
     """Drawn operations with a tier; then all has ended as it should."""
     setup = replace(
-        draw_setup(random), prefix_caching=True, tier_places=random.choice([1, 3, 8, 64])
+        draw_setup(random),
+        prefix_caching=True,
+        num_blocks=random.choice([6, 8, 12]),
+        block_size=random.choice([2, 2, 4]),
+        max_num_batched_tokens=random.choice([8, 32]),
+        tier_places=random.choice([3, 8, 64, 64]),
     )
     harness = Harness(setup, cost=COST if setup.step_budget_ms else None)
-    prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
+    prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(3)]
     breaks_at = random.randrange(400)
-    for number in range(80):
+    for number in range(120):
         kind = random.randrange(100)
-        if kind < 25:
+        if kind < 15:
             add_group(random, harness, f"group-{number}", random.choice(prefixes))
-        elif kind < 33 and harness.requests:
+        elif kind < 20 and harness.requests:
             harness.abort(random.choice(sorted(harness.requests)))
-        elif kind < 60:
+        elif kind < 50:
             harness.schedule()
-        elif kind < 75:
+        elif kind < 70:
             harness.arrive(random, most=random.randrange(1, 6))
         else:
             harness.update()
@@ -67,8 +72,8 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
         reasons = {end.finish_reason for end in harness.ends.values()}
         met["vanished"] += FinishReason.ABORT in reasons
     print({name: f"{count / cases:.0%}" for name, count in met.items()})
-    assert met["saved"] >= 0.9 * cases
-    assert met["fetched"] >= 0.4 * cases
+    assert met["saved"] >= 0.8 * cases
+    assert met["fetched"] >= 0.12 * cases
     assert met["moved"] >= 0.2 * cases
     assert met["broken"] >= 0.05 * cases
     assert met["vanished"] >= 0.3 * cases
