@@ -8,6 +8,8 @@ request may have.
 
 from __future__ import annotations
 
+import math
+
 from quire.base.records import Request
 
 FIRST_GUESS_TOKENS = 256.0
@@ -17,6 +19,8 @@ _LEAN = 4.0
 _KEEP = 0.99
 # Averages kept; beyond, the one that was begun first is dropped.
 _MOST_AVERAGES = 8192
+# Sizes within a tenth are numbered from here on, beyond those within a factor of two.
+_TENTHS = 64
 
 _Place = tuple[str, int] | str | None
 
@@ -52,7 +56,9 @@ class LengthHistory:
         return (total + _LEAN * FIRST_GUESS_TOKENS) / (weight + _LEAN)
 
 
-def _places(request: Request) -> tuple[_Place, _Place, _Place]:
-    """From the widest to the nearest; prompts are of one size within a factor of two."""
-    tenant = request.tenant
-    return None, tenant, (tenant, len(request.prompt_ids).bit_length())
+def _places(request: Request) -> tuple[_Place, ...]:
+    """From the widest to the nearest: prompts of one size within a factor of two, and, because
+    programs ask with prompts of much the same length, within a tenth."""
+    tenant, length = request.tenant, len(request.prompt_ids)
+    tenth = _TENTHS + int(10 * math.log(length))
+    return None, tenant, (tenant, length.bit_length()), (tenant, tenth)

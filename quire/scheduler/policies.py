@@ -17,7 +17,7 @@ from quire.scheduler.ticket import Ticket
 # Waiting that makes up for one level of priority.
 LEVEL_MS = 10_000.0
 # Waiting that makes up for a job longer by one millisecond.
-STRETCH = 20.0
+STRETCH = 200.0
 # When who names no deadline wants to be served, and who missed his first token's is again.
 PATIENCE_MS = 30_000.0
 # Rows that a step's fixed part is thought to be shared by.
@@ -45,7 +45,7 @@ class ShortestFirst(FirstCome):
     """The least predicted work first: the prompt's, and that of as many tokens as are likely.
 
     How many is learned from answers to the same tenant's prompts of such a length. A job is
-    passed only by those that come within 20 times the work they save.
+    passed only by those that come within 200 times the work they save.
     """
 
     def __init__(self, aging: float = 1.0) -> None:
