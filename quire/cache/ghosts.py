@@ -7,8 +7,8 @@ holds: at most `limit` digests, the ones evicted last.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ class Ghosts:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._keys: dict[bytes, None] = {}  # in the order of eviction
+        # In the order of eviction; a plain dict looks for its first key past all that are gone.
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -30,10 +31,8 @@ class Ghosts:
     def add(self, keys: Sequence[bytes]) -> None:
         """These were just evicted; none of them is here."""
         self._keys.update(dict.fromkeys(keys))
-        beyond = len(self._keys) - self.limit
-        if beyond > 0:
-            for key in list(islice(self._keys, beyond)):
-                del self._keys[key]
+        for _ in range(len(self._keys) - self.limit):
+            self._keys.popitem(last=False)
 
     def take(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Which of `keys` were here; they are no longer."""
