@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import string
+from pathlib import Path
 from typing import Any
 
 from tests.serve.running_server import RunningServer
@@ -108,3 +109,34 @@ def test_another_salt_sees_neither_a_hit_nor_a_reason(server: RunningServer) -> 
     details = told[0]["prompt_tokens_details"]
     assert details["cached_tokens"] == 0
     assert details["cached_tokens_details"]["misses"] == [{"reason": "not_seen", "token": 0}]
+
+
+def test_after_a_restart_a_prefix_comes_from_disk_and_the_response_says_so(
+    tiny: Path, tmp_path: Path
+) -> None:
+    flags = ("--threads", "1", "--kv-tier-path", str(tmp_path / "tier"))
+    asked = {
+        "prompt": "told once, and kept on disk " * 60,
+        "max_tokens": 1,
+        "temperature": 0,
+        "return_cached_tokens_details": True,
+    }
+    with RunningServer(tiny, *flags) as server:
+        first = server.post(COMPLETIONS, asked)[1]
+        num_blocks = first["usage"]["prompt_tokens"] // 16
+        server.until(
+            lambda: server.metric("quire_tier_saved_blocks_total") >= num_blocks, "all saved"
+        )
+    with RunningServer(tiny, *flags) as server:
+        second = server.post(COMPLETIONS, asked)[1]
+        report = server.get("/v1/cache")[1]
+    assert _details(first) == {"pool": 0, "disk": 0, "misses": [{"reason": "not_seen", "token": 0}]}
+    assert _details(second) == {"pool": 0, "disk": cached(second), "misses": [None]}
+    assert cached(second) == num_blocks * 16
+    assert report["tokens"]["found_total"] == {"pool": 0, "disk": cached(second)}
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def _details(answer: dict[str, Any]) -> dict[str, Any]:
+    details: dict[str, Any] = answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+    return details
