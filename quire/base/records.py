@@ -355,6 +355,7 @@ class EngineStats:
     step_tokens: int = 0  # token rows in the last step
     prefix_queried_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
+    prefix_hit_disk_tokens_total: int = 0  # of those: fetched from the disk tier for the request
     preemptions_total: int = 0
     preemptions_moved_total: int = 0  # of those: their blocks went to the tier
     preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer

@@ -70,6 +70,7 @@ class EngineCollector:
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)
+        yield _hits_by_tier(stats)
         yield from _preemptions(stats)
 
 
@@ -119,6 +120,18 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
         ),
         ("quire_tier_failures", "Times the tier was put out of use", stats.tier_failures_total),
     )
+
+
+def _hits_by_tier(stats: EngineStats) -> Metric:
+    disk = stats.prefix_hit_disk_tokens_total
+    family = CounterMetricFamily(
+        "quire_prefix_hit_tokens_by_tier",
+        "Prompt tokens found in the prefix cache, by where they lay when the request came",
+        labels=("tier",),
+    )
+    family.add_metric(("pool",), stats.prefix_hit_tokens_total - disk)
+    family.add_metric(("disk",), disk)
+    return family
 
 
 def _preemptions(stats: EngineStats) -> Iterable[Metric]:

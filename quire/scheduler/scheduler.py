@@ -365,6 +365,7 @@ class Scheduler:
             step_tokens=last.num_tokens if last else 0,
             prefix_queried_tokens_total=self._admissions.queried_tokens_total,
             prefix_hit_tokens_total=self._admissions.hit_tokens_total,
+            prefix_hit_disk_tokens_total=self._admissions.disk_hit_tokens_total,
             **self._tally.stats(),
             **self._fetches.stats(),
             watermark_blocks=self._watermark.blocks(len(self._state.active), self._step),
