@@ -28,6 +28,7 @@ from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.precision import warn_of_coarse
+from quire.engine.prices import first_prices
 from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.tier import buffer_bytes, open_tier
@@ -162,6 +163,7 @@ def _assembled(
         fingerprint=card.fingerprint,
         hash_key=os.urandom(16) if tier is None else tier.hash_key,
         cost=cost,
+        prices=first_prices(program),
         tier=None if tier is None else tier.tier,
         most_saving=1 if tier is None else tier.most_saving,
         tier_block_ms=1.0 if tier is None else tier.block_ms,

@@ -10,10 +10,11 @@ from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.tenant_limits import read_limits
-from quire.scheduler.cost import CostModel
+from quire.scheduler.cost import CostModel, LinearCost
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speed import SpeedEstimate
 
 
 def scheduler_limits(
@@ -47,11 +48,13 @@ def make_scheduler(
     tier: TierMap | None = None,
     most_saving: int = 1,
     tier_block_ms: float = 1.0,
+    prices: LinearCost | None = None,
 ) -> Scheduler:
     """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
     `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
     where there is one, with at most most_saving blocks on their way there at once, and
-    tier_block_ms for a block on its way back until that is measured."""
+    tier_block_ms for a block on its way back until that is measured. prices: what steps cost, until
+    some were timed."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -64,4 +67,12 @@ def make_scheduler(
     settings = config.scheduler
     tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)
     policy = make_policy(settings.scheduling_policy, aging=settings.policy_aging, weights=weights)
-    return Scheduler(limits, cache, policy, cost=cost, tenants=tenants, tier_block_ms=tier_block_ms)
+    return Scheduler(
+        limits,
+        cache,
+        policy,
+        cost=cost,
+        speed=None if prices is None else SpeedEstimate(prices),
+        tenants=tenants,
+        tier_block_ms=tier_block_ms,
+    )
