@@ -6,7 +6,7 @@ its first token. The engine runs in this process, without HTTP; a token's time i
 ended. Refuses to report if the prompt's first token differs beside others. Runs add up in the file
 and their medians are told.
 
-Run: python -m bench.policies interference [--model FOLDER] [--runs alone,beside] [--prompt 8192]
+Run: python -m bench.policies.interference [--model FOLDER] [--runs alone,beside] [--prompt 8192]
      [--decoding 16] [--flags "tpot_target_ms=0 long_prompt_tokens=2048"] [--out FILE]
 """
 
@@ -153,7 +153,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.policies interference", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.policies.interference", description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--prompt", type=int, default=8192)
