@@ -123,8 +123,8 @@ class StepPlan:
     slot branch_from[i] has before any of the plan's; then known_ids[i] is the last token of
     known_slots[i], whatever was sampled.
     Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]; its
-    tokens come from the worker's TokenTable (a plan never carries sampled tokens). Keys and
-    values are stored only from position store_from[i] on: a fully cached prompt recomputes its
+    tokens come from the worker's TokenTable (of sampled tokens a plan carries known_ids only). Keys
+    and values are stored only from position store_from[i] on: a fully cached prompt recomputes its
     last token without writing the shared block. samples[i]: the row's last token yields a token,
     which the worker appends to its TokenTable at position starts[i]+counts[i].
 

@@ -608,6 +608,8 @@ class Scheduler:
     def _end_beams(self, group: BeamGroup, now_ms: float) -> list[RequestOutput]:
         """A search is done; what its streams are told."""
         outputs = self._beams.outputs(group, now_ms)
+        for stream, output in zip(group.streams, outputs, strict=True):
+            self.lengths.note(stream.request, len(output.token_ids))
         self._forget_beams(group)
         return outputs
 
