@@ -348,3 +348,25 @@ def test_tokens_that_wait_are_those_of_the_queue_preempted_ones_included() -> No
     assert found.scheduler.stats().waiting_tokens == 5 + 3 + len(found.tokens["a-1"])
     found.drain()
     assert found.scheduler.stats().waiting_tokens == 0
+
+
+def test_blocks_held_back_that_a_plan_in_flight_still_names_are_waited_for() -> None:
+    found = harness(
+        limits(a={"floor_blocks": 8}, b={}), max_num_batched_tokens=64, prefix_caching=False
+    )
+    add(found, "a-1", 24, max_tokens=2)  # 6 of its 8 blocks
+    add(found, "b-1", 24, max_tokens=8)  # 6 of the other 8
+    found.schedule()
+    found.abort("a-1")  # its blocks are free when the plan lands, not before
+    add(found, "a-2", 24, max_tokens=2)
+    ticket = next(iter(found.scheduler._queue))
+    books = found.scheduler._tenants
+    books.changed()
+    assert books.has_floor_left(ticket)
+    assert found.cache.num_free == 4
+    assert not books.fits_floor(ticket, 6)
+    found.update()
+    books.changed()
+    assert books.fits_floor(ticket, 6)
+    found.drain()
+    found.check_end()
