@@ -1,7 +1,8 @@
 """What the policies are to show, read off a result: how much, and whether it is enough.
 
-Plain arithmetic over the JSON object that quire/sim/compare.py makes. Always holds: a goal that
-could not be looked at is told as such, not as kept.
+Means are compared where nothing was refused early (open_ended), goodput where it may be. Plain
+arithmetic over the JSON object that quire/sim/compare.py makes. Always holds: a goal that could
+not be looked at is told as such, not as kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def read_goals(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A line for each goal: what, found, wanted, kept."""
     runs = outcome["runs"]
     return [
-        _shortest(runs),
+        _shortest(outcome["open_ended"]["runs"]),
         _light(runs),
         *(_goodput(runs, policy) for policy in _policies(runs)),
         _speed(outcome),

@@ -25,6 +25,8 @@ DEFAULT_PRIOR = LinearCost(
 _NUM_PRICES = 5
 # Steps that wait for the fit at most. More make the fit cheaper by the step and older.
 _MOST_NOTED = 64
+# Once so many steps are known, a fit waits for so many more, although somebody asks.
+_MANY, _FEW = 64, 16
 # What a step of the same kind leaves of its forerunners' weight: the last 100 or so count.
 _KEEP = 0.99
 # The prior weighs next to nothing, where steps say anything.
@@ -60,8 +62,9 @@ class SpeedEstimate:
 
     @property
     def now(self) -> LinearCost:
-        """The prices as of now; the same object until steps change them."""
-        if self._noted:
+        """The prices as of now, or of a few steps ago once many are known; the same object until
+        steps change them."""
+        if self._noted and (self.num_steps < _MANY or len(self._noted) >= _FEW):
             self._learn()
         return self._linear
 

@@ -34,7 +34,12 @@ def _outcome(**more: Any) -> dict[str, Any]:
         _run("fair", 1, mean=4, goodput=9, light=2.2),
         _run("fair", 2, mean=50, goodput=9.5, light=2.8),
     ]
-    return {"runs": runs, "requests_per_minute": 120_000.0, **more}
+    return {
+        "runs": runs,
+        "open_ended": {"runs": runs},
+        "requests_per_minute": 120_000.0,
+        **more,
+    }
 
 
 def test_goals_are_read_off_the_runs() -> None:
@@ -51,7 +56,7 @@ def test_goals_are_read_off_the_runs() -> None:
 
 def test_what_was_not_looked_at_is_not_kept() -> None:
     runs = [run for run in _outcome()["runs"] if run["policy"] == "edf"]
-    goals = read_goals({"runs": runs, "requests_per_minute": 10.0})
+    goals = read_goals({"runs": runs, "open_ended": {"runs": runs}, "requests_per_minute": 10.0})
     assert [goal["kept"] for goal in goals] == [False] * 3
     assert [goal["found"] for goal in goals[:2]] == ["not looked at"] * 2
     assert "not kept" in goals_text(goals)
