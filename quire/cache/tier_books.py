@@ -1,8 +1,9 @@
 """TierBooks: which blocks of the pool are copied to a tier, and which are on their way back.
 
-One mechanism for three things. A preempted request's blocks, those the pool evicts, and those
-findable while nothing else is to be done are saved under the digests of their chains; a request
-whose chain goes on in the tier after the pool's own match has that run fetched into fresh blocks.
+One mechanism for three things. A preempted request's blocks, those the pool evicts or soon will,
+and, while nothing else is to be done, all others are saved under the digests of their chains; a
+request whose chain goes on in the tier after the pool's match has that run fetched into fresh
+blocks.
 So swapping, a cache that outlives the process, and one larger than memory need no state of their
 own. Knows digests, blocks and places; what pays is told by others. A block is saved at the
 beginning of the plan that names the copy, before anything can be written into it, so it need not
@@ -147,8 +148,11 @@ class TierBooks:
         """What the plan being made shall copy, saves first. idle: it computes nothing."""
         if self._swapped:
             self._save_some(self._swapped, self._most_saving // 2 or 1)
-        if idle and self._idle:
+        if self._idle and idle:
             self._save_some(self._idle, self._most_saving // 2 or 1)
+        elif self._idle and self._pool.num_free - self._pool.num_free_findable < self._most_saving:
+            # Blocks will be evicted soon, perhaps more at once than can be saved then.
+            self._save_some(self._idle, self._most_saving // 4 or 1)
         if not self._saves and not self._to_plan:
             return None
         parts, self._to_plan = self._to_plan, []
