@@ -1,0 +1,233 @@
+"""TierMover: what is handed in ends once, in an order that cannot mix blocks up, whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.block_copies import CopiesEnded, Tier, between, joined
+from quire.base.errors import WorkerError
+from quire.base.records import StepPlan
+from quire.base.report import Field
+from quire.runner.model_runner import ModelRunner
+from quire.runner.tier_mover import TierMover
+from tests.unit.runner.scripted_executor import ScriptedExecutor
+
+SIZE = 8
+
+
+class Pool(ScriptedExecutor):
+    """Sixteen blocks of eight bytes."""
+
+    block_bytes = SIZE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = np.arange(16 * SIZE, dtype=np.uint8).reshape(16, SIZE)
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        out[:] = self.blocks[block]
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        self.blocks[block] = raw
+
+
+class Store:
+    """A tier in a dict, which can be made to wait and to fail."""
+
+    num_blocks, block_bytes = 16, SIZE
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[bytes, bytes]] = {}
+        self.fails: OSError | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.is_closed = False
+        self.asked: list[str] = []
+
+    def held(self) -> Sequence[tuple[bytes, int]]:
+        return ()
+
+    def save(self, place: int, digest: bytes, raw: NDArray[np.uint8]) -> None:
+        self._ask(f"save {place}")
+        self.kept[place] = (digest, raw.tobytes())
+
+    def fetch(self, place: int, digest: bytes, out: NDArray[np.uint8]) -> bool:
+        self._ask(f"fetch {place}")
+        known, raw = self.kept.get(place, (b"", b""))
+        if known == digest:
+            out[:] = np.frombuffer(raw, np.uint8)
+        return known == digest
+
+    def expect(self, places: Sequence[int]) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.kept.clear()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        assert self.may_go_on.wait(10)
+        if self.fails is not None:
+            raise self.fails
+
+
+class Rig:
+    """A mover, what it reported, and a wait until it has nothing to do."""
+
+    def __init__(self) -> None:
+        self.pool, self.store = Pool(), Store()
+        self.reports: list[str] = []
+        self.woken = threading.Event()
+        self.mover = TierMover(
+            self.pool, self.store, now_ms=lambda: 1.0, report=self._report, wake=self.woken.set
+        )
+
+    def _report(self, what: str, **_: Field) -> None:
+        self.reports.append(what)
+
+    def save(self, *pairs: tuple[int, int]) -> None:
+        blocks, places = (np.array(one, np.int32) for one in zip(*pairs, strict=True))
+        self.mover.begin(between(Tier.POOL, blocks, Tier.DISK, places, _keys(places)))
+
+    def fetch(self, *pairs: tuple[int, int]) -> None:
+        places, blocks = (np.array(one, np.int32) for one in zip(*pairs, strict=True))
+        self.mover.begin(between(Tier.DISK, places, Tier.POOL, blocks, _keys(places)))
+
+    def ended(self, count: int) -> list[CopiesEnded]:
+        """All that ended, until so many copies have."""
+        found: list[CopiesEnded] = []
+        while sum(len(one.to_blocks) for one in found) < count:
+            assert self.woken.wait(10)
+            self.woken.clear()
+            if (copies := self.mover.ended()) is not None:
+                found.append(copies)
+        return found
+
+
+def _keys(places: NDArray[np.int32]) -> list[bytes]:
+    return [int(place).to_bytes(16, "little") for place in places]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_saved_block_comes_back_as_it_was_when_it_was_handed_in(rig: Rig) -> None:
+    before = rig.pool.blocks[3].copy()
+    rig.store.may_go_on.clear()
+    rig.save((3, 5))
+    rig.pool.blocks[3] = 99  # the plan writes into it at once
+    rig.store.may_go_on.set()
+    rig.ended(1)
+    rig.fetch((5, 8))
+    (copies,) = rig.ended(1)
+    assert copies.arrived.tolist() == [True]
+    assert copies.to_blocks.tolist() == [8]
+    assert copies.fetched == 1
+    assert np.array_equal(rig.pool.blocks[8], before)
+    rig.mover.close()
+    assert rig.store.is_closed
+
+
+def test_fetches_overtake_saves_but_not_those_of_their_own_place(rig: Rig) -> None:
+    rig.save((1, 1))
+    rig.ended(1)
+    rig.store.may_go_on.clear()
+    rig.save((2, 2), (3, 3), (4, 4))
+    rig.fetch((1, 9), (4, 10))
+    rig.store.may_go_on.set()
+    found = rig.ended(5)
+    order = [what for what in rig.store.asked if what.startswith("fetch")]
+    assert order == ["fetch 1", "fetch 4"]
+    assert rig.store.asked.index("fetch 1") < rig.store.asked.index("save 4")
+    assert rig.store.asked.index("save 4") < rig.store.asked.index("fetch 4")
+    assert all(copies.arrived.all() for copies in found)
+    rig.mover.close()
+
+
+def test_a_block_that_is_not_there_whole_is_told_and_never_reaches_the_pool(rig: Rig) -> None:
+    before = rig.pool.blocks.copy()
+    rig.fetch((7, 2))
+    (copies,) = rig.ended(1)
+    assert copies.arrived.tolist() == [False]
+    assert copies.num_bad == 1
+    assert not copies.broken
+    assert np.array_equal(rig.pool.blocks, before)
+    rig.mover.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_medium_that_fails_is_reported_once_and_not_asked_again(rig: Rig, number: int) -> None:
+    rig.save((1, 1))
+    rig.ended(1)
+    rig.store.fails = OSError(number, "the disk")
+    rig.save((2, 2))
+    rig.fetch((1, 3), (1, 4))
+    found = rig.ended(3)
+    assert any(copies.broken for copies in found)
+    assert not any(copies.arrived.any() for copies in found)
+    assert sum(copies.num_bad for copies in found) == 0
+    rig.store.fails = None
+    asked = len(rig.store.asked)
+    rig.fetch((1, 5))
+    assert rig.ended(1)[0].arrived.tolist() == [False]
+    assert len(rig.store.asked) == asked
+    assert len(rig.reports) == 1
+    rig.mover.close()
+
+
+def test_plans_that_name_blocks_on_their_way_wait_for_them(rig: Rig) -> None:
+    rig.save((1, 1))
+    rig.ended(1)
+    rig.store.may_go_on.clear()
+    rig.fetch((1, 6))
+    rig.mover.wait_for(np.array([5], np.int32))  # not these
+    waited = threading.Event()
+
+    def wait() -> None:
+        rig.mover.wait_for(np.array([6], np.int32))
+        waited.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not waited.wait(0.05)
+    rig.store.may_go_on.set()
+    assert waited.wait(10)
+    thread.join()
+    rig.mover.close()
+
+
+def test_what_was_cleared_is_not_given_out(rig: Rig) -> None:
+    rig.save((1, 1))
+    rig.ended(1)
+    rig.mover.clear()
+    rig.fetch((1, 2))
+    assert rig.ended(1)[0].arrived.tolist() == [False]
+    rig.mover.close()
+
+
+def test_saves_handed_in_are_finished_at_the_end(rig: Rig) -> None:
+    rig.save(*((block, block) for block in range(10)))
+    rig.mover.close()
+    assert sorted(rig.store.kept) == list(range(10))
+
+
+def test_a_runner_without_a_tier_refuses_plans_that_need_one(rig: Rig) -> None:
+    runner = ModelRunner(
+        ScriptedExecutor(), num_slots=2, max_model_len=16, block_size=4, max_samples=2
+    )
+    none = np.array([0], np.int32)
+    copies = joined([between(Tier.DISK, none, Tier.POOL, none, _keys(none))] * 2)
+    with pytest.raises(WorkerError, match="moves 2 blocks"):
+        runner.collect(runner.submit(StepPlan(step=1, tier_copies=copies)))
+    rig.mover.close()
