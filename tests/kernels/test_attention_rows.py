@@ -79,6 +79,25 @@ def test_whatever_stale_slots_hold_is_never_seen(isa: str, kept: Kept, fill: int
 
 @on_every_isa
 @however_kept
+@pytest.mark.parametrize("head_dim", [1, 16, 20, 33, 64, 128])
+def test_what_is_stored_does_not_depend_on_who_is_stored_beside_it(
+    isa: str, kept: Kept, head_dim: int
+) -> None:
+    geometry = Geometry(kept=kept, heads=2, kv_heads=2, head_dim=head_dim)
+    tokens = Tokens(geometry, sequences=2, positions=90)
+    one = PagedCache(tokens, isa=isa, block_size=32)
+    for position in range(90):
+        for sequence in (0, 1):
+            one.store([Rows(sequence, position, 1)])
+    for chunks in ([(0, 90)], [(0, 3), (3, 20), (23, 9), (32, 17), (49, 41)], [(0, 31), (31, 59)]):
+        many = PagedCache(tokens, isa=isa, block_size=32, num_threads=2)
+        for first, count in chunks:
+            many.store([Rows(1, first, count), Rows(0, first, count)])
+        np.testing.assert_array_equal(many.bytes, one.bytes)
+
+
+@on_every_isa
+@however_kept
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_broken_token_does_not_reach_the_rows_before_it(
     isa: str, kept: Kept, poison: float
