@@ -162,6 +162,8 @@ class EngineCore:
     def ask_cache(self, ask: AskCache) -> CacheTold:
         """What the prefix cache holds; flushed first where that is asked for."""
         flushed_blocks = self.scheduler.flush_cache() if ask.flush else 0
+        if ask.flush and self.tier is not None:
+            self.tier.clear()  # nor after a restart
         report = self.scheduler.cache_report(num_prefixes=ask.num_prefixes)
         return CacheTold(ask_id=ask.ask_id, report=report, flushed_blocks=flushed_blocks)
 
