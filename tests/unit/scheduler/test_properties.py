@@ -95,11 +95,18 @@ def draw_setup(random: Random) -> Setup:
     )
 
 
-def run_case(random: Random, setup: Setup, num_operations: int) -> Harness:
-    """Draw and carry out operations, then run until everything has ended."""
+def run_case(
+    random: Random, setup: Setup, num_operations: int, *, flush_share: float = 0.0
+) -> Harness:
+    """Draw and carry out operations, then run until everything has ended. flush_share: of the
+    operations before which the prefix cache is flushed."""
     harness = Harness(setup, cost=COST if setup.step_budget_ms else None)
     prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
+    flushing = Random(f"flush {num_operations} {prefixes}")
     for number in range(num_operations):
+        if flushing.random() < flush_share:
+            harness.scheduler.flush_cache()
+            assert harness.scheduler.check_integrity() == []
         kind = random.randrange(100)
         if kind < 25:
             add_group(random, harness, f"group-{number}", random.choice(prefixes))
@@ -148,6 +155,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             tpot_slo_ms=asked.choice([None, 0.1, 3.0]),
             **beams,
             deadline_ms=asked.choice([None, None, 60.0]),
+            explain_cache=len(prompt) % 2 == 0,
         )
         if len(prompt) + (not scores_only) > harness.limit(
             replace(request, max_total_tokens=1_000)
@@ -184,6 +192,16 @@ def draw_beams(random: Random, max_num_seqs: int) -> dict[str, Any]:
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
 def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operations: int) -> None:
     run_case(random, draw_setup(random), num_operations)
+
+
+def test_flushes_in_between_change_no_token_and_leave_the_books_whole() -> None:
+    flushed = 0
+    for seed in range(25):
+        random = Random(seed)
+        setup = replace(draw_setup(random), prefix_caching=True)
+        harness = run_case(random, setup, 60, flush_share=0.05)
+        flushed += harness.scheduler.stats().prefix_hit_tokens_total > 0
+    assert flushed >= 8  # prefixes are found all the same
 
 
 def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
