@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from quire.base.errors import DeadlineMissed
 from quire.base.records import (
     FinishReason,
     PromptScores,
@@ -397,7 +398,10 @@ def _events_before(
 ) -> Iterator[RequestOutput]:
     for arrival in arrivals:
         if arrival.at_step == step:
-            core.add(arrival.requests)
+            try:
+                core.add(arrival.requests)
+            except DeadlineMissed:  # refused for what it hopes for, which changes no answer
+                core.add([replace(one, ttft_slo_ms=None) for one in arrival.requests])
         for request, cancel_at in zip(arrival.requests, arrival.cancel_at, strict=True):
             if cancel_at == step:
                 yield from core.abort([request.request_id])

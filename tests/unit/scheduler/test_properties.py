@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.base.errors import ContextTooLong, DeadlineMissed
+from quire.base.token_table import TokenTable
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost import LinearCost
 from quire.scheduler.fair import FairShare
@@ -240,7 +241,15 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    ["forget_copies", "store_cached", "free_in_flight", "register_early", "score_again"],
+    [
+        "forget_copies",
+        "store_cached",
+        "free_in_flight",
+        "register_early",
+        "score_again",
+        "branch_without_tokens",
+        "plan_beams_ahead",
+    ],
 )
 def test_each_planted_fault_turns_the_property_red(
     fault: str, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +283,16 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             preempt(self, slot, why)
 
         monkeypatch.setattr(Scheduler, "_preempt", forget)
+    elif fault == "branch_without_tokens":  # a beam goes on with what its seat's last one had
+        monkeypatch.setattr(TokenTable, "branch", lambda self, sources, slots: None)
+    elif fault == "plan_beams_ahead":  # a beam's next row does not wait for the decision
+        hold_at = RunningState.hold_at
+
+        def lets_go(self: RunningState, slots: list[int], known: int, *, computed: int) -> None:
+            hold_at(self, slots, known, computed=computed)
+            self.ceiling[slots] = self.longest[slots]
+
+        monkeypatch.setattr(RunningState, "hold_at", lets_go)
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
         monkeypatch.setattr(Scheduler, "_last_steps", nobody)
