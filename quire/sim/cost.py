@@ -9,7 +9,7 @@ it stands in a run.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -125,6 +125,18 @@ class RooflineCost:
         self._per_op_ms = 1e3 / (gflop_per_s * 1e9)
         self._fixed_ms = fixed_ms
         self._prices = _prices(program)
+        # Milliseconds of weights, products, keys and values, and attention, by feature.
+        self._times_ms = np.array(
+            [
+                [price * per_ms for price in self._prices[name]]
+                for name, per_ms in (
+                    ("weight_bytes", self._per_byte_ms),
+                    ("product_ops", self._per_op_ms),
+                    ("kv_bytes", self._per_byte_ms),
+                    ("attention_ops", self._per_op_ms),
+                )
+            ]
+        )
 
     def step_ms(self, plan: StepPlan) -> float:
         """See StepCost."""
@@ -133,14 +145,8 @@ class RooflineCost:
         pairs = float(np.dot(counts, plan.starts + 0.5 * (counts + 1.0)))
         reads = num_tokens + float(np.add.reduce(plan.starts, dtype=np.float64))
         features = (1.0, num_tokens, float(len(counts)), pairs, reads)
-        found = {name: _dot(price, features) for name, price in self._prices.items()}
-        products = max(
-            found["weight_bytes"] * self._per_byte_ms, found["product_ops"] * self._per_op_ms
-        )
-        attention = max(
-            found["kv_bytes"] * self._per_byte_ms, found["attention_ops"] * self._per_op_ms
-        )
-        return self._fixed_ms + products + attention
+        weights_ms, products_ms, kv_ms, attention_ms = (self._times_ms @ features).tolist()
+        return float(self._fixed_ms + max(weights_ms, products_ms) + max(kv_ms, attention_ms))
 
     def linear(self) -> LinearCost:
         """The same for the scheduler's budget: arithmetic by token, memory as the fixed part."""
@@ -151,10 +157,6 @@ class RooflineCost:
             position_ms=attended[3] * self._per_op_ms,
             score_ms=ops[2] * self._per_op_ms,
         )
-
-
-def _dot(price: Sequence[float], features: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(price, features, strict=True))
 
 
 def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
