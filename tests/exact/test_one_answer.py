@@ -27,7 +27,7 @@ GOALS = {
     "preempted": 0.6,
     "prefix_hit": 0.5,
     "saved": 0.3,
-    "fetched": 0.2,
+    "fetched": 0.12,
     "chunked": 0.8,
     "forked": 0.4,
     "cancelled": 0.15,
