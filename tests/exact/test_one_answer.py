@@ -24,7 +24,7 @@ NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "300"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
 ENOUGH_FOR_COVERAGE = 300
 GOALS = {
-    "preempted": 0.6,
+    "preempted": 0.55,  # searches need room for all their beams, and leave it to others then
     "prefix_hit": 0.5,
     "saved": 0.3,
     "fetched": 0.12,
