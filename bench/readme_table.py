@@ -59,6 +59,47 @@ def _memory_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _sharing_rows(result: dict[str, Any]) -> list[str]:
+    """Prompts that begin alike, and what finding their blocks costs."""
+    most = max(case["ratio"] for case in result["sharing"])
+    cost = max(result["microseconds"]["digests_and_match_us"].values())
+    return [
+        f"| 16 requests with 1,024 tokens in common: prompt tokens computed | "
+        f"{100 * most:.1f} % of those apart | 12.5 % |",
+        f"| hashing and matching a block of 16 tokens | {cost:.2f} us | 2 us |",
+    ]
+
+
+def _preemption_rows(result: dict[str, Any]) -> list[str]:
+    kept, sooner = result["summary"]["w3"], result["summary"]["long"]
+    return [
+        f"| 16 requests at once, KV for 4 of them: throughput, all finished and exact | "
+        f"{100 * kept['cut_of_uncut']:.0f} % of that with room for all | 60 % |",
+        f"| long conversations in turn, KV for 2.5 of 6: a disk tier against computing again | "
+        f"{sooner['tier_of_cut']:.2f}x | 1.2x |",
+    ]
+
+
+def _tier_rows(result: dict[str, Any]) -> list[str]:
+    summary = result["summary"]
+    return [
+        f"| first token of a 4,096-token prefix after a restart, from the disk tier, {name} | "
+        f"{summary[key]['times_sooner']:.1f}x sooner than computed | 5x |"
+        for key, name in (("warm", "page cache warm"), ("dropped", "page cache dropped"))
+    ]
+
+
+def _interference_rows(result: dict[str, Any]) -> list[str]:
+    """Of the largest shape that was run."""
+    entry = [one for one in result["summaries"].values() if one["alone"]["runs"]][-1]
+    prompt = max(run["prompt"] for run in result["runs"] if run["shape"] == "qwen3-0.6b")
+    return [
+        f"| a prompt of {prompt:,} beside 16 decoding (0.6B): their p99 between tokens, its first "
+        f"token | {entry['p99_over_median_before']:.1f}x their median before, "
+        f"{entry['ttft_over_alone']:.1f}x alone | 2x, 3x |"
+    ]
+
+
 def _quality_rows(result: dict[str, Any]) -> list[str]:
     """Perplexity and divergence of the settings that have a goal."""
     rows = []
@@ -130,6 +171,10 @@ def table() -> str:
         ("startup", _startup_rows),
         ("scheduler", _scheduler_rows),
         ("memory", _memory_rows),
+        ("prefix", _sharing_rows),
+        ("preemption", _preemption_rows),
+        ("tier-warm", _tier_rows),
+        ("interference", _interference_rows),
         ("quality", _quality_rows),
     ):
         result = _load(name)
