@@ -104,9 +104,15 @@ class CacheConfig:
     kv_tier_bytes: int = setting(
         8 * 1024**3, "most that folder may take, as in 8GiB", flag="kv-tier-size"
     )
+    kv_tier_fetch: Literal["cost", "always", "never"] = setting(
+        "cost",
+        "when blocks are fetched from it: cost, where that is predicted to be faster than "
+        "computing them; never: it is filled only",
+    )
 
     def __post_init__(self) -> None:
         _at_least("kv_tier_bytes", self.kv_tier_bytes, 1)
+        _one_of("kv_tier_fetch", self.kv_tier_fetch, ("cost", "always", "never"))
         if self.kv_tier_path == "":
             raise SettingError("kv_tier_path is empty; give a folder, or leave it out")
         if self.kv_tier_path is not None and not self.enable_prefix_caching:

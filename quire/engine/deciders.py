@@ -12,6 +12,7 @@ from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.tenant_limits import read_limits
 from quire.scheduler.cost import CostModel, LinearCost
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.move_cost import Choice
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speed import SpeedEstimate
@@ -75,4 +76,5 @@ def make_scheduler(
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,
         tier_block_ms=tier_block_ms,
+        bring_back=Choice(config.cache.kv_tier_fetch),
     )

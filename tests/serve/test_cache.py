@@ -114,7 +114,8 @@ def test_another_salt_sees_neither_a_hit_nor_a_reason(server: RunningServer) -> 
 def test_after_a_restart_a_prefix_comes_from_disk_and_the_response_says_so(
     tiny: Path, tmp_path: Path
 ) -> None:
-    flags = ("--threads", "1", "--kv-tier-path", str(tmp_path / "tier"))
+    tier = ("--kv-tier-path", str(tmp_path / "tier"), "--kv-tier-fetch", "always")
+    flags = ("--threads", "1", *tier)
     asked = {
         "prompt": "told once, and kept on disk " * 60,
         "max_tokens": 1,

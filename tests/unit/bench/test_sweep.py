@@ -23,6 +23,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Of a peer that tells what times its settings say."""
     scripts = {"transformers": ("tests.unit.bench.fake_peer", "")}
     monkeypatch.setattr(child, "SCRIPTS", MappingProxyType({**child.SCRIPTS, **scripts}))
+    monkeypatch.setattr(child, "is_installed", lambda name: True)
     grid: dict[str, Any] = {"one": {"takes_s": [*TAKES]}, "many": {"short": [True]}}
     monkeypatch.setattr(settings, "GRID", {"transformers": grid})
     return Plan(
