@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.cli.options import add_engine_arguments, engine_settings
+from quire.cli.options import a_count, a_list_of, add_engine_arguments, engine_settings
 
 _RANGE = "LOW-HIGH"
 
@@ -118,7 +118,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rates",
-        type=_rates,
+        type=a_list_of("rates"),
         metavar="LIST",
         help="requests a second, or with --trace how many times as fast it is replayed, rising; "
         "as in 0.5,1,2 (default: 0.5,1,2,4,8; with --trace 1)",
@@ -228,7 +228,7 @@ def _show(
 
 def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
     parser.add_argument(
-        flag, type=_count, default=default, metavar="NUM", help=f"{text} (default {default})"
+        flag, type=a_count, default=default, metavar="NUM", help=f"{text} (default {default})"
     )
 
 
@@ -244,16 +244,6 @@ def _add_range(
     )
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
-
-
 def _range(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     try:
@@ -262,16 +252,6 @@ def _range(text: str) -> tuple[int, int]:
         values = 0, 0
     if not 1 <= values[0] <= values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range as in 128-512")
-    return values
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(one) for one in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(0 < value < 1e6 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates as in 0.5,1,2")
     return values
 
 

@@ -7,6 +7,7 @@ defaults belong to the engine and the model.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from quire.config.flags import add_flags
@@ -97,3 +98,29 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     if "bad_words" in given:
         fields["bad_words"] = tuple(given["bad_words"])
     return fields
+
+
+def a_count(text: str) -> int:
+    """A whole number of at least 1, as argparse reads an argument."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def a_list_of(what: str) -> Callable[[str], tuple[float, ...]]:
+    """Reads positive numbers between commas; `what` they are stands in the error."""
+
+    def read(text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(one) for one in text.split(","))
+        except ValueError:
+            values = ()
+        if not values or not all(0 < value < 1e6 for value in values):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {what} as in 0.5,1,2")
+        return values
+
+    return read

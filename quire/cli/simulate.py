@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cli.options import add_engine_arguments, engine_settings
+from quire.cli.options import a_count, a_list_of, add_engine_arguments, engine_settings
 
 if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
@@ -37,7 +37,7 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
     )
     section.add_argument(
         "--speed",
-        type=_speeds,
+        type=a_list_of("speeds"),
         default=(1.0,),
         metavar="LIST",
         help="how many times as fast the trace is replayed, as in 0.1,0.2,0.4 (default 1)",
@@ -50,18 +50,18 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="scheduling policies to compare, as in fcfs,sjf,fair (default fcfs)",
     )
     section.add_argument(
-        "--max-requests", type=_count, metavar="NUM", help="the first so many requests only"
+        "--max-requests", type=a_count, metavar="NUM", help="the first so many requests only"
     )
     section.add_argument(
         "--max-tokens",
-        type=_count,
+        type=a_count,
         default=2048,
         metavar="NUM",
         help="what each request asks for at most, however long its answer is (default 2048)",
     )
     section.add_argument(
         "--light",
-        type=_count,
+        type=a_count,
         metavar="NUM",
         help="one in so many requests is a light tenant's, who keeps its pace while the others "
         "flood; its times are told beside those without the others",
@@ -187,26 +187,6 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
     if arguments.save_profile:
         Path(arguments.save_profile).write_text(json.dumps(profile, indent=1) + "\n")
     return machine_of(profile)
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
-
-
-def _speeds(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(one) for one in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(0 < value < 1e6 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of speeds as in 0.5,1,2")
-    return values
 
 
 def _names(text: str) -> tuple[str, ...]:
