@@ -125,6 +125,8 @@ void Memory::release() {
     if (region_ != nullptr) {
         Regions& regions = Regions::all();
         const std::lock_guard<std::mutex> hold(regions.lock);
+        // The region may live on; its pages need not. Nobody gets them again.
+        madvise(data_, rounded(bytes_ + kSlack, kPage), MADV_DONTNEED);
         regions.close(region_);
     }
     mapped_ = data_ = nullptr;
