@@ -24,6 +24,7 @@ using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntsOut = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Masks = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // The arrays of RareParameters by name; all of them are there. Keeps each alive until it is gone.
@@ -69,8 +70,9 @@ void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Fl
             Floats frequency_penalty, Longs seeds, Ints streams, Ints positions,
             Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
             Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
-            Ints banned_ids, std::optional<nb::dict> rare, IntsOut token_ids, FloatsOut logprobs,
-            IntTable top_ids, FloatTable top_logprobs, FloatsOut mus) {
+            Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks,
+            IntsOut token_ids, FloatsOut logprobs, IntTable top_ids, FloatTable top_logprobs,
+            FloatsOut mus) {
     quire::ChooseArgs args{};
     args.logits = logits.data();
     args.stride = logits.stride(0);
@@ -97,6 +99,8 @@ void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Fl
     args.banned_ids = banned_ids.data();
     std::optional<RareArrays> rare_arrays;
     if (rare) args.rare = rare_arrays.emplace(*rare).args();
+    args.mask_rows = mask_rows.size() > 0 ? mask_rows.data() : nullptr;
+    args.masks = masks.data();
     args.mus = mus.size() > 0 ? mus.data() : nullptr;
     args.num_top = static_cast<int32_t>(top_ids.shape(1));
     args.token_ids = token_ids.data();
@@ -117,7 +121,7 @@ void bind_sampling(nb::module_& module) {
                "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a,
                "seeds"_a, "streams"_a, "positions"_a, "num_prompt_tokens"_a, "num_logprobs"_a,
                "history_starts"_a, "history"_a, "bias_starts"_a, "bias_ids"_a, "bias_values"_a,
-               "banned_starts"_a, "banned_ids"_a, "rare"_a.none(), "token_ids"_a, "logprobs"_a, "top_ids"_a,
-               "top_logprobs"_a, "mus"_a,
+               "banned_starts"_a, "banned_ids"_a, "rare"_a.none(), "mask_rows"_a, "masks"_a, "token_ids"_a,
+               "logprobs"_a, "top_ids"_a, "top_logprobs"_a, "mus"_a,
                "Choose a token for each row; see quire/sampling/native.py.");
 }

@@ -8,8 +8,16 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-// x / (1 + e^-y)
-QUIRE_VEC Vec gated(Vec x, Vec y) { return div(x, add(set1(1.0f), exp(sub(zero(), y)))); }
+// x[i] becomes x[i] / (1 + e^-y[i])
+template <int n>
+QUIRE_VEC void gate_each(Vec* x, const Vec* y) {
+    Vec e[n];
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i) e[i] = sub(zero(), y[i]);
+    exp_each<n>(e);
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i) x[i] = div(x[i], add(set1(1.0f), e[i]));
+}
 
 // a + x * (b + x * (...)), coefficients from the highest power down.
 template <int n>
@@ -36,27 +44,54 @@ QUIRE_VEC Vec erf(Vec x) {
     return select_less(a, one, near, copy_sign(far, x));
 }
 
-QUIRE_VEC Vec apply(Activation form, Vec x) {
+template <Activation form, int n>
+QUIRE_VEC void apply_each(Vec* x) {
     const Vec half = set1(0.5f);
-    switch (form) {
-        case Activation::silu:
-            return gated(x, x);
-        case Activation::gelu:
-            return mul(mul(half, x), add(set1(1.0f), erf(mul(x, set1(0.70710678f)))));
-        case Activation::gelu_tanh: {
-            // x / 2 (1 + tanh u) is x / (1 + e^-2u).
-            const Vec cube = mul(mul(x, x), mul(x, set1(0.044715f)));
-            return gated(x, mul(set1(1.59576912f), add(x, cube)));
+    Vec y[n];
+    if constexpr (form == Activation::silu) {
+        for (int i = 0; i < n; ++i) y[i] = x[i];
+        gate_each<n>(x, y);
+    } else if constexpr (form == Activation::gelu_tanh) {
+        // x / 2 (1 + tanh u) is x / (1 + e^-2u).
+        for (int i = 0; i < n; ++i) {
+            const Vec cube = mul(mul(x[i], x[i]), mul(x[i], set1(0.044715f)));
+            y[i] = mul(set1(1.59576912f), add(x[i], cube));
         }
-        case Activation::relu:
-            break;
+        gate_each<n>(x, y);
+    } else if constexpr (form == Activation::gelu) {
+        for (int i = 0; i < n; ++i) {
+            const Vec share = erf(mul(x[i], set1(0.70710678f)));
+            x[i] = mul(mul(half, x[i]), add(set1(1.0f), share));
+        }
+    } else {
+        for (int i = 0; i < n; ++i) x[i] = max(zero(), x[i]);
     }
-    return max(zero(), x);
 }
 
-}  // namespace
+// y = form(gate), times up where there is one, two vectors at a time.
+template <Activation form, class X, class Y>
+void activate_row(const X* gate, const X* up, Y* y, int64_t width) {
+    int64_t c = 0;
+    for (; c + 2 * kLanes <= width; c += 2 * kLanes) {
+        Vec x[2] = {load(gate + c), load(gate + c + kLanes)};
+        apply_each<form, 2>(x);
+        if (up != nullptr) {
+            x[0] = mul(x[0], load(up + c));
+            x[1] = mul(x[1], load(up + c + kLanes));
+        }
+        store_two(y + c, x[0], x[1]);
+    }
+    for (; c < width; c += kLanes) {
+        const int n = width - c < kLanes ? static_cast<int>(width - c) : kLanes;
+        Vec x = load_some(gate + c, n);
+        apply_each<form, 1>(&x);
+        if (up != nullptr) x = mul(x, load_some(up + c, n));
+        store_some(y + c, x, n);
+    }
+}
 
-void activation(const ActivationArgs& args) {
+template <Activation form>
+void activate(const ActivationArgs& args) {
     const int64_t width = args.gate.width;
     args.pool->deal(args.rows, rows_per_chunk(width), [&](int64_t begin, int64_t end, int) {
         for (int64_t row = begin; row < end; ++row) {
@@ -66,16 +101,23 @@ void activation(const ActivationArgs& args) {
                                      ? nullptr
                                      : static_cast<decltype(in_tag)>(args.up.at(row));
                 with_type(args.y.type, [&](auto* out_tag) {
-                    auto* y = static_cast<decltype(out_tag)>(args.y.at(row));
-                    for_columns(width, [&](int64_t c, int n) {
-                        Vec value = apply(args.form, load_some(gate + c, n));
-                        if (up != nullptr) value = mul(value, load_some(up + c, n));
-                        store_some(y + c, value, n);
-                    });
+                    activate_row<form>(gate, up, static_cast<decltype(out_tag)>(args.y.at(row)),
+                                       width);
                 });
             });
         }
     });
+}
+
+}  // namespace
+
+void activation(const ActivationArgs& args) {
+    switch (args.form) {
+        case Activation::silu: return activate<Activation::silu>(args);
+        case Activation::gelu: return activate<Activation::gelu>(args);
+        case Activation::gelu_tanh: return activate<Activation::gelu_tanh>(args);
+        case Activation::relu: return activate<Activation::relu>(args);
+    }
 }
 
 void add(const AddArgs& args) {

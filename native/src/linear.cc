@@ -8,7 +8,9 @@
 //
 // Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
 
+#include "quire/amx_few_rows.h"
 #include "quire/amx_linear.h"
+#include "quire/deal_halving.h"
 #include "quire/kernels.h"
 #include "quire/vec.h"
 
@@ -204,8 +206,8 @@ const bf16* amx_pack(const LinearArgs& args) {
     return to;
 }
 
-// Up to kFewRows rows: bound by memory, each thread walks one run of panels.
-void few_linear(const LinearArgs& args) {
+// One or two rows in f32, a step of K behind the other, zeros past K.
+const float* amx_widen(const LinearArgs& args) {
     const int64_t k = args.weight.k, stride = steps_of(k) * kTileStep;
     float* x = reinterpret_cast<float*>(args.pool->shared(args.rows * stride * 4));
     for (int64_t row = 0; row < args.rows; ++row) {
@@ -216,19 +218,34 @@ void few_linear(const LinearArgs& args) {
             store(x + row * stride + c, load_n(from + c, n));
         }
     }
+    return x;
+}
+
+// Up to kStreamedRows rows: bound by memory, each thread walks one run of panels.
+void few_linear(const LinearArgs& args) {
     const int64_t panels = (args.weight.n + kPanel - 1) / kPanel;
-    const int64_t work = k * kPanel * args.rows;
-    args.pool->deal(panels, work > 0 && work < 65536 ? 65536 / work : 1,
-                    [&](int64_t begin, int64_t end, int) {
-        if (args.rows == 1) few_panels<1>(args, x, begin, end);
-        if (args.rows == 2) few_panels<2>(args, x, begin, end);
+    const int64_t bytes = panel_bytes(args.weight.k, Type::bf16);
+    if (args.rows <= kVectorRows) {
+        const float* x = amx_widen(args);
+        return deal_halving(*args.pool, panels, bytes, [&](int64_t begin, int64_t end, int) {
+            if (args.rows == 1) vector_panels<1>(args, x, begin, end);
+            if (args.rows == 2) vector_panels<2>(args, x, begin, end);
+        });
+    }
+    const bf16* x = amx_pack(args);
+    deal_halving(*args.pool, panels, bytes, [&](int64_t begin, int64_t end, int) {
+        if (args.rows > kTileRows) {
+            tile_panels<true>(args, x, begin, end);
+        } else {
+            tile_panels<false>(args, x, begin, end);
+        }
     });
 }
 
 // As `linear` deals it, with x packed once.
 void amx_linear(const LinearArgs& args) {
     if (args.rows == 0) return;
-    if (args.rows <= kFewRows) return few_linear(args);
+    if (args.rows <= kStreamedRows) return few_linear(args);
     const int64_t k = args.weight.k, n = args.weight.n, steps = steps_of(k);
     const int64_t block_rows = amx_block_rows(k);
     const int64_t panels = (n + kPanel - 1) / kPanel;

@@ -7,7 +7,8 @@
 //
 // Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
 
-#include "quire/amx_int_tiles.h"
+#include "quire/amx_few_int_rows.h"
+#include "quire/deal_halving.h"
 #include "quire/int_tiles.h"
 
 namespace quire::QUIRE_ISA_NS {
@@ -104,6 +105,8 @@ QUIRE_VEC void finish(const float* sums, int64_t rows, const char* panel,
     }
 }
 
+#if !defined(QUIRE_AMX)
+
 template <int kBits>
 QUIRE_VEC IntTile tile_of(int64_t rows, int64_t packs) {
     if (packs == 1) return int_tile<kBits, IntFetch::same_stream>(rows);
@@ -137,15 +140,31 @@ Packing packing_for(const LinearIntsArgs& args) {
     return {args.rows, kBlockRows, several ? kFoldedRows : kIntRows, false};
 }
 
-#if defined(QUIRE_AMX)
+// All rows, dealt by panels and blocks.
+void vector_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
+    const Packing packing = packing_for(args);
+    char* rows = quantize(args, shape, packing);
+    const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
+    const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
+    const int64_t work = args.weight.k * kIntLanes * packing.rows_of(0);
+    const int64_t grain = work < 32768 ? 32768 / work : 1;
+    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t task = begin; task < end; ++task) {
+            panel_block(args, shape, packing, rows, task / panels, task % panels);
+        }
+    });
+}
 
-// Up to so many rows a vector tile takes them in one pass, without the way through memory.
-constexpr int64_t kVectorRows = 4;
-constexpr int64_t kVectorRows4 = kIntRows;    // of int4, whose weights it need not expand
+#else
+
+// Up to so many rows a vector tile is as fast: of int8, and of int4, which it need not expand.
+constexpr int64_t kVectorRows = 2;
+constexpr int64_t kVectorRows4 = 4;
 constexpr int64_t kBlockBytes = 5 << 18;      // of rows: what stays in the second-level cache
 constexpr int64_t kMostBlockRows = 1024;
 constexpr int64_t kPanelsAtOnce = 8;
 constexpr int64_t kStreamedBytes = 4 << 20;   // of y, from which it is written past the caches
+constexpr int64_t kWritesPastBytes = 1 << 20;  // the same of weights, where rows are few
 
 // A whole panel's rows into y past the caches: reading its lines first, as plain stores do, costs
 // more than the product where y is larger than they are.
@@ -199,6 +218,81 @@ void amx_panels(const AmxBlock& block, const AmxScratch& scratch, const FinishRo
     return amx_int_panels<IntForm::group128>(block, scratch, finish);
 }
 
+bool rows_are_lines(const LinearIntsArgs& args) {
+    return args.y.stride * type_bytes(args.y.type) % 64 == 0 &&
+           reinterpret_cast<uintptr_t>(args.y.data) % 64 == 0;
+}
+
+template <IntForm form, bool zeros = false>
+void few_panels(const AmxBlock& block, const FinishRows& finish) {
+    if (block.rows > kTileRows) return few_int_panels<form, zeros, true>(block, finish);
+    few_int_panels<form, zeros, false>(block, finish);
+}
+
+template <IntForm form>
+void few_int4_panels(const AmxBlock& block, const FinishRows& finish) {
+    if (block.weight.scheme.has_zero_points) return few_panels<form, true>(block, finish);
+    few_panels<form>(block, finish);
+}
+
+void few_panels(const AmxBlock& block, const FinishRows& finish) {
+    const IntScheme& scheme = block.weight.scheme;
+    if (scheme.bits == 8) return few_panels<IntForm::int8>(block, finish);
+    if (scheme.group == 32) return few_int4_panels<IntForm::group32>(block, finish);
+    if (scheme.group == 64) return few_int4_panels<IntForm::group64>(block, finish);
+    few_int4_panels<IntForm::group128>(block, finish);
+}
+
+// Rows of one pack as integers: all threads share even one row.
+char* quantize_few(const LinearIntsArgs& args, const RowShape& shape) {
+    constexpr int64_t kGrain = 32;  // groups, about a microsecond
+    const RowPack pack{args.pool->shared(args.rows * shape.row_bytes()), args.rows};
+    args.pool->deal(shape.groups * args.rows, kGrain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t g = i / args.rows, row = i % args.rows;
+            if (args.x.type == Type::f32) {
+                quantize_group(static_cast<const float*>(args.x.at(row)), g, shape, pack, row);
+            } else {
+                quantize_group(static_cast<const bf16*>(args.x.at(row)), g, shape, pack, row);
+            }
+        }
+    });
+    return pack.base;
+}
+
+// Panels first .. end by rows that take one pass of vectors.
+void vector_panels(const LinearIntsArgs& args, const RowShape& shape, const RowPack& pack,
+                   int64_t first, int64_t end, const FinishRows& finish) {
+    alignas(64) float sums[kIntRows * kIntLanes];
+    const IntScheme& scheme = args.weight.scheme;
+    const int64_t bytes = int_panel_bytes(args.weight.k, scheme);
+    const IntTile tile = scheme.bits == 8 ? int_tile<8, IntFetch::same_stream>(pack.count)
+                                          : int_tile<4, IntFetch::same_stream>(pack.count);
+    for (int64_t panel = first; panel < end; ++panel) {
+        const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
+        tile(pack, shape, scheme, weights, sums, weights + kStreamAheadBytes);
+        finish(panel, sums, 0, pack.count);
+    }
+}
+
+// Up to kFewRows rows: bound by memory, each thread walks one run of panels.
+void few_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
+    char* rows = quantize_few(args, shape);
+    const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
+    const int64_t bytes = int_panel_bytes(args.weight.k, args.weight.scheme);
+    const bool streams = panels * bytes >= kWritesPastBytes && rows_are_lines(args);
+    const int64_t vector_rows = args.weight.scheme.bits == 8 ? kVectorRows : kVectorRows4;
+    const FinishRows finish{args, 0, streams};
+    deal_halving(*args.pool, panels, bytes, [&](int64_t begin, int64_t end, int) {
+        if (args.rows <= vector_rows) {
+            vector_panels(args, shape, {rows, args.rows}, begin, end, finish);
+        } else {
+            few_panels({rows, args.rows, shape, args.weight, begin, end}, finish);
+        }
+        _mm_sfence();  // what was streamed is seen before what comes after the deal
+    });
+}
+
 void amx_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
     const int64_t fitting = kBlockBytes / (shape.steps * kIntStep) / kPackRows * kPackRows;
     const int64_t most = fitting < 2 * kPackRows ? 2 * kPackRows : fitting;
@@ -214,8 +308,7 @@ void amx_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
     const int64_t least = work < 262144 ? 262144 / work : 1;
     const int64_t grain = overlapping > least ? overlapping : least;
     const int64_t row_bytes = args.y.stride * type_bytes(args.y.type);
-    const bool streams = args.rows * row_bytes >= kStreamedBytes && row_bytes % 64 == 0 &&
-                         reinterpret_cast<uintptr_t>(args.y.data) % 64 == 0;
+    const bool streams = args.rows * row_bytes >= kStreamedBytes && rows_are_lines(args);
     args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int thread) {
         const AmxScratch scratch = AmxScratch::at(
             args.pool->scratch(thread, AmxScratch::size(shape.steps)), shape.steps);
@@ -241,20 +334,11 @@ void linear_ints(const LinearIntsArgs& args) {
     if (args.rows == 0) return;
     const RowShape shape = RowShape::of(args.weight.k, args.weight.scheme);
 #if defined(QUIRE_AMX)
-    const int64_t vector_rows = args.weight.scheme.bits == 8 ? kVectorRows : kVectorRows4;
-    if (args.rows > vector_rows) return amx_linear_ints(args, shape);
+    if (args.rows <= kFewRows) return few_linear_ints(args, shape);
+    amx_linear_ints(args, shape);
+#else
+    vector_linear_ints(args, shape);
 #endif
-    const Packing packing = packing_for(args);
-    char* rows = quantize(args, shape, packing);
-    const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
-    const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
-    const int64_t work = args.weight.k * kIntLanes * packing.rows_of(0);
-    const int64_t grain = work < 32768 ? 32768 / work : 1;
-    args.pool->deal(panels * blocks, grain, [&](int64_t begin, int64_t end, int) {
-        for (int64_t task = begin; task < end; ++task) {
-            panel_block(args, shape, packing, rows, task / panels, task % panels);
-        }
-    });
 }
 
 }  // namespace quire::QUIRE_ISA_NS

@@ -6,6 +6,30 @@
 
 namespace quire::QUIRE_ISA_NS {
 
+namespace {
+
+// n columns of both halves of a head, and two vectors of each at once.
+template <class X>
+QUIRE_VEC void turn(X* x, int64_t half, const float* cos, const float* sin, int n) {
+    const Vec a = load_some(x, n), b = load_some(x + half, n);
+    const Vec cosine = load_some(cos, n), sine = load_some(sin, n);
+    store_some(x, sub(mul(a, cosine), mul(b, sine)), n);
+    store_some(x + half, add(mul(b, cosine), mul(a, sine)), n);
+}
+template <class X>
+QUIRE_VEC void turn_two(X* x, int64_t half, const float* cos, const float* sin) {
+    const Vec a = load(x), b = load(x + half);
+    const Vec more_a = load(x + kLanes), more_b = load(x + half + kLanes);
+    const Vec cosine = load(cos), sine = load(sin);
+    const Vec more_cosine = load(cos + kLanes), more_sine = load(sin + kLanes);
+    store_two(x, sub(mul(a, cosine), mul(b, sine)),
+              sub(mul(more_a, more_cosine), mul(more_b, more_sine)));
+    store_two(x + half, add(mul(b, cosine), mul(a, sine)),
+              add(mul(more_b, more_cosine), mul(more_a, more_sine)));
+}
+
+}  // namespace
+
 void rope(const RopeArgs& args) {
     const int64_t half = args.half;
     const int64_t width = args.heads * args.head_dim;
@@ -16,12 +40,14 @@ void rope(const RopeArgs& args) {
             with_type(args.x.type, [&](auto* tag) {
                 auto* x = static_cast<decltype(tag)>(args.x.at(row));
                 for (int64_t head = 0; head < args.heads; ++head, x += args.head_dim) {
-                    for_columns(half, [&](int64_t c, int n) {
-                        const Vec a = load_some(x + c, n), b = load_some(x + half + c, n);
-                        const Vec cosine = load_some(cos + c, n), sine = load_some(sin + c, n);
-                        store_some(x + c, sub(mul(a, cosine), mul(b, sine)), n);
-                        store_some(x + half + c, add(mul(b, cosine), mul(a, sine)), n);
-                    });
+                    int64_t c = 0;
+                    for (; c + 2 * kLanes <= half; c += 2 * kLanes) {
+                        turn_two(x + c, half, cos + c, sin + c);
+                    }
+                    for (; c < half; c += kLanes) {
+                        const int n = half - c < kLanes ? static_cast<int>(half - c) : kLanes;
+                        turn(x + c, half, cos + c, sin + c, n);
+                    }
                 }
             });
         }

@@ -201,8 +201,14 @@ class Row {
                 rare->allowed_starts[row_ + 1] > rare->allowed_starts[row_]);
     }
 
+    const uint32_t* mask() const {
+        if (args_.mask_rows == nullptr || args_.mask_rows[row_] < 0) return nullptr;
+        const int64_t words = (args_.vocabulary + 31) / 32;
+        return args_.masks + args_.mask_rows[row_] * words;
+    }
+
     bool has_edits() const {
-        return args_.bias_starts[row_ + 1] > args_.bias_starts[row_] ||
+        return mask() != nullptr || args_.bias_starts[row_ + 1] > args_.bias_starts[row_] ||
                args_.banned_starts[row_ + 1] > args_.banned_starts[row_] ||
                args_.repetition_penalty[row_] != 1.0f || args_.frequency_penalty[row_] != 0.0f ||
                args_.presence_penalty[row_] != 0.0f || has_rare_edits();
@@ -244,7 +250,20 @@ class Row {
         if (args_.rare != nullptr) {
             ban(values, args_.vocabulary, history, *args_.rare, row_, scratch_.allowed);
         }
+        if (const uint32_t* allowed = mask()) ban_unmasked(values, allowed);
         return values;
+    }
+
+    // What the mask does not allow is -inf.
+    void ban_unmasked(float* values, const uint32_t* allowed) const {
+        for (int32_t first = 0; first < args_.vocabulary; first += 32) {
+            const uint32_t word = allowed[first / 32];
+            if (word == UINT32_MAX) continue;
+            const int32_t count = std::min(32, args_.vocabulary - first);
+            for (int32_t i = 0; i < count; i++) {
+                if ((word >> i & 1u) == 0) values[first + i] = -kInfinity;
+            }
+        }
     }
 
     template <class Body>

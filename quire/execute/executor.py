@@ -74,6 +74,10 @@ class Executor(Protocol):
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool (zero-filled). Raises CapacityError where memory does not suffice."""
 
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """Make memory of the pages of blocks [first, last) in one layer: blocks that nobody has
+        written yet, so that whoever is the first to does not wait for the system."""
+
     def copy_blocks(self, copy_from: NDArray[np.int32], copy_to: NDArray[np.int32]) -> None:
         """Copy whole pool blocks over all layers, in order."""
 

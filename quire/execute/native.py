@@ -36,6 +36,8 @@ Int32s = NDArray[np.int32]
 NativeOp = tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]
 
 _NO_POOL: NDArray[np.uint8] = np.empty((0, 0, 0), np.uint8)
+# Touching one byte of each makes them memory; huge pages take one of many.
+_PAGE_BYTES = 4096
 SEGMENTS = ("trunk", "head")
 MAX_ROPES = 256
 # Where products reach their peak: later on the matrix unit, which takes rows in blocks of 32.
@@ -133,6 +135,10 @@ class NativeExecutor:
         block_layer_bytes = len(pool) // (spec.layers * num_blocks)
         used = pool[: spec.layers * num_blocks * block_layer_bytes]
         self._pool_bytes = used.reshape(*shape, block_layer_bytes)
+
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """Write the zero that is there to each page of blocks nobody has written yet."""
+        self._pool_bytes[layer, first:last, ::_PAGE_BYTES] = 0
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole pool blocks over all layers, in order."""

@@ -101,6 +101,9 @@ class ReferenceExecutor:
                 "the memory for the cache"
             ) from error
 
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """Nothing: nobody waits for these pages."""
+
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, one after the other."""
         for source, target in zip(copy_from, copy_to, strict=True):

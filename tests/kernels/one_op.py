@@ -46,6 +46,7 @@ class OneOp:
     floats: Sequence[float] = ()
     weights: Sequence[tuple[str, str, Float32s]] = ()  # (form, dtype or scheme, values)
     max_rows: int = 70
+    shift: int = SHIFT
     ropes: Sequence[tuple[Float32s, Float32s]] = ()
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ class OneOp:
         for index, (cos, sin) in enumerate(self.ropes):
             program.set_rope(index, cos, sin)
         weights = [packed(pool, *weight) for weight in self.weights]
-        views = [(i, SHIFT, operand.width) for i, operand in enumerate(self.operands)]
+        views = [(i, self.shift, operand.width) for i, operand in enumerate(self.operands)]
         program.add_segment([(self.kind, views, list(self.ints), list(self.floats), weights)])
         self.state["program"] = program
 
@@ -83,7 +84,7 @@ class OneOp:
             if index in inputs:
                 values = inputs[index]
                 bits = values if whole.dtype == np.float32 else bf16_bits(values)
-                whole[: len(values), SHIFT : SHIFT + values.shape[1]] = bits
+                whole[: len(values), self.shift : self.shift + values.shape[1]] = bits
         rows = np.zeros(num_rows, np.int32)
         arrays = dict.fromkeys(
             ("token_ids", "positions", "rope_positions", "kv_slots"), rows
@@ -105,9 +106,9 @@ class OneOp:
         whole = self._whole(index)
         values = whole if whole.dtype == np.float32 else from_bf16_bits(whole)
         width = self.operands[index].width
-        outside = np.delete(values, np.s_[SHIFT : SHIFT + width], axis=1)
+        outside = np.delete(values, np.s_[self.shift : self.shift + width], axis=1)
         assert np.isnan(outside).all(), f"{self.kind}: operand {index}: columns outside written"
-        return values[:num_rows, SHIFT : SHIFT + width].copy()
+        return values[:num_rows, self.shift : self.shift + width].copy()
 
 
 def packed(pool: _native.Pool, form: str, dtype: str, values: Float32s) -> _native.Weight:

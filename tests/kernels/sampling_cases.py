@@ -23,7 +23,9 @@ def make_batch(num_rows: int, **given: Any) -> SampleBatch:
     holds what make_rare takes.
     """
     rare = given.pop("rare", None)
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {
+        name: given.pop(name) for name in ("mask_rows", "masks") if name in given
+    }
     defaults = {
         "temperature": 0.0,
         "top_k": 0,
@@ -92,7 +94,22 @@ def random_batch(
         bias=[[(token_id, draw.normal(0, 5)) for token_id in row] for row in ids(4)],
         banned=ids(3),
         rare=random_rare(draw, num_rows, vocabulary, history) if rarely else None,
+        **random_masks(draw, num_rows, vocabulary),
     )
+
+
+def random_masks(
+    draw: np.random.Generator, num_rows: int, vocabulary: int
+) -> dict[str, NDArray[Any]]:
+    """Masks for some rows of some batches: dense, thin and empty ones; bits past the vocabulary
+    are set now and then."""
+    if draw.random() < 0.5:
+        return {}
+    words = -(-vocabulary // 32)
+    masks = draw.integers(0, 2**32, (3, words), dtype=np.uint32)
+    masks[1] &= draw.integers(0, 2**32, words, dtype=np.uint32) & np.uint32(0x01010101)
+    masks[2] = draw.choice([0, 0xFFFFFFFF])
+    return {"mask_rows": draw.integers(-1, 3, num_rows).astype(np.int32), "masks": masks}
 
 
 def random_logits(draw: np.random.Generator, num_rows: int, vocabulary: int) -> NDArray[np.float32]:
@@ -125,6 +142,9 @@ def take_rows(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
             continue
         if name == "rare":
             fields[name] = None if values is None else take_rare(values, rows)
+            continue
+        if name in ("mask_rows", "masks"):
+            fields[name] = values[rows] if name == "mask_rows" and len(values) else values
             continue
         if not name.endswith("_starts"):
             fields[name] = values[rows]

@@ -73,3 +73,28 @@ def test_one_row_flushes_denormals_as_many_rows_do(scale: float) -> None:
         np.testing.assert_array_equal(alone[0], together[row])
     pairs = product({0: x[5:7]}, num_rows=2)[1]
     np.testing.assert_array_equal(pairs, together[5:7])
+
+
+@pytest.mark.parametrize("out", ["f32", "bf16"])
+@pytest.mark.parametrize(("num_threads", "shift"), [(1, 0), (2, 0), (3, 0), (2, 3)])
+def test_few_rows_of_a_large_weight_are_the_recipe(out: str, num_threads: int, shift: int) -> None:
+    """Its panels are dealt in halves; y is written past the caches where its lines allow that, not
+    so the last panel, which is cut."""
+    k, n = 520, 1100
+    rng = np.random.default_rng(5)
+    x, w = (
+        round_to_bf16(rng.standard_normal(shape).astype(np.float32)) for shape in ((33, k), (n, k))
+    )
+    expected = product_by_recipe(x, w)
+    product = OneOp(
+        "linear",
+        [Operand(k, "bf16"), Operand(n, out)],
+        isa="amx",
+        weights=[("matrix", "bf16", w)],
+        num_threads=num_threads,
+        shift=shift,
+    )
+    for rows in (1, 2, 3, 16, 17, 32, 33):
+        found = product({0: x[:rows]}, num_rows=rows)[1]
+        of_rows = expected[:rows] if out == "f32" else round_to_bf16(expected[:rows])
+        np.testing.assert_array_equal(found, of_rows)

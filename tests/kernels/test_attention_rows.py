@@ -45,6 +45,29 @@ def test_a_row_is_the_same_among_1_to_65_rows(isa: str, kept: Kept, window: int)
 
 @on_every_isa
 @however_kept
+@pytest.mark.parametrize("window", [0, 37, 301])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (2, 128), (3, 64), (4, 96), (2, 256)])
+def test_few_rows_of_whole_steps_are_as_among_many(
+    isa: str, kept: Kept, window: int, group: int, head_dim: int
+) -> None:
+    geometry = Geometry(kept=kept, heads=group, kv_heads=1, head_dim=head_dim, window=window)
+    tokens = Tokens(geometry, sequences=1, positions=600)
+    tokens.q[:, 300:330] *= np.float32(1e-38)  # what one way of computing flushes, all must
+    tokens.v[:, 530:540] *= np.float32(1e-38)
+    for block_size in (16, 32, 48):
+        cache = PagedCache(tokens, isa=isa, block_size=block_size)
+        many = [Rows(0, 0, 600)]
+        cache.store(many)
+        together = cache.attend(many)
+        for position in (*BORDERS, 31, 32, 33, 63, 305, 320, 384, 544, 560, 575):
+            row = cache.attend([Rows(0, position, 1)])
+            assert_same_bits(row, together[position : position + 1])
+        some = cache.attend([Rows(0, 280, 2)])  # see different positions of their last piece
+        assert_same_bits(some, together[280:282])
+
+
+@on_every_isa
+@however_kept
 @under_windows
 def test_positions_around_every_border_ignore_unfilled_slots(
     isa: str, kept: Kept, window: int
@@ -64,8 +87,11 @@ def test_positions_around_every_border_ignore_unfilled_slots(
 @on_every_isa
 @however_kept
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF])
-def test_whatever_stale_slots_hold_is_never_seen(isa: str, kept: Kept, fill: int) -> None:
-    geometry = Geometry(kept=kept, head_dim=9)
+@pytest.mark.parametrize("head_dim", [9, 64])
+def test_whatever_stale_slots_hold_is_never_seen(
+    isa: str, kept: Kept, fill: int, head_dim: int
+) -> None:
+    geometry = Geometry(kept=kept, head_dim=head_dim)
     tokens = Tokens(geometry, sequences=2, positions=300)
     calls = [Rows(0, 250, 27), Rows(1, 30, 1)]
     results = []
@@ -99,10 +125,11 @@ def test_what_is_stored_does_not_depend_on_who_is_stored_beside_it(
 @on_every_isa
 @however_kept
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("head_dim", [16, 32])
 def test_a_broken_token_does_not_reach_the_rows_before_it(
-    isa: str, kept: Kept, poison: float
+    isa: str, kept: Kept, poison: float, head_dim: int
 ) -> None:
-    geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=16)
+    geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=head_dim)
     tokens = Tokens(geometry, sequences=2, positions=300)
     cache = PagedCache(tokens, isa=isa)
     calls = [Rows(0, 240, 40), Rows(1, 0, 20)]

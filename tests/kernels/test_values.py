@@ -248,3 +248,17 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_and_infinity(isa: str
     op = OneOp("embed", [Operand(values.shape[1], "bf16")], isa, ints=[0], weights=weights)
     y = op({}, num_rows=1)[0]
     np.testing.assert_array_equal(y.view(np.uint32), round_to_bf16(values).view(np.uint32))
+
+
+@each_isa
+@pytest.mark.parametrize(("kind", "ints"), [("copy", []), ("activation", [3])])
+def test_denormals_are_rounded_to_bf16_as_all_numbers_are(
+    isa: str, kind: str, ints: list[int]
+) -> None:
+    """Some instructions take them for zeros. One in a vector, and all of a vector."""
+    x = np.linspace(1e-40, 2e-38, 2 * 77, dtype=np.float32).reshape(2, 77)
+    x[0, 1::2] = 1.0
+    op = OneOp(kind, [Operand(77), Operand(77, "bf16")], isa, ints=ints)
+    y = op({0: x}, num_rows=2)[1]
+    assert (y != 0).all()
+    np.testing.assert_array_equal(y, round_to_bf16(x))

@@ -6,8 +6,11 @@
 // own and is dropped. A value that a row does not see meets probability 0 and changes nothing,
 // unless it is infinite or NaN: values no row of the walk sees are replaced by zeros, and where
 // one that some rows see is not finite, these rows are computed one by one.
+//
+// Few rows that see the same of a piece go another way, to the same bits: amx_few_attention.h.
 #pragma once
 
+#include "quire/amx_few_attention.h"
 #include "quire/amx_tiles.h"
 #include "quire/attention_tiles.h"
 
@@ -103,14 +106,23 @@ class TileWalk {
         if (begin == end) return 0;
         configured_ = 0;
         const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
+        const int count = end - begin;
+        const bool few = count <= kFewRows && dim_ % kTileStep == 0;
+        if (few) widen_queries(begin, count);
         for (piece = stretch.piece; piece < stretch.stop; ++piece) {
+            if (few && see_the_same(piece * kPiece, begin, count)) {
+                const auto attend = args_.shape.ints ? &TileWalk::attend_few<true>
+                                                     : &TileWalk::attend_few<false>;
+                (this->*attend)(table, piece * kPiece, stretch.end, begin, count);
+                continue;
+            }
             find(table, piece * kPiece, stretch.first, stretch.end);
             for (int row = begin; row < end; row += kPairRows) {
                 const int rows = end - row < kPairRows ? end - row : kPairRows;
                 attend_tile(piece * kPiece, row, rows);
             }
         }
-        release_tiles();
+        if (configured_ != 0) release_tiles();
         return stretch.count();
     }
 
@@ -135,6 +147,112 @@ class TileWalk {
             _mm512_storeu_si512(to + c, _mm512_maskz_loadu_epi16(some, from + c));
         }
     }
+
+    // ---- few rows
+
+    void widen_queries(int row, int count) {
+        for (int64_t i = 0; i < count * stride_; i += kLanes) {
+            store(few_query_ + i, load(query_ + row * stride_ + i));
+        }
+    }
+
+    Span seen(int row, int64_t start) const {
+        const int64_t first = first_[row] - start, end = end_[row] - start;
+        return {static_cast<int>(first > 0 ? first : 0),
+                static_cast<int>(end < kPiece ? end : kPiece)};
+    }
+
+    bool see_the_same(int64_t start, int row, int count) const {
+        const Span one = seen(row, start);
+        if (one.first >= one.end) return false;
+        for (int i = 1; i < count; ++i) {
+            const Span other = seen(row + i, start);
+            if (other.first != one.first || other.end != one.end) return false;
+        }
+        return true;
+    }
+
+    // Adds the piece at `start` to rows that see the same of it; they go on as far as `end`.
+    template <bool ints>
+    __attribute__((noinline)) void attend_few(const int32_t* table, int64_t start, int64_t end,
+                                              int row, int count) {
+        constexpr int step = static_cast<int>(kTileStep);
+        const Span span = seen(row, start);
+        const int from = span.first / kGroup, to = (span.end + kGroup - 1) / kGroup;
+        const int from_step = span.first / step, to_step = (span.end + step - 1) / step;
+        FewPiece<ints> piece(dim_);
+        find_few(table, start, end, span, &piece);
+        piece.lay_out(from, to);
+        piece.score(count, few_query_, stride_, scores_);
+        if (ints) {
+            for (int g = from; g < to; ++g) {
+                expanded_.take_scales(piece.key_scales[g], piece.value_scales[g], g * kGroup);
+            }
+        }
+        float largest[kFewRows], sum[kFewRows];
+        for (int i = 0; i < count; ++i) {
+            bf16* weights = weights_ + i * kPiece;
+            probabilities(scores_ + i * kPiece, weights, span.first, span.end, scale_,
+                          &largest[i], &sum[i]);
+            for (int p = from_step * step; p < to_step * step; p += kLanes) {
+                const bool is_seen = p >= from * kGroup && p < to * kGroup;
+                store(few_weights_ + i * kPiece + p, is_seen ? load(weights + p) : zero());
+            }
+        }
+        piece.weigh(count, few_weights_, piece_, stride_);
+        for (int i = 0; i < count; ++i) merge(row + i, largest[i], sum[i], piece_ + i * stride_);
+    }
+
+    // Points at the groups of the piece at `start` of which `span` is seen. Steps of values that
+    // are seen in part get zeros for the rest; of integers whatever is there: it is finite and
+    // meets probability 0.
+    template <bool ints>
+    void find_few(const int32_t* table, int64_t start, int64_t end, Span span,
+                  FewPiece<ints>* piece) {
+        const int64_t block_size = args_.shape.block_size;
+        const int64_t group_bytes = kGroup * dim_ * (ints ? 1 : 2);
+        const auto block_at = [&](int64_t position) {
+            return head_ + table[position / block_size] * block_bytes_;
+        };
+        for (int g = 0; g < kPiece / kGroup; ++g) {
+            piece->keys[g] = piece->values[g] = nullptr;
+            piece->key_scales[g] = piece->value_scales[g] = nullptr;
+            if ((g + 1) * kGroup <= span.first || g * kGroup >= span.end) continue;
+            const int64_t position = start + g * kGroup, within = position % block_size;
+            const char* keys = block_at(position);
+            const char* values = keys + part_bytes_;
+            piece->keys[g] = keys + within / kGroup * group_bytes;
+            piece->values[g] = values + within / kGroup * group_bytes;
+            if (!ints) continue;
+            piece->key_scales[g] = keys + expanded_.scales_at(within);
+            piece->value_scales[g] = values + expanded_.scales_at(within);
+        }
+        for (int j = 0; j < kStreams; ++j) {
+            int64_t then = start + kPiece + j * kGroup;
+            piece->after[j] = nullptr;
+            if (start + kPiece >= end) continue;
+            if (then >= end) then = start + kPiece;
+            piece->after[j] = block_at(then) + then % block_size / kGroup * group_bytes;
+        }
+        constexpr int step = static_cast<int>(kTileStep);
+        for (int s = span.first / step; s * step < span.end; ++s) {
+            const char** values = piece->values + 2 * s;
+            if (ints) {
+                if (values[0] == nullptr) values[0] = values[1];
+                if (values[1] == nullptr) values[1] = values[0];
+            } else if (s * step < span.first || (s + 1) * step > span.end) {
+                const Span here = {span.first - s * step, span.end - s * step};
+                for (int half = 0; half < 2; ++half) {
+                    bf16* copy = copied_ + (s * kTileStep + half * kGroup) * dim_;
+                    const char* from = values[half] != nullptr ? values[half] : values[1 - half];
+                    copy_group(reinterpret_cast<const bf16*>(from), half * kGroup, here, copy);
+                    values[half] = reinterpret_cast<const char*>(copy);
+                }
+            }
+        }
+    }
+
+    // ---- tiles
 
     // Points at the keys and values of the piece at `start`, as far as they lie in first .. end.
     void find(const int32_t* table, int64_t start, int64_t first, int64_t end) {
@@ -363,6 +481,8 @@ class TileWalk {
     float largest_[kWalkRows], sum_[kWalkRows];
 
     alignas(64) bf16 query_[kWalkRows * kMaxHeadDim];
+    alignas(64) float few_query_[kFewRows * kMaxHeadDim];
+    alignas(64) float few_weights_[kFewRows * kPiece];
     alignas(64) bf16 last_keys_[kPiece * kTileStep];
     alignas(64) bf16 copied_[kPiece * kMaxHeadDim + 64];
     alignas(64) bf16 masked_[2 * kTileStep * kMaxHeadDim + 64];

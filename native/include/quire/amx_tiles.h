@@ -46,6 +46,30 @@ QUIRE_VEC void configure_tiles(int64_t upper_rows, int64_t lower_rows) {
 
 QUIRE_VEC void release_tiles() { _tile_release(); }
 
+// A stream of weights on its way to the tiles. Tile loads straight from memory keep too few lines
+// coming; so plain loads touch each line before its tile does, and fetches ask for it before that.
+// What is touched is gathered: loads that nobody waits for run too far ahead of the tiles.
+struct Stream {
+    __m512i seen[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
+                       _mm512_setzero_si512()};
+
+    template <int kLines>
+    __attribute__((always_inline)) void draw(const char* touched, const char* fetched) {
+#pragma GCC unroll 32
+        for (int line = 0; line < kLines; ++line) {
+            prefetch_l1(fetched + 64 * line);
+            memory_barrier();  // or GCC brings the fetches together, and they wait for each other
+            const __m512i loaded = _mm512_load_si512(touched + 64 * line);
+            seen[line % 4] = _mm512_or_si512(seen[line % 4], loaded);
+            memory_barrier();
+        }
+    }
+    // Whoever looks on must think that all of it is used.
+    __attribute__((always_inline)) void end() const {
+        __asm__ volatile("" : : "v"(seen[0]), "v"(seen[1]), "v"(seen[2]), "v"(seen[3]));
+    }
+};
+
 // Rows of x as the matrix unit reads them: [ceil(rows / 16)][steps][16][32], zeros past K.
 QUIRE_VEC void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, bf16* packed) {
     for (int64_t row = 0; row < rows; row += kTileRows) {

@@ -391,9 +391,17 @@ class Expanded {
         to = values_ + at * dim_;
         expand(reinterpret_cast<const int8_t*>(value_part) + within * dim_, to, kGroup * dim_);
         *values = to;
-        const int64_t scales = element_bytes_ + within * 4;
-        __builtin_memcpy(key_scales_ + at, key_part + scales, kGroup * 4);
-        __builtin_memcpy(value_scales_ + at, value_part + scales, kGroup * 4);
+        const int64_t scales = scales_at(within);
+        take_scales(key_part + scales, value_part + scales, at);
+    }
+
+    // Where in a part the scales of a group lie.
+    int64_t scales_at(int64_t within) const { return element_bytes_ + within * 4; }
+
+    // A group's scales, `at` positions into its piece.
+    void take_scales(const char* key_scales, const char* value_scales, int64_t at) const {
+        __builtin_memcpy(key_scales_ + at, key_scales, kGroup * 4);
+        __builtin_memcpy(value_scales_ + at, value_scales, kGroup * 4);
     }
 
     // Fetches a group ahead of its use. (Inlined, since gcc drops calls that only fetch.)

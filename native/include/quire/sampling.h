@@ -37,7 +37,9 @@ struct ChooseArgs {
     const float* bias_values;
     const int32_t* banned_starts;
     const int32_t* banned_ids;
-    const RareArgs* rare;  // null where no row asks for any of it
+    const RareArgs* rare;      // null where no row asks for any of it
+    const int32_t* mask_rows;  // [R] a row of masks, -1 none; null where no row has one
+    const uint32_t* masks;     // [M, words]: bit i % 32 of word i / 32 allows id i
 
     int32_t num_top;      // K
     int32_t* token_ids;   // [R] out

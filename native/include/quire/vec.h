@@ -56,7 +56,7 @@ QUIRE_VEC void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 QUIRE_VEC void store_n(float* p, Vec a, int n) {
     _mm512_mask_storeu_ps(p, first_lanes(n), a.v);
 }
-QUIRE_VEC __m256i round_words(Vec a) {
+QUIRE_VEC __m256i round_any_words(Vec a) {
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -64,12 +64,32 @@ QUIRE_VEC __m256i round_words(Vec a) {
     const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, nan, quiet), 16));
 }
+#if defined(QUIRE_HAS_BF16_DOT)
+// The instruction takes denormals for zeros; all else it rounds as round_any_words does.
+QUIRE_VEC bool has_denormals(Vec a) { return _mm512_fpclass_ps_mask(a.v, 0x20) != 0; }
+QUIRE_VEC __m256i round_words(Vec a) {
+    if (__builtin_expect(has_denormals(a), false)) return round_any_words(a);
+    return (__m256i)_mm512_cvtneps_pbh(a.v);
+}
+#else
+QUIRE_VEC __m256i round_words(Vec a) { return round_any_words(a); }
+#endif
 QUIRE_VEC void store(bf16* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_words(a));
 }
 QUIRE_VEC void store_n(bf16* p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), round_words(a));
 }
+#if defined(QUIRE_HAS_BF16_DOT)
+QUIRE_VEC void store_two(bf16* p, Vec a, Vec b) {
+    if (__builtin_expect(has_denormals(a) | has_denormals(b), false)) {
+        store(p, a);
+        store(p + kLanes, b);
+        return;
+    }
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+}
+#endif
 QUIRE_VEC Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 QUIRE_VEC Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 QUIRE_VEC Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -294,6 +314,18 @@ constexpr int64_t kTileAheadBytes = 8192;  // the same for tiles of the matrix u
 
 QUIRE_VEC Vec zero() { return set1(0.0f); }
 
+// Vectors that lie one behind the other.
+#if !defined(QUIRE_HAS_BF16_DOT)
+QUIRE_VEC void store_two(bf16* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + kLanes, b);
+}
+#endif
+QUIRE_VEC void store_two(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + kLanes, b);
+}
+
 // A pair of bf16 from memory in every lane; `set1_single` reads one and puts zero beside it.
 QUIRE_VEC Pairs set1_pair(const bf16* p) {
     uint32_t bits;
@@ -332,31 +364,51 @@ QUIRE_VEC float max_lanes(Vec a) {
     return lanes[0];
 }
 
-// 2^n for the whole numbers n in -252..254, in two factors, times a: overflows to infinity and
-// underflows to zero as it should.
+// 2^n for the whole numbers n in -252..254 times a, which is near 1: overflows to infinity and
+// underflows to zero as it should. In two factors, of which the first is exact, or by the
+// instruction that does just this.
 QUIRE_VEC Vec scale_by_power(Vec a, Vec n) {
+#if defined(QUIRE_ZMM)
+    return {_mm512_scalef_ps(a.v, n.v)};
+#else
     const Vec magic = set1(12582912.0f);
     const Vec half = add(mul(n, set1(0.5f)), magic);
     const Vec rest = add(sub(n, sub(half, magic)), magic);
     return mul(mul(a, power_of_two(half)), power_of_two(rest));
+#endif
 }
 
-// e^x within about 1.5 units in the last place; e^-inf is 0, NaN stays NaN.
-// x = n ln 2 + r with ln 2 in two parts; our own minimax polynomial of degree 6 for e^r.
-QUIRE_VEC Vec exp(Vec x) {
-    x = min(set1(89.0f), max(set1(-104.0f), x));
+// x[i] becomes e^x[i], within about 1.5 units in the last place; e^-inf is 0, NaN stays NaN.
+// x = n ln 2 + r with ln 2 in two parts; our own minimax polynomial of degree 6 for e^r. Each step
+// for all vectors before the next: they fill each other's waits.
+template <int count>
+QUIRE_VEC void exp_each(Vec* x) {
+    constexpr float kPolynomial[] = {8.374824188649654e-3f, 4.166822507977486e-2f,
+                                     1.6666419804096222e-1f, 4.9999991059303284e-1f, 1.0f, 1.0f};
     const Vec magic = set1(12582912.0f);
-    const Vec n = sub(add(mul(x, set1(1.44269504f)), magic), magic);
-    Vec r = fma(n, set1(-0.693359375f), x);
-    r = fma(n, set1(2.12194440e-4f), r);
-    Vec p = set1(1.3836831785738468e-3f);
-    p = fma(p, r, set1(8.374824188649654e-3f));
-    p = fma(p, r, set1(4.166822507977486e-2f));
-    p = fma(p, r, set1(1.6666419804096222e-1f));
-    p = fma(p, r, set1(4.9999991059303284e-1f));
-    p = fma(p, r, set1(1.0f));
-    p = fma(p, r, set1(1.0f));
-    return scale_by_power(p, n);
+    Vec n[count], p[count];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) x[i] = min(set1(89.0f), max(set1(-104.0f), x[i]));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) n[i] = sub(add(mul(x[i], set1(1.44269504f)), magic), magic);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) x[i] = fma(n[i], set1(-0.693359375f), x[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) x[i] = fma(n[i], set1(2.12194440e-4f), x[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) p[i] = set1(1.3836831785738468e-3f);
+#pragma GCC unroll 6
+    for (float coefficient : kPolynomial) {
+#pragma GCC unroll 4
+        for (int i = 0; i < count; ++i) p[i] = fma(p[i], x[i], set1(coefficient));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) x[i] = scale_by_power(p[i], n[i]);
+}
+
+QUIRE_VEC Vec exp(Vec x) {
+    exp_each<1>(&x);
+    return x;
 }
 
 // (1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x: within about 1e-7 of tanh.

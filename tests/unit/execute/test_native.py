@@ -117,6 +117,22 @@ def test_a_copied_block_serves_like_the_original(tmp_path: Path) -> None:
     assert np.array_equal(_logits(executor, [(3, 40, 41)])[0], expected[40])
 
 
+def test_touching_unused_blocks_leaves_all_others_and_is_seen_in_no_answer(tmp_path: Path) -> None:
+    executor = _open(write_tiny_llama(tmp_path), DType.BF16)
+    expected = _one_by_one(executor)
+    before, after = (np.empty(executor.block_bytes, np.uint8) for _ in range(2))
+    executor.export_block(4, before)  # sequence 0's second
+    for layer in range(executor.program.caches[0].layers):
+        executor.touch_blocks(layer, 5, 4 * COLUMNS)
+        executor.touch_blocks(layer, 1, 4)
+    executor.export_block(4, after)
+    assert before.any()
+    assert np.array_equal(before, after)
+    executor.export_block(3, after)
+    assert not after.any()
+    assert np.array_equal(_logits(executor, [(1, 0, 70)]), expected)
+
+
 def test_progress_is_reported_to_the_last_byte(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path)
     program = build_program(open_model(folder), dtype=DType.BF16, max_positions=64)
