@@ -64,16 +64,24 @@ def peak_rss_bytes(pid: int, *, root: Path = Path("/")) -> int:
 
     An upper bound where they peaked at different times or share pages. 0 where unknown.
     """
-    total = 0
-    for member in _tree(root / "proc", (pid,)):
-        try:
-            status = (root / "proc" / str(member) / "status").read_text()
-        except OSError:
-            continue
-        for line in status.splitlines():
-            if line.startswith("VmHWM:"):
-                total += int(line.split()[1]) * 1024
-    return total
+    members = _tree(root / "proc", (pid,))
+    return sum(_status_bytes(root / "proc" / str(member), "VmHWM:") for member in members)
+
+
+def rss_bytes(pid: int, *, root: Path = Path("/")) -> int:
+    """Memory a process holds now. 0 where unknown."""
+    return _status_bytes(root / "proc" / str(pid), "VmRSS:")
+
+
+def _status_bytes(process: Path, what: str) -> int:
+    try:
+        status = (process / "status").read_text()
+    except OSError:
+        return 0
+    for line in status.splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _tree(proc: Path, roots: Iterable[int]) -> dict[int, int]:

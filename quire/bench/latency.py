@@ -50,6 +50,7 @@ def measure_latency(
             rng = np.random.default_rng()
             progress.say("warming up")
             await engine.run(workload.draw(engine.vocab_size, rng))
+            await engine.settle()
             with ReadProbe(threads) as probe:
                 for number in range(repeats):
                     progress.say(f"repetition {number + 1} of {repeats}")

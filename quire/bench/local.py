@@ -8,6 +8,7 @@ with an error, ends the measurement. Times are taken where a caller sees tokens.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -17,9 +18,15 @@ from typing import Any
 from quire.base.errors import WorkerError
 from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
+from quire.bench.foreign import rss_bytes
 from quire.bench.workloads import Ask, batches
 from quire.engine.llm import AsyncLLM
 from quire.obs.timing import RequestTimes
+
+# Until memory has not grown by more for so long, or at most so long.
+_SETTLED_BYTES = 1024**2
+_SETTLE_LOOK_S = 0.2
+_SETTLE_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,16 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         """The engine's counters, as of its latest step."""
         return self._llm.client.stats
+
+    async def settle(self) -> None:
+        """Wait until the idle engine has made the memory it makes ahead of use, at most a minute:
+        what is measured is an engine in service, not its first seconds."""
+        held_bytes, give_up_s = -_SETTLED_BYTES, time.perf_counter() + _SETTLE_LIMIT_S
+        while (now_bytes := rss_bytes(os.getpid())) - held_bytes >= _SETTLED_BYTES:
+            if time.perf_counter() > give_up_s:
+                return
+            held_bytes = now_bytes
+            await asyncio.sleep(_SETTLE_LOOK_S)
 
     async def run(self, asks: Sequence[Ask], *, static_batch: int = 0) -> list[Answered]:
         """Answer all, in order. static_batch above 0: groups of so many, one after the other,

@@ -79,7 +79,8 @@ def measure_profile(
     seconds: float = 3.0,
     progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The result object. depth: tokens before a decoding row. sequences: rows of the mixed step.
+    """The result object. depth: tokens before a decoding row. sequences: rows that decode together,
+    and rows of the mixed step.
 
     Raises SettingError, ModelError, CapacityError.
     """
@@ -247,7 +248,8 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
 def _steps(
     depth: int, sequences: int, *, budget: int, positions: int, blocks: tuple[int, int]
 ) -> list[Step]:
-    """Decode, prefill and, where there is room, mixed; as deep as asked for and possible."""
+    """Decode of one row, prefill and, where there is room, decode of all sequences and mixed; as
+    deep as asked for and possible."""
     num_blocks, block_size = blocks
     held = num_blocks * block_size
     deep = min(depth, positions - 2, held - 1)
@@ -258,8 +260,11 @@ def _steps(
         Step(name=DECODE, counts=(1,), starts=(deep,)),
         Step(name=PREFILL, counts=(chunk,), starts=(0,)),
     ]
+    taken = -(-(deep + 1) // block_size) * block_size  # tokens of a decoding row's blocks
+    if 1 < sequences <= min(budget, held // taken):
+        steps.append(Step(name=DECODE, counts=(1,) * sequences, starts=(deep,) * sequences))
     rows = sequences - 1
-    room = held - rows * -(-(deep + 1) // block_size) * block_size
+    room = held - rows * taken
     rest = min(budget - rows, positions - 1, room)
     if rows and rest > 0:
         mixed = Step(name=MIXED, counts=(1,) * rows + (rest,), starts=(deep,) * rows + (0,))

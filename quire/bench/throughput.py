@@ -47,6 +47,7 @@ def measure_throughput(
             rng = np.random.default_rng()
             progress.say("warming up")
             await engine.run(workload.draw(engine.vocab_size, rng)[:2])
+            await engine.settle()
             for number in range(repeats):
                 # Each mode gets tokens of its own: what one left in the prefix cache helps nobody.
                 for mode in modes if number % 2 == 0 else modes[::-1]:

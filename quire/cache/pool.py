@@ -42,7 +42,7 @@ class BlockPool:
         self.findable: Bools = np.zeros(num_blocks, np.bool_)
         self.protected: Bools = np.zeros(num_blocks, np.bool_)  # findable ones only
         self._stack: Int32s = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._stack_size = num_blocks
+        self._stack_size = self._least_stack = num_blocks
         self._once = AgeQueue(num_blocks)
         self._again = AgeQueue(num_blocks)
         self._scratch: Int32s = np.zeros(num_blocks, np.int32)
@@ -51,6 +51,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be handed out now, findable ones included."""
         return self._stack_size + len(self._once) + len(self._again)
+
+    @property
+    def num_never_used(self) -> int:
+        """The last so many blocks were never handed out: they lie at the bottom of the stack."""
+        return self._least_stack
 
     @property
     def num_free_findable(self) -> int:
@@ -77,6 +82,7 @@ class BlockPool:
         top = self._stack_size
         blocks = self._stack[top - plain : top][::-1].copy()
         self._stack_size = top - plain
+        self._least_stack = min(self._least_stack, self._stack_size)
         evicted = blocks[:0]
         if plain < count:
             once = min(count - plain, len(self._once))

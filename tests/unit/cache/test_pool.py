@@ -23,6 +23,19 @@ def test_a_fresh_pool_hands_out_its_blocks_from_the_first_on() -> None:
     assert pool.num_free == 2
 
 
+def test_blocks_never_handed_out_are_the_last_ones_whatever_comes_back() -> None:
+    pool = BlockPool(6)
+    assert pool.num_never_used == 6
+    blocks, _ = pool.allocate(3)
+    pool.release(blocks)
+    again, _ = pool.allocate(2)
+    assert again.tolist() == [0, 1]
+    assert pool.num_never_used == 3
+    pool.rebuild(pool.references.copy())
+    assert pool.allocate(2)[0].tolist() == [2, 3]
+    assert pool.num_never_used == 2
+
+
 def test_asking_for_more_than_is_free_is_an_error_that_names_both_numbers() -> None:
     pool = BlockPool(4)
     pool.allocate(3)
