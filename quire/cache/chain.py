@@ -31,6 +31,10 @@ class Chain:
         digest: Uint64s = self.digests[num_blocks - 1] if num_blocks else self.owner.seed
         return digest
 
+    def parents(self, first: int, last: int) -> Uint64s:
+        """The digests before blocks first .. last - 1, [last - first, 2]."""
+        return np.concatenate((self.end(first)[None], self.digests[first : last - 1]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch:
@@ -75,7 +79,7 @@ class ChainHasher:
         tokens = np.ascontiguousarray(token_ids, np.int32).reshape(1, -1)
         counts = np.array([len(token_ids) // self._block_size], np.int32)
         digests = self.go_on(tokens, _ZERO, _ZERO, counts, owner.seed.reshape(1, 2))
-        return Chain(owner=owner, digests=digests, keys=tuple(keys_of(digests)))
+        return Chain(owner=owner, digests=digests, keys=keys_of(digests))
 
     def go_on(
         self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s

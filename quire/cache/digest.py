@@ -102,10 +102,9 @@ def seed_of(
     return np.array(siphash(message, key), np.uint64)
 
 
-def keys_of(digests: Uint64s) -> list[bytes]:
+def keys_of(digests: Uint64s) -> tuple[bytes, ...]:
     """The digests [N, 2] as dictionary keys."""
-    raw = np.ascontiguousarray(digests).tobytes()
-    return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
+    return struct.unpack(f"{DIGEST_BYTES}s" * len(digests), np.ascontiguousarray(digests).tobytes())
 
 
 def _rounds(state: list[int], count: int) -> None:

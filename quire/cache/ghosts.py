@@ -7,7 +7,7 @@ holds: at most `limit` digests, the ones evicted last.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,32 +19,51 @@ class Ghosts:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # In the order of eviction; a plain dict looks for its first key past all that are gone.
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        # Each key with the number of its eviction, and keys in that order, the first of them number
+        # `_first`. One that was taken stays in the order until its turn, or until half of the order
+        # is such. (An OrderedDict would drop its oldest by itself, and costs three times as much.)
+        self._numbers: dict[bytes, int] = {}
+        self._order: deque[bytes] = deque()
+        self._first = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._numbers)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
+        return key in self._numbers
 
     def add(self, keys: Sequence[bytes]) -> None:
         """These were just evicted; none of them is here."""
-        self._keys.update(dict.fromkeys(keys))
-        for _ in range(len(self._keys) - self.limit):
-            self._keys.popitem(last=False)
+        if len(self._order) > 2 * self.limit:
+            self._clear_away()
+        numbers, order = self._numbers, self._order
+        end = self._first + len(order)
+        order.extend(keys)
+        numbers.update(zip(keys, range(end, end + len(keys)), strict=True))
+        if len(order) == len(numbers):  # none was taken: the order is what is here
+            for _ in range(len(numbers) - self.limit):
+                del numbers[order.popleft()]
+                self._first += 1
+        while len(numbers) > self.limit:
+            key = order.popleft()
+            if numbers.get(key) == self._first:
+                del numbers[key]
+            self._first += 1
 
     def take(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Which of `keys` were here; they are no longer."""
-        known = self._keys
-        if not known:
+        known = self._numbers
+        if known.keys().isdisjoint(keys):
             return np.zeros(len(keys), np.bool_)
-        absent = _ABSENT
-        return np.array([known.pop(key, absent) is None for key in keys], np.bool_)
+        return np.array([known.pop(key, None) is not None for key in keys], np.bool_)
 
     def clear(self) -> None:
         """Forget all."""
-        self._keys.clear()
+        self._numbers.clear()
+        self._order.clear()
 
-
-_ABSENT = object()
+    def _clear_away(self) -> None:
+        """Drop from the order what was taken: a dict keeps the order in which keys came."""
+        self._order = deque(self._numbers)
+        end = self._first + len(self._order)
+        self._numbers = dict(zip(self._order, range(self._first, end), strict=True))

@@ -33,10 +33,11 @@ from quire.cache.tier_map import TierMap
 _ALL_COLUMNS = np.iinfo(np.int32).max
 # Digests of evicted blocks that are remembered, for each block of the pool.
 GHOSTS_PER_BLOCK = 4
+_ZERO = np.int32(0)
 NO_BLOCKS: Int32s = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that costs a steady step half a microsecond
 class TableDeltas:
     """New table entries: blocks[i] now stands in column columns[i] of slot slots[i]."""
 
@@ -69,6 +70,7 @@ class CacheManager:
         if block_size < 1:
             raise CapacityError(f"block_size is {block_size}; it must be at least 1")
         self.block_size = block_size
+        self._size = np.int32(block_size)
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks)
@@ -97,6 +99,9 @@ class CacheManager:
         self._registered: Int32s = np.zeros(num_slots, np.int32)
         self._chain_ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
         self._seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        # What was digested while a request waited: its slot's chain, and how many blocks that has.
+        self._chains: list[Chain | None] = [None] * num_slots
+        self._chain_blocks: Int32s = np.zeros(num_slots, np.int32)
         # Slots whose request was here before: that it needs its own blocks twice is no second use.
         self._returned: Bools = np.zeros(num_slots, np.bool_)
         self._owner_numbers: Int32s = np.zeros(num_slots, np.int32)
@@ -110,6 +115,11 @@ class CacheManager:
     def num_tokens(self) -> int:
         """Positions the whole pool can hold."""
         return self.pool.num_blocks * self.block_size
+
+    @property
+    def num_never_used(self) -> int:
+        """The pool's last so many blocks were never handed out."""
+        return self.pool.num_never_used
 
     @property
     def num_free(self) -> int:
@@ -131,9 +141,9 @@ class CacheManager:
 
     def blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
         """Blocks that slots[i] lacks to hold num_tokens[i] tokens; 0 where it lacks none."""
-        size = np.int32(self.block_size)
-        lacking = (num_tokens - self.tables.capacities[slots] + (size - np.int32(1))) // size
-        short: Int32s = np.maximum(lacking, np.int32(0))
+        # Rounded up by rounding down what is left over; -(-x // y) as in blocks_for.
+        left = (self.tables.capacities[slots] - num_tokens) // self._size
+        short: Int32s = -np.minimum(left, _ZERO)
         return short
 
     def allocate(self, slots: Index, added: Int32s) -> TableDeltas:
@@ -141,7 +151,7 @@ class CacheManager:
 
         Raises CapacityError if too few are free; ask can_allocate first.
         """
-        blocks = self._take_blocks(int(added.sum()))
+        blocks = self._take_blocks(int(np.add.reduce(added)))
         rows, columns = self.tables.append_many(slots, added, blocks)
         return TableDeltas(slots=rows.astype(np.int32), columns=columns, blocks=blocks)
 
@@ -190,6 +200,8 @@ class CacheManager:
         self._seeds[slot] = match.chain.owner.seed
         self._owner_numbers[slot] = self.owners.number_now(match.chain.owner)
         self._chain_ends[slot] = match.chain.end(match.num_blocks)
+        self._chains[slot] = match.chain
+        self._chain_blocks[slot] = len(match.chain.keys)
         if match.num_blocks:
             self.pool.share(match.blocks)
             if not returned:
@@ -247,24 +259,28 @@ class CacheManager:
         """Make the full blocks of `slots` findable, up to computed[i] tokens of slots[i].
 
         tokens: int32 [num_slots, positions], the known tokens by slot. `computed` must count
-        only positions whose step has ended well. One native call digests them all.
+        only positions whose step has ended well. What was not digested while its request waited
+        is by one native call.
         """
         if not self.prefix_caching:
             return
+        lasts = computed // self._size
         firsts = self._registered[slots]
-        counts = computed // np.int32(self.block_size) - firsts
-        fresh = (counts > 0).nonzero()[0]
+        fresh = (lasts > firsts).nonzero()[0]
         if not len(fresh):
             return
-        slots, firsts, counts = slots[fresh], firsts[fresh], counts[fresh]
-        digests = self.hasher.go_on(tokens, slots, firsts, counts, self._chain_ends[slots])
+        slots, firsts, lasts = slots[fresh], firsts[fresh], lasts[fresh]
+        counts = lasts - firsts
+        order, keys, digests = self._digests(slots, firsts, lasts, tokens)
+        slots, firsts, counts = slots[order], firsts[order], counts[order]
         ends = np.cumsum(counts)
         columns = np.arange(len(digests)) - np.repeat(ends - counts - firsts, counts)
-        blocks = self.tables.blocks[np.repeat(slots, counts), columns]
+        each_slot = np.repeat(slots, counts)
         parents = np.empty_like(digests)
         parents[1:] = digests[:-1]
         parents[ends - counts] = self._chain_ends[slots]
-        self._insert(digests, parents, blocks, np.repeat(slots, counts), columns, tokens)
+        blocks = self.tables.blocks[each_slot, columns]
+        self._insert(keys, parents, blocks, each_slot, columns, tokens)
         self._registered[slots] = firsts + counts
         self._chain_ends[slots] = digests[ends - 1]
 
@@ -292,6 +308,9 @@ class CacheManager:
         later blocks are forgotten first. Returns how many blocks became free now.
         """
         self._registered[slots] = 0
+        self._chain_blocks[slots] = 0
+        for slot in slots.tolist():
+            self._chains[slot] = None
         busy = last_steps > self._settled_step
         if not busy.any():
             return self.pool.release(self.tables.take(slots))
@@ -350,38 +369,69 @@ class CacheManager:
                 self.tiers.evicted(keys, evicted)
         return blocks
 
+    def _digests(
+        self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s
+    ) -> tuple[Index, list[bytes], Uint64s]:
+        """Digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and in which order of i.
+
+        What was digested while its request waited comes first, and is not digested again.
+        """
+        is_known = lasts <= self._chain_blocks[slots]
+        known, rest = is_known.nonzero()[0], (~is_known).nonzero()[0]
+        keys: list[bytes] = []
+        parts: list[Uint64s] = []
+        ranges = (slots[known].tolist(), firsts[known].tolist(), lasts[known].tolist())
+        for slot, first, last in zip(*ranges, strict=True):
+            chain = self._chains[slot]
+            assert chain is not None, "a slot without a chain has no block of one"
+            keys += chain.keys[first:last]
+            parts.append(chain.digests[first:last])
+        if len(rest):
+            slots, firsts = slots[rest], firsts[rest]
+            counts = lasts[rest] - firsts
+            digests = self.hasher.go_on(tokens, slots, firsts, counts, self._chain_ends[slots])
+            keys += keys_of(digests)
+            parts.append(digests)
+        order = np.concatenate((known, rest)) if len(known) else rest
+        return order, keys, parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def _insert(
         self,
-        digests: Uint64s,
+        keys: list[bytes],
         parents: Uint64s,
         blocks: Int32s,
         slots: Index,
         columns: NDArray[np.int64],
         tokens: Int32s,
     ) -> None:
-        """blocks[i], in columns[i] of slots[i], is found under digests[i] from now on.
+        """blocks[i], in columns[i] of slots[i], is found under keys[i] from now on.
 
         What was evicted and is computed again is as good as found: it is protected.
         """
-        keys = keys_of(digests)
         new = self.index.insert(keys, blocks)
         if not len(new):
             return
-        blocks, slots, columns = blocks[new], slots[new], columns[new]
+        if len(new) < len(keys):
+            keys = [keys[at] for at in new.tolist()]
+            blocks, slots, columns = blocks[new], slots[new], columns[new]
+            parents = parents[new]
         self.pool.findable[blocks] = True
-        again = self.ghosts.take([keys[at] for at in new.tolist()])
+        again = self.ghosts.take(keys)
         if again.any():
             self.pool.protect(blocks[again & ~self._returned[slots]])
-        positions = columns[:, None] * self.block_size + np.arange(self.block_size)
+        num_columns = tokens.shape[1] // self.block_size
+        by_block = tokens[:, : num_columns * self.block_size].reshape(
+            len(tokens), num_columns, self.block_size
+        )
         self.lineage.describe(
             blocks,
-            parents=parents[new],
-            tokens=tokens[slots[:, None], positions],
+            parents=parents,
+            tokens=by_block[slots, columns],
             depths=(columns + 1).astype(np.int32),
             owners=self._owner_numbers[slots],
         )
         if self.tiers is not None:
-            self.tiers.findable([keys[at] for at in new.tolist()], blocks)
+            self.tiers.findable(keys, blocks)
 
     def _insert_fetched(self, keys: list[bytes], blocks: Int32s) -> None:
         """Blocks that came from a tier are found from now on."""
@@ -394,7 +444,7 @@ class CacheManager:
         last = first + len(blocks)
         self.lineage.describe(
             blocks,
-            parents=np.concatenate((chain.end(first)[None], chain.digests[first : last - 1])),
+            parents=chain.parents(first, last),
             tokens=token_ids[first * size : last * size].reshape(-1, size),
             depths=np.arange(first + 1, last + 1, dtype=np.int32),
             owners=np.full(len(blocks), self.owners.number_now(chain.owner), np.int32),
@@ -406,6 +456,7 @@ class CacheManager:
 
     def _inherit_chain(self, slot: int, source: int, shared: Int32s) -> None:
         """Shared blocks need no second digest where the index knows the last of them."""
+        self._chains[slot], self._chain_blocks[slot] = None, 0
         self._seeds[slot] = self._seeds[source]
         self._owner_numbers[slot] = self._owner_numbers[source]
         self._returned[slot] = False

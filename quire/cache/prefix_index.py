@@ -9,6 +9,7 @@ a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ class PrefixIndex:
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._key_of: NDArray[Any] = np.full(num_blocks, None, object)  # of bytes | None
+        self._has_key: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -42,38 +44,53 @@ class PrefixIndex:
 
         Where a key is known already its first block stays, and blocks[i] is left out.
         """
-        block_of, key_of = self._block_of, self._key_of
+        block_of, has_key = self._block_of, self._has_key
+        entries = dict(zip(keys, blocks.tolist(), strict=True))
+        if (  # nothing of it is known, which is so for nearly all
+            len(entries) == len(keys)
+            and block_of.keys().isdisjoint(entries)
+            and not np.count_nonzero(has_key[blocks])
+        ):
+            block_of.update(entries)
+            self._key_of[blocks] = np.array(keys, object)
+            has_key[blocks] = True
+            return np.arange(len(keys))
         new: list[int] = []
         for at, (key, block) in enumerate(zip(keys, blocks.tolist(), strict=True)):
-            if key in block_of or key_of[block] is not None:
+            if key in block_of or has_key[block]:
                 continue
             block_of[key] = block
-            key_of[block] = key
+            self._key_of[block] = key
+            has_key[block] = True
             new.append(at)
         return np.array(new, np.intp)
 
     def forget(self, blocks: Int32s) -> list[bytes]:
         """Drop `blocks`, all of them known here; returns their keys."""
-        keys: list[bytes] = []
-        for block in blocks.tolist():
-            key = self._key_of[block]
-            if key is None:
-                raise RuntimeError(f"block {block} was evicted but the prefix index has no key")
-            del self._block_of[key]
-            self._key_of[block] = None
-            keys.append(key)
+        known = self._has_key[blocks]
+        if np.count_nonzero(known) < len(blocks):
+            block = int(blocks[~known][0])
+            raise RuntimeError(f"block {block} was evicted but the prefix index has no key")
+        keys: list[bytes] = self._key_of[blocks].tolist()
+        block_of = self._block_of
+        for key in keys:
+            del block_of[key]
+        self._key_of[blocks] = None
+        self._has_key[blocks] = False
         return keys
 
     def clear(self) -> int:
         """Drop all; returns how many."""
         dropped = len(self._block_of)
         self._block_of.clear()
-        self._key_of = [None] * len(self._key_of)
+        self._key_of[:] = None
+        self._has_key[:] = False
         return dropped
 
     def key_of(self, block: int) -> bytes | None:
         """The digest under which `block` is found, None if it is not."""
-        return self._key_of[block]
+        key: bytes | None = self._key_of[block]
+        return key
 
     def problems(self) -> list[str]:
         """Contradictions between the two directions, in words; empty when the books agree."""
@@ -82,6 +99,8 @@ class PrefixIndex:
             for block, key in enumerate(self._key_of)
             if key is not None and self._block_of.get(key) != block
         ]
+        if [key is not None for key in self._key_of] != self._has_key.tolist():
+            found.append("prefix index: blocks are marked that have no key, or not that have one")
         known = sum(key is not None for key in self._key_of)
         if known != len(self._block_of):
             found.append(f"prefix index: {len(self._block_of)} keys but {known} blocks with one")

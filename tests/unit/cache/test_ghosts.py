@@ -29,3 +29,23 @@ def test_more_at_once_than_the_limit_keeps_the_last() -> None:
     assert [key in ghosts for key in KEYS] == [False] * 4 + [True] * 2
     ghosts.clear()
     assert len(ghosts) == 0
+
+
+def test_what_was_taken_and_evicted_again_counts_from_then() -> None:
+    ghosts = Ghosts(3)
+    ghosts.add(KEYS[:3])
+    ghosts.take(KEYS[:1])
+    ghosts.add([KEYS[0]])  # now the youngest
+    ghosts.add([KEYS[3]])
+    assert [key in ghosts for key in KEYS] == [True, False, True, True, False, False]
+
+
+def test_keys_that_come_and_go_for_ever_leave_nothing_behind() -> None:
+    ghosts = Ghosts(3)
+    ghosts.add(KEYS[4:])
+    for _ in range(100):
+        ghosts.add(KEYS[:1])
+        assert ghosts.take(KEYS[:1]).all()
+    assert len(ghosts._order) <= 2 * ghosts.limit + 1
+    ghosts.add(KEYS[:2])
+    assert [key in ghosts for key in KEYS] == [True, True, False, False, False, True]

@@ -69,4 +69,4 @@ def test_contradictions_between_the_two_directions_are_reported() -> None:
     index.insert(KEYS[:2], ints(0, 1))
     index._block_of[KEYS[0]] = 3
     index._key_of[2] = KEYS[4]
-    assert len(index.problems()) == 3
+    assert len(index.problems()) == 4
