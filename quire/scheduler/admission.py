@@ -1,4 +1,4 @@
-"""Admission: waiting requests get slots, blocks and their first tokens of budget.
+"""Admission: which waiting requests begin in a step, and with how many tokens of its budget.
 
 Knows the queue's order, gates, placements and what must stay free for those that run. Preempts
 nobody. Always holds: a request is admitted only if the blocks for all its known tokens are free
@@ -9,11 +9,10 @@ so nobody is overtaken but by those a gate lets pass, and long prompts by a few 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.base.cache_use import CacheUse, Miss, MissReason
-from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.coming import ComingBlocks
@@ -23,21 +22,43 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.groups import BeamGroups
 from quire.scheduler.placement import Placement, place
 from quire.scheduler.policy import Policy
-from quire.scheduler.preemption_tally import PreemptionTally
 from quire.scheduler.queue import WaitingQueue
-from quire.scheduler.speed import SpeedEstimate
+from quire.scheduler.seating import Row, Seating
 from quire.scheduler.state import RunningState
 from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
 from quire.scheduler.watermark import Watermark
 
-_Row = tuple[int, int, int]  # slot, start, count
 # So many short requests may pass a long one that lacks blocks; then it blocks them.
 MAX_PASSED = 16
 
 
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """One walk along the queue, and what has come of it so far.
+
+    spoken_for: blocks that running requests and newcomers still need for what they know. blocked:
+    somebody lacks blocks, so that only tenants with a floor left go on. started: slots of `rows`,
+    and of beams that have no row yet. held: tenants whose turn has come, and who wait. passed: a
+    long one that lacks blocks and may still be passed by short ones.
+    """
+
+    draft: PlanDraft
+    budget: StepBudget
+    now_ms: float
+    num_running: int
+    spoken_for: int
+    blocked: bool
+    try_again: bool = False
+    rows: list[Row] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    passed: Ticket | None = None
+    skips_long: bool = False
+
+
 class Admissions:
-    """Admits into `state` and `cache`; counts prompt tokens asked for and found by prefix."""
+    """Admits into `state` and `cache`, by `seating`."""
 
     def __init__(
         self,
@@ -50,8 +71,7 @@ class Admissions:
         *,
         fetches: Fetches,
         watermark: Watermark,
-        tally: PreemptionTally,
-        speed: SpeedEstimate,
+        seating: Seating,
     ) -> None:
         self._groups = groups
         self._state = state
@@ -61,12 +81,8 @@ class Admissions:
         self._gates = gates
         self._fetches = fetches
         self._watermark = watermark
-        self._tally = tally
-        self._speed = speed
+        self._seating = seating
         self._coming = ComingBlocks(cache.block_size)
-        self.queried_tokens_total = 0
-        self.hit_tokens_total = 0
-        self.disk_hit_tokens_total = 0
 
     def admit(
         self,
@@ -83,134 +99,82 @@ class Admissions:
 
         Returns whether trying again in the next step can succeed though nothing else happens.
         """
-        state, cache, tenants = self._state, self._cache, self._tenants
+        state = self._state
         # Nobody can be admitted: then nobody looks for a prefix, and registering can wait.
         if budget.spent or not state.free_slots:
             return budget.spent
-        tenants.changed()
+        walk = self._begin(draft, budget, now_ms, floors_only=floors_only)
+        for ticket in queue:
+            if budget.spent or (before is not None and self._policy.rank(ticket) >= before):
+                walk.try_again = True
+                break
+            if self._ends_walk(walk, ticket):
+                break
+            if self._is_held(walk, ticket):
+                continue
+            placement = place(ticket, self._cache, state)
+            if self._is_coming(ticket, placement, budget):
+                walk.try_again = True
+                continue
+            if not self._has_room(walk, ticket, placement):
+                continue
+            if self._fetches.begin(ticket, placement, now_ms):
+                walk.spoken_for += placement.num_new_blocks - len(placement.places)
+                continue
+            count = self._hand_out(budget, ticket, placement)
+            if count >= 1:
+                queue.remove(ticket)
+                self._seat(walk, ticket, placement, count)
+                continue
+            walk.try_again = True
+            if not ticket.is_long:
+                break
+            walk.skips_long = True  # its kind's share of the step is spent, not the step
+        if walk.rows:
+            state.activate(walk.started)
+            self._seating.add_rows(draft, walk.rows)
+        return walk.try_again
+
+    def _begin(
+        self, draft: PlanDraft, budget: StepBudget, now_ms: float, *, floors_only: bool
+    ) -> _Walk:
+        """What running requests have computed is findable; what they need is spoken for."""
+        state, cache = self._state, self._cache
+        self._tenants.changed()
         self._coming.begin_step(state)
         active = state.active
         cache.register(active, state.computed[active], state.tokens.tokens)
-        # What running requests need to compute all they know is spoken for.
-        spoken_for = int(np.add.reduce(cache.blocks_short(active, state.goal[active])))
-        rows: list[_Row] = []
-        started: list[int] = []  # slots of `rows`, and of beams that have no row yet
-        try_again, blocked = False, floors_only
-        held: set[str] = set()  # tenants whose turn has come, and who wait
-        passed: Ticket | None = None  # a long one that lacks blocks and may still be passed
-        skips_long = False
-        for ticket in queue:
-            if budget.spent or (before is not None and self._policy.rank(ticket) >= before):
-                try_again = True
-                break
-            if len(state.free_slots) < ticket.num_slots:
-                break
-            if passed is not None and passed.passed >= MAX_PASSED:
-                blocked = True
-            if blocked and not tenants.someone_has_floor_left():
-                break
-            tenant = ticket.request.tenant
-            if tenant in held or tenants.is_full(ticket) or (skips_long and ticket.is_long):
-                continue
-            if blocked and not tenants.has_floor_left(ticket):
-                continue
-            gate = next((gate for gate in self._gates if gate.holds(ticket, state, now_ms)), None)
-            if gate is not None:
-                try_again |= not gate.until_event
-                continue
-            placement = place(ticket, cache, state)
-            if self._is_coming(ticket, placement, budget):
-                try_again = True
-                continue
-            margin = self._watermark.blocks(len(active) + len(rows), draft.step)
-            takeable = cache.num_takeable(placement.match)
-            taken = placement.num_new_blocks + cache.num_free - takeable
-            if not tenants.passes_ceiling(ticket, taken):
-                held.add(tenant)
-                continue
-            room = takeable - spoken_for - margin - tenants.kept_from(ticket)
-            has_room = not blocked and placement.num_new_blocks <= room
-            if not has_room and not tenants.fits_floor(ticket, taken):
-                # What was fetched for others gives way; there may be room in the next step.
-                try_again = self._fetches.let_go(ticket) or try_again
-                if ticket.is_long and not blocked:
-                    passed, skips_long = ticket, True
-                else:
-                    blocked = True
-                    held.add(tenant)
-                continue
-            if self._fetches.begin(ticket, placement, now_ms):
-                spoken_for += placement.num_new_blocks - len(placement.places)
-                continue
-            known = len(ticket.token_ids)
-            count = budget.hand_out_one(
-                placement.start,
-                known - placement.start,
-                scored=ticket.has_positions_to_score,
-                is_long=ticket.is_long,
-            )
-            if count < 1:
-                try_again = True
-                if not ticket.is_long:
-                    break
-                skips_long = True  # its kind's share of the step is spent, not the step
-                continue
-            if passed is not None:
-                passed.passed += 1
-            queue.remove(ticket)
-            tenants.waits_no_more(ticket)
-            end = placement.start + count
-            slot = self._start(draft, ticket, placement, end, now_ms)
-            rows.append((slot, placement.start, count))
-            started.append(slot)
-            spoken_for += cache.blocks_for(known) - cache.blocks_for(end)
-            spoken_for += ticket.num_tail_blocks(cache)
-            if ticket.beams is not None:
-                started += self._groups.seat(ticket, draft)
-        if rows:
-            state.activate(started)
-            self._add_rows(draft, rows)
-        return try_again
+        return _Walk(
+            draft=draft,
+            budget=budget,
+            now_ms=now_ms,
+            num_running=len(active),
+            spoken_for=int(np.add.reduce(cache.blocks_short(active, state.goal[active]))),
+            blocked=floors_only,
+        )
 
-    def _start(
-        self, draft: PlanDraft, ticket: Ticket, placement: Placement, end: int, now_ms: float
-    ) -> int:
-        """A slot for `ticket`, with blocks for the tokens before `end`; returns the slot."""
-        cache = self._cache
-        returned = ticket.was_admitted
-        if ticket.had_computed:
-            self._tally.returned(ticket, placement.start, self._speed)
-        self._count_prefix(ticket, placement)
-        if ticket.request.explain_cache and not returned and placement.leader_slot is None:
-            ticket.cache_use = self._cache_use(ticket, placement)
-        if not returned:
-            ticket.first_scheduled_ms = now_ms
-        slot = self._state.occupy(ticket, placement.start, placement.stored)
-        cache.name_slot(slot, ticket.request.request_id)
-        self._tenants.runs(ticket)
-        self._policy.admitted(ticket, len(ticket.token_ids) - placement.start)
-        if placement.leader_slot is not None:
-            copy_from, copy_to = cache.fork(placement.leader_slot, slot, placement.stored)
-            cache.hold(copy_from, draft.step)
-            draft.add_copies(copy_from, copy_to)
-        elif placement.match is not None:
-            cache.attach(slot, placement.match, returned=returned)
-            self._coming.expect(ticket, placement.match.num_blocks, end)
-        cache.extend(slot, end)
-        self._fetches.forget(ticket)
-        ticket.num_fetched_blocks = 0
-        draft.add_deltas(cache.entries(slot))
-        draft.add_admission(ticket.admission())
-        return slot
+    def _ends_walk(self, walk: _Walk, ticket: Ticket) -> bool:
+        """Whether neither `ticket` nor anybody behind it can begin."""
+        if len(self._state.free_slots) < ticket.num_slots:
+            return True
+        if walk.passed is not None and walk.passed.passed >= MAX_PASSED:
+            walk.blocked = True
+        return walk.blocked and not self._tenants.someone_has_floor_left()
 
-    def _add_rows(self, draft: PlanDraft, rows: list[_Row]) -> None:
-        """The newcomers run from this step on."""
-        state = self._state
-        slots, starts, counts = np.array(rows, np.int32).T.copy()
-        index, ends = slots.astype(np.intp), starts + counts
-        samples = state.schedule(index, ends, state.goal[index])
-        store_from = np.maximum(starts, state.stored[index])
-        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
+    def _is_held(self, walk: _Walk, ticket: Ticket) -> bool:
+        """Whether `ticket` waits for something other than blocks, and others may go first."""
+        tenants = self._tenants
+        if ticket.request.tenant in walk.held or tenants.is_full(ticket):
+            return True
+        if (walk.skips_long and ticket.is_long) or (
+            walk.blocked and not tenants.has_floor_left(ticket)
+        ):
+            return True
+        for gate in self._gates:
+            if gate.holds(ticket, self._state, walk.now_ms):
+                walk.try_again |= not gate.until_event
+                return True
+        return False
 
     def _is_coming(self, ticket: Ticket, placement: Placement, budget: StepBudget) -> bool:
         """Whether so much of its prefix will be there when steps in flight end that it waits."""
@@ -219,27 +183,52 @@ class Admissions:
         could_compute = min(len(ticket.token_ids) - placement.start, budget.tokens)
         return self._coming.holds(ticket, placement.match.num_blocks, could_compute, self._state)
 
-    def _cache_use(self, ticket: Ticket, placement: Placement) -> CacheUse:
-        """Where the stored tokens of `placement` were found, and why no more were."""
-        cache = self._cache
-        found = placement.match.num_blocks if placement.match is not None else 0
-        if cache.prefix_caching and ticket.has_positions_to_score:
-            miss: Miss | None = Miss(reason=MissReason.SCORED, token=placement.stored)
+    def _has_room(self, walk: _Walk, ticket: Ticket, placement: Placement) -> bool:
+        """Whether there are blocks for all `ticket` knows; if not, who else waits for them."""
+        cache, tenants = self._cache, self._tenants
+        num_running = walk.num_running + len(walk.rows)
+        margin = self._watermark.blocks(num_running, walk.draft.step)
+        takeable = cache.num_takeable(placement.match)
+        taken = placement.num_new_blocks + cache.num_free - takeable
+        if not tenants.passes_ceiling(ticket, taken):
+            walk.held.add(ticket.request.tenant)
+            return False
+        room = takeable - walk.spoken_for - margin - tenants.kept_from(ticket)
+        if not walk.blocked and placement.num_new_blocks <= room:
+            return True
+        if tenants.fits_floor(ticket, taken):
+            return True
+        # What was fetched for others gives way; there may be room in the next step.
+        walk.try_again = self._fetches.let_go(ticket) or walk.try_again
+        if ticket.is_long and not walk.blocked:
+            walk.passed, walk.skips_long = ticket, True
         else:
-            miss = miss_of(cache, ticket.chain, found, ticket.token_ids)
-        fetched = min(ticket.num_fetched_blocks, found)  # they are in the pool by now
-        return CacheUse(
-            pool_tokens=(found - fetched) * cache.block_size,
-            disk_tokens=fetched * cache.block_size,
-            miss=miss,
+            walk.blocked = True
+            walk.held.add(ticket.request.tenant)
+        return False
+
+    def _hand_out(self, budget: StepBudget, ticket: Ticket, placement: Placement) -> int:
+        """Tokens of the step for `ticket`; 0 where none are left for its kind."""
+        return budget.hand_out_one(
+            placement.start,
+            len(ticket.token_ids) - placement.start,
+            scored=ticket.has_positions_to_score,
+            is_long=ticket.is_long,
         )
 
-    def _count_prefix(self, ticket: Ticket, placement: Placement) -> None:
-        if placement.match is None or ticket.has_positions_to_score:  # not looked up
-            return
-        self.queried_tokens_total += len(ticket.token_ids)
-        self.hit_tokens_total += placement.stored
-        fetched_tokens = ticket.num_fetched_blocks * self._cache.block_size
-        self.disk_hit_tokens_total += min(fetched_tokens, placement.stored)
-        if not ticket.was_admitted:
-            ticket.cached_tokens = placement.stored
+    def _seat(self, walk: _Walk, ticket: Ticket, placement: Placement, count: int) -> None:
+        """`ticket`, out of the queue by now, begins with `count` tokens."""
+        cache, start = self._cache, placement.start
+        if walk.passed is not None:
+            walk.passed.passed += 1
+        self._tenants.waits_no_more(ticket)
+        end = start + count
+        slot = self._seating.seat(walk.draft, ticket, placement, end, walk.now_ms)
+        if placement.match is not None:
+            self._coming.expect(ticket, placement.match.num_blocks, end)
+        walk.rows.append((slot, start, count))
+        walk.started.append(slot)
+        walk.spoken_for += cache.blocks_for(len(ticket.token_ids)) - cache.blocks_for(end)
+        walk.spoken_for += ticket.num_tail_blocks(cache)
+        if ticket.beams is not None:
+            walk.started += self._groups.seat(ticket, walk.draft)

@@ -18,7 +18,7 @@ class ComingBlocks:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._coming: dict[bytes, tuple[Ticket, int]] = {}  # who computes it, and up to where
+        self._coming: dict[bytes, Ticket] = {}  # who computes it
         self._under_way: list[tuple[Ticket, tuple[bytes, ...]]] = []
         self._ends: dict[int, int] = {}  # by slot, of those admitted into this step
 
@@ -33,8 +33,7 @@ class ComingBlocks:
                 going_on.append((ticket, keys))
                 continue
             for key in keys:
-                if self._coming[key][0] is ticket:
-                    del self._coming[key]
+                del self._coming[key]
         self._under_way = going_on
 
     def expect(self, ticket: Ticket, num_found: int, end: int) -> None:
@@ -42,13 +41,11 @@ class ComingBlocks:
         if ticket.chain is None:
             return
         self._ends[ticket.slot] = end
-        coming, size = self._coming, self._block_size
-        mine = []
-        for at, key in enumerate(ticket.chain.keys[num_found:], start=num_found + 1):
-            if key not in coming:
-                coming[key] = (ticket, at * size)
-                mine.append(key)
-        self._under_way.append((ticket, tuple(mine)))
+        coming, mine = self._coming, ticket.chain.keys[num_found:]
+        if not coming.keys().isdisjoint(mine):
+            mine = tuple(key for key in mine if key not in coming)
+        coming.update(dict.fromkeys(mine, ticket))
+        self._under_way.append((ticket, mine))
 
     def holds(self, ticket: Ticket, num_found: int, num_tokens: int, state: RunningState) -> bool:
         """Whether to wait for the blocks after the first `num_found`, which `ticket` finds.
@@ -59,21 +56,20 @@ class ComingBlocks:
         """
         if ticket.chain is None:
             return False
-        num_coming = 0
-        for key in ticket.chain.keys[num_found:]:
-            if not self._is_coming(key, state):
+        size, keys = self._block_size, ticket.chain.keys
+        for at in range(num_found, len(keys)):
+            if not self._is_coming(keys[at], (at + 1) * size, state):
                 return False
-            num_coming += self._block_size
-            if 2 * num_coming >= num_tokens:
+            if 2 * (at + 1 - num_found) * size >= num_tokens:
                 return True
         return False
 
-    def _is_coming(self, key: bytes, state: RunningState) -> bool:
-        """Whether a step under way computes the block of this digest."""
-        coming = self._coming.get(key)
-        if coming is None:
+    def _is_coming(self, key: bytes, end: int, state: RunningState) -> bool:
+        """Whether a step under way computes the block of this digest, which ends at token `end`
+        wherever it occurs: a digest is of all tokens before, too."""
+        leader = self._coming.get(key)
+        if leader is None:
             return False
-        leader, end = coming
         slot = leader.slot
         if slot == NO_SLOT or state.computed[slot] >= end:
             return False

@@ -36,6 +36,7 @@ class Branches:
     known_ids: Int32s = field(default_factory=lambda: NO_INTS)
 
 
+_NO_DELTAS = TableDeltas(slots=NO_INTS, columns=NO_INTS, blocks=NO_INTS)
 _NO_BRANCHES = Branches(slots=frozenset(), copy_from=NO_INTS, copy_to=NO_INTS)
 
 
@@ -96,18 +97,19 @@ class PlanDraft:
 
     def finish(self, retired: list[int]) -> Flight:
         """The plan, ready to go out. `retired`: slots given back since the last one."""
-        index, slots, starts, counts, ends, store_from, samples = self._joined_rows()
+        rows = self._rows[0] if len(self._rows) == 1 else self._joined_rows()
+        index, slots, starts, counts, ends, store_from, samples = rows
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
-        deltas, copies = self._deltas, self._copies
+        deltas, copies = _joined_deltas(self._deltas), self._copies
         plan = StepPlan(
             step=self.step,
             retired=np.array(retired, np.int32) if retired else NO_INTS,
             admissions=tuple(self._admissions),
-            table_slots=_join([part.slots for part in deltas]),
-            table_columns=_join([part.columns for part in deltas]),
-            table_blocks=_join([part.blocks for part in deltas]),
-            copy_from=_join([source for source, _ in copies]),
-            copy_to=_join([target for _, target in copies]),
+            table_slots=deltas.slots,
+            table_columns=deltas.columns,
+            table_blocks=deltas.blocks,
+            copy_from=_join([source for source, _ in copies]) if copies else NO_INTS,
+            copy_to=_join([target for _, target in copies]) if copies else NO_INTS,
             tier_copies=self._tier_copies,
             branch_from=branched.sources,
             branch_to=branched.targets,
@@ -136,8 +138,6 @@ class PlanDraft:
         )
 
     def _joined_rows(self) -> _Rows:
-        if len(self._rows) == 1:
-            return self._rows[0]
         if not self._rows:
             return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_BOOLS
         index, slots, starts, counts, ends, store_from, samples = zip(*self._rows, strict=True)
@@ -150,6 +150,18 @@ class PlanDraft:
             np.concatenate(store_from),
             np.concatenate(samples),
         )
+
+
+def _joined_deltas(deltas: list[TableDeltas]) -> TableDeltas:
+    if len(deltas) == 1:
+        return deltas[0]
+    if not deltas:
+        return _NO_DELTAS
+    return TableDeltas(
+        slots=np.concatenate([part.slots for part in deltas]),
+        columns=np.concatenate([part.columns for part in deltas]),
+        blocks=np.concatenate([part.blocks for part in deltas]),
+    )
 
 
 def _join(parts: list[NDArray[np.int32]]) -> Int32s:

@@ -1,21 +1,25 @@
 """Flight: a plan that is out, and which rows of its result still stand when it comes back.
 
 Knows rows and slots, not what they are for. A row stands if its slot still has the request it
-had when the plan was made, and the worker did not report an error for it.
+had when the plan was made, and the worker did not report an error for it. `Flights` has all that
+are out; always holds: they land in the order in which they went.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.errors import WorkerError
 from quire.base.records import RowError, StepPlan, StepResult
 from quire.scheduler.state import Bools, Index, Int32s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Landing:
     """The rows of a result that stand, and the errors of requests that are still there.
 
@@ -110,3 +114,49 @@ class Flight:
             f"to {result.token_counts.sum()}, and counts other than planned in rows {wrong}; each "
             "row that samples and has no error must have one token"
         )
+
+
+class Flights:
+    """The plans that are out, oldest first. step: the number of the last that went."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._out: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._out)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._out)
+
+    def send(self, flight: Flight, now_ms: float) -> StepPlan:
+        """`flight` goes out."""
+        flight.began_ms = now_ms
+        self.step = flight.plan.step
+        self._out.append(flight)
+        return flight.plan
+
+    def land(self, plan: StepPlan, result: StepResult) -> tuple[Landing, float]:
+        """`result` of `plan` is back: what stands of it, and when the plan went out.
+
+        Raises WorkerError where it is not the oldest plan's answer.
+        """
+        if not self._out or self._out[0].plan is not plan:
+            raise WorkerError(
+                f"step {plan.step} was updated out of order; the oldest plan that is out is "
+                f"{self._out[0].plan.step if self._out else 'none'}"
+            )
+        landing = self._out[0].land(result)
+        return landing, self._out.popleft().began_ms
+
+    def left(self, slots: Sequence[int]) -> None:
+        """The requests in `slots` have left them."""
+        for flight in self._out:
+            flight.left.extend(slots)
+
+    def last_steps(self, index: Index) -> NDArray[np.int64]:
+        """The last plan that is out and names slot index[i]; 0 for none."""
+        steps = np.zeros(len(index), np.int64)
+        for flight in self._out:
+            steps[flight.names(index)] = flight.plan.step
+        return steps

@@ -309,7 +309,7 @@ class BeamGroups:
     def keep_together(
         self, index: Index, steps: NDArray[np.int64], flights: Iterable[Flight]
     ) -> None:
-        """A plan that names one of a group's slots names all; see Scheduler._last_steps."""
+        """A plan that names one of a group's slots names all; see Roster.last_steps."""
         for group in self.running:
             rows = np.isin(index, group.slots)
             if rows.any():

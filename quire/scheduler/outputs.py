@@ -27,11 +27,14 @@ _Number = TypeVar("_Number", np.int32, np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Token `row` of the step gives `ticket` more than just another token."""
+    """Token `row` of the step gives `ticket` more than just another token. more: tokens after it
+    that were certain with it; stop_id: the last of all, where it ended the request."""
 
     row: int
     ticket: Ticket
     finish_reason: FinishReason | None = None
+    more: tuple[int, ...] = ()
+    stop_id: int | None = None
 
 
 def make_outputs(
@@ -45,19 +48,30 @@ def make_outputs(
     """Outputs of one step.
 
     entries: which tokens of `result` count (None: all). plain: which of those go to requests
-    that just go on (None: all), named by request_ids. events: the others, rows of the same.
+    that just go on (None: all, and nothing else is told), named by request_ids. events: the
+    others, rows of the same.
     ended: outputs of requests that ended without a token.
     """
+    if entries is None and plain is None:  # a steady step: all of it, as it is
+        return StepOutputs(
+            step=result.step,
+            request_ids=request_ids,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            top_ids=result.top_ids,
+            top_logprobs=result.top_logprobs,
+            listed_logprobs=result.listed_logprobs,
+        )
     ids, logprobs = _pick(result.token_ids, entries), _pick(result.logprobs, entries)
     top_ids, top_logprobs = _pick(result.top_ids, entries), _pick(result.top_logprobs, entries)
     listed = _pick(result.listed_logprobs, entries)
     told = [
         event.ticket.output(
-            token_ids=(int(ids[event.row]),),
+            token_ids=(int(ids[event.row]), *event.more),
             logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed),
             scores=event.ticket.take_scores(),
             finish_reason=event.finish_reason,
-            stop_id=int(ids[event.row]) if event.finish_reason is FinishReason.STOP else None,
+            stop_id=event.stop_id,
         )
         for event in events
     ]

@@ -17,7 +17,7 @@ from quire.scheduler.ticket import Ticket
 # Waiting that makes up for one level of priority.
 LEVEL_MS = 10_000.0
 # Waiting that makes up for a job longer by one millisecond.
-STRETCH = 200.0
+STRETCH = 1000.0
 # When who names no deadline wants to be served, and who missed his first token's is again.
 PATIENCE_MS = 30_000.0
 # Rows that a step's fixed part is thought to be shared by.
@@ -27,8 +27,11 @@ _SHARED_BY = 8
 class PriorityFirst(FirstCome):
     """The smallest `priority` first, as vLLM's; 10 s of waiting make up for one level.
 
-    Who runs is served, and spared from preemption, in the same order.
+    Who runs is served, and spared from preemption, in the same order. Who waits takes the place of
+    one that runs where it is ahead of it by a whole level, waiting counted.
     """
+
+    makes_way = True
 
     def __init__(self, aging: float = 1.0) -> None:
         self._level_ms = LEVEL_MS / aging if aging else math.inf
@@ -40,12 +43,17 @@ class PriorityFirst(FirstCome):
             return (request.priority, ticket.arrival)
         return (request.arrival_ms + request.priority * self._level_ms, ticket.arrival)
 
+    def takes_place(self, running: Ticket, ticket: Ticket) -> bool:
+        """By a whole level."""
+        level = 1.0 if math.isinf(self._level_ms) else self._level_ms
+        return running.key[0] - ticket.key[0] >= level
+
 
 class ShortestFirst(FirstCome):
     """The least predicted work first: the prompt's, and that of as many tokens as are likely.
 
     How many is learned from answers to the same tenant's prompts of such a length. A job is
-    passed only by those that come within 200 times the work they save.
+    passed only by those that come within 1,000 times the work they save.
     """
 
     def __init__(self, aging: float = 1.0) -> None:

@@ -25,7 +25,14 @@ NEARLY_FINISHED_TOKENS = 16
 
 
 class Policy(Protocol):
-    """Order of the queue and choice of victim. `FirstCome` is one to begin from."""
+    """Order of the queue and choice of victim. `FirstCome` is one to begin from.
+
+    makes_way: whether anybody who runs may ever owe anything; if not, `hurries`, `owes` and
+    `takes_place` are not asked. hurried: who runs, and for whose prompts others may stand back.
+    """
+
+    makes_way: bool
+    hurried: list[Ticket]
 
     def begin(self, state: RunningState, speed: SpeedEstimate, lengths: LengthHistory) -> None:
         """Told once, before anything else: the running requests, what steps cost, how long
@@ -41,7 +48,7 @@ class Policy(Protocol):
     def lane_opens(self, lane: str, others: Collection[str]) -> None:
         """A first request waits in `lane`, beside those of `others`."""
 
-    def lane_keys(self, lanes: Sequence[str]) -> Sequence[float]:
+    def lane_keys(self, lanes: Sequence[str]) -> Sequence[tuple[float, ...]]:
         """Now: the lane with the smallest is served next. Not asked where there is but one."""
 
     def rank(self, ticket: Ticket) -> tuple[float, ...]:
@@ -57,13 +64,25 @@ class Policy(Protocol):
         """The same slots, the first to be preempted first. `slots` come in the order in which
         they are served."""
 
+    def hurries(self, first_waiting: Ticket | None) -> Ticket | None:
+        """For whose prompt others stand back in this step: one that runs, or who is next."""
+
+    def owes(self, running: Ticket, ticket: Ticket) -> bool:
+        """Whether `running` is left out of steps so that the prompt of `ticket` is computed."""
+
+    def takes_place(self, running: Ticket, ticket: Ticket) -> bool:
+        """Whether `running` may be preempted so that `ticket`, which waits, runs now."""
+
 
 class FirstCome:
     """By arrival; the last to come is preempted first and, having come early, returns first."""
 
+    makes_way = False
+
     def begin(self, state: RunningState, speed: SpeedEstimate, lengths: LengthHistory) -> None:
         """See Policy."""
         self._state, self._speed, self._lengths = state, speed, lengths
+        self.hurried: list[Ticket] = []
 
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
         """Its number of arrival."""
@@ -76,9 +95,9 @@ class FirstCome:
     def lane_opens(self, lane: str, others: Collection[str]) -> None:
         """No matter."""
 
-    def lane_keys(self, lanes: Sequence[str]) -> Sequence[float]:
+    def lane_keys(self, lanes: Sequence[str]) -> Sequence[tuple[float, ...]]:
         """There is but one."""
-        return [0.0] * len(lanes)
+        return [()] * len(lanes)
 
     def rank(self, ticket: Ticket) -> tuple[float, ...]:
         """As in the queue."""
@@ -96,3 +115,15 @@ class FirstCome:
         left_tokens = state.longest[backwards] - state.goal[backwards]
         nearly_finished = left_tokens <= NEARLY_FINISHED_TOKENS
         return backwards[np.argsort(nearly_finished, kind="stable")]
+
+    def hurries(self, first_waiting: Ticket | None) -> Ticket | None:
+        """For nobody's."""
+        return None
+
+    def owes(self, running: Ticket, ticket: Ticket) -> bool:
+        """Nobody anything."""
+        return False
+
+    def takes_place(self, running: Ticket, ticket: Ticket) -> bool:
+        """Who runs goes on."""
+        return False

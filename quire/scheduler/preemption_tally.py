@@ -16,10 +16,11 @@ from quire.scheduler.ticket import Ticket
 
 
 class Why(StrEnum):
-    """What the blocks of a preempted request were wanted for."""
+    """What the blocks, or the slot, of a preempted request were wanted for."""
 
     ANSWER = "answer"  # somebody's next token
     PROMPT = "prompt"  # somebody's prompt
+    TURN = "turn"  # somebody's, whose turn was long before
     CEILING = "ceiling"  # for nothing: its tenant had more than it may
 
 
@@ -51,6 +52,7 @@ class PreemptionTally:
             "preemptions_total": sum(self._by_why.values()),
             "preemptions_moved_total": self._moved,
             "preemptions_for_prompts_total": self._by_why[Why.PROMPT],
+            "preemptions_for_turns_total": self._by_why[Why.TURN],
             "preemptions_for_ceilings_total": self._by_why[Why.CEILING],
             "preemption_cost_counts": tuple(self._counts),
             "preemption_cost_ms_total": self._costs_ms,

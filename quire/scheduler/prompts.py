@@ -56,14 +56,18 @@ class PromptShares:
         scored: Bools | None,
         first_waiting: Ticket | None,
         num_waiting: int,
+        is_hurried: bool,
     ) -> Shares:
-        """Tokens for the running rows of slots `index`, of which some want more than one."""
+        """Tokens for the running rows of slots `index`, of which some want more than one.
+
+        is_hurried: rows stand back for a prompt in this step, which is not kept short for them."""
         is_prompt = wanted > 1
         ones, prompts = (~is_prompt).nonzero()[0], is_prompt.nonzero()[0]
         counts = np.zeros(len(index), np.int32)
         of_ones = None if scored is None else scored[ones]
         counts[ones] = budget.hand_out(starts[ones], wanted[ones], of_ones)
-        self._bound(budget, index[ones], starts[ones], len(prompts) + num_waiting)
+        num_prompts = len(prompts) + num_waiting
+        self._bound(budget, index[ones], starts[ones], num_prompts, is_hurried=is_hurried)
         rank = self._policy.rank
         ranks = {row: rank(self._state.ticket(int(index[row]))) for row in prompts.tolist()}
         until = None if first_waiting is None else rank(first_waiting)
@@ -112,13 +116,27 @@ class PromptShares:
         slots = index.astype(np.int32)
         draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
-    def bound(self, budget: StepBudget, num_waiting: int) -> None:
-        """Before waiting prompts are admitted beside rows of one token, all served by now."""
+    def bound(
+        self, budget: StepBudget, num_waiting: int, left_out: list[int], *, is_hurried: bool
+    ) -> None:
+        """Before waiting prompts are admitted beside rows of one token, all served by now but
+        those of slots left_out. is_hurried: see hand_out."""
         if not budget.is_bounded:
             active = self._state.active
-            self._bound(budget, active, self._state.scheduled[active], num_waiting)
+            if left_out:
+                active = active[~np.isin(active, left_out)]
+            starts = self._state.scheduled[active]
+            self._bound(budget, active, starts, num_waiting, is_hurried=is_hurried)
 
-    def _bound(self, budget: StepBudget, ones: Index, starts: Int32s, num_prompts: int) -> None:
+    def _bound(
+        self,
+        budget: StepBudget,
+        ones: Index,
+        starts: Int32s,
+        num_prompts: int,
+        *,
+        is_hurried: bool,
+    ) -> None:
         """Rows of slots `ones` take a token each; num_prompts want more."""
         if not len(ones):
             budget.bound(math.inf, math.inf, self._speed)
@@ -129,4 +147,5 @@ class PromptShares:
         ones_ms = self._speed.step_ms(len(ones), float(np.add.reduce(starts, dtype=np.float64)))
         # Where more wait for prompts than for tokens, the time is shared by heads.
         share = max(LONG_SHARE, min(num_prompts, self._limits.max_num_seqs) / len(ones))
-        budget.bound(target_ms - ones_ms, share * ones_ms, self._speed)
+        long_ms = math.inf if is_hurried else share * ones_ms
+        budget.bound(target_ms - ones_ms, long_ms, self._speed)

@@ -66,6 +66,8 @@ class RunningState:
         self.active_slots: Int32s = np.empty(0, np.int32)
         self._request_ids: NDArray[Any] = np.full(num_slots, None, object)
         self._named: tuple[Index, list[str]] | None = None
+        # Slots, and where their tokens begin in _flat_tokens: of the last that got any.
+        self._placed: tuple[Index, Index] = (self.active, self.active)
         self._runs: Bools = np.zeros(num_slots, np.bool_)
         self._flat_tokens: Int32s = self.tokens.tokens.reshape(-1)
 
@@ -147,12 +149,22 @@ class RunningState:
 
     def append(self, index: Index, token_ids: Int32s, now_ms: float) -> Int32s:
         """One more known token for each of slots `index`; returns the new lengths."""
-        lengths = self.tokens.lengths[index]
-        self._flat_tokens[index * self.tokens.tokens.shape[1] + lengths] = token_ids
+        if index is not self._placed[0]:
+            self._placed = (index, index * self.tokens.tokens.shape[1])
+        known = self.tokens.lengths
+        lengths = known[index]
+        self._flat_tokens[self._placed[1] + lengths] = token_ids
         lengths += 1
-        self.tokens.lengths[index] = lengths
+        known[index] = lengths
         self.last_token_ms[index] = now_ms
         return lengths
+
+    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Further known tokens for one slot, of which no plan that is out has a row."""
+        known = int(self.tokens.lengths[slot])
+        self.tokens.tokens[slot, known : known + len(token_ids)] = token_ids
+        self.tokens.lengths[slot] = known + len(token_ids)
+        self.goal[slot] = min(known + len(token_ids), int(self.ceiling[slot]))
 
     def hits_stop(self, index: Index, token_ids: Int32s) -> Bools:
         """Whether token_ids[i] ends the request in slot index[i]."""

@@ -217,10 +217,15 @@ class TenantBooks:
     def may_lose(self, victim: int, slot: int) -> bool:
         """Whether slot `victim` may be preempted for the request in `slot`: not where it is of
         another tenant that has no more than its floor."""
-        if not self.has_floors:
-            return True
+        return self._may_lose(victim, int(self._of_slot[slot]))
+
+    def may_lose_for(self, victim: int, ticket: Ticket) -> bool:
+        """The same for `ticket`, which waits."""
+        return self._may_lose(victim, self._number_of(ticket.request))
+
+    def _may_lose(self, victim: int, number: int) -> bool:
         owner = self._of_slot[victim]
-        if owner == self._of_slot[slot]:
+        if not self.has_floors or owner == number:
             return True
         return float(self._charges()[owner]) > float(self._floors[owner]) + _SLACK
 

@@ -5,7 +5,7 @@ Each run is a simulation of its own (quire/sim/run.py); this says which are made
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,16 +40,27 @@ def compare(
     config: EngineConfig,
     *,
     progress: Progress | None = None,
+    known: Sequence[Mapping[str, Any]] = (),
+    on_run: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """The result object, ready for JSON. Raises what `simulate` raises."""
+    """The result object, ready for JSON. Raises what `simulate` raises.
+
+    known: runs of the same question that were made before, as on_run was told them.
+    """
     progress = progress or Progress()
+    made = {(run["policy"], run["speed"]): run for run in known}
     asks = question.asks
     left_out = jobs_of(question.trace, speed=1.0, asks=asks)[1]
     runs = []
     for policy in question.policies:
         settings = with_policy(config, policy)
         for speed in question.speeds:
-            runs.append(_one(question, machine, settings, policy, speed, progress))
+            run = made.get((policy, speed))
+            if run is None:
+                run = _one(question, machine, settings, policy, speed, progress)
+                if on_run is not None:
+                    on_run(run)
+            runs.append(run)
     progress.clear()
     return {
         "bench": "simulate",

@@ -88,10 +88,12 @@ def run_real(
     plans_in_flight: int = 1,
     clock: WaitingClock | None = None,
     on_plan: Callable[[StepPlan], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Run `jobs` on an engine that has nothing else to do, as they arrive.
 
     scheduler: a fresh one of as many slots as the engine's and no more blocks.
+    on_progress: told how many have arrived, when some have.
     clock: the machine's, where none is given; its zero is when the first job is waited for.
     """
     requests = Requests(jobs, asks, vocab_size=engine.card.vocab_size)
@@ -103,4 +105,4 @@ def run_real(
         plans_in_flight=plans_in_flight,
         report=engine.core.report,
     )
-    return Feed(core, clock or RealClock(), jobs, requests).run()
+    return Feed(core, clock or RealClock(), jobs, requests).run(on_progress)

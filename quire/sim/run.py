@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from quire.base.errors import QuireError, WorkerError
@@ -65,8 +66,10 @@ def simulate(
     *,
     on_plan: Callable[[StepPlan], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
+    on_taken: Callable[..., None] | None = None,
 ) -> Run:
-    """Run `jobs` (in order of arrival) to the last end. on_plan sees every plan.
+    """Run `jobs` (in order of arrival) to the last end. on_plan sees every plan; on_taken(number,
+    scheduler=...) is told of each job that the engine has taken, before anything is done with it.
 
     Raises WorkerError where the engine stops getting on, SettingError and InvalidParameter for a
     config that cannot be.
@@ -92,7 +95,10 @@ def simulate(
     core = EngineCore(
         scheduler, runner, plans_in_flight=limits.plans_in_flight, report=_report_nothing
     )
-    run = Feed(core, clock, jobs, requests).run(on_progress)
+    feed = Feed(core, clock, jobs, requests)
+    if on_taken is not None:
+        feed.on_taken = partial(on_taken, scheduler=scheduler)
+    run = feed.run(on_progress)
     run.busy_ms = runner.busy_ms
     return run
 
@@ -108,7 +114,8 @@ class WaitingClock(Protocol):
 class Feed:
     """What `serve` is to the engine: takes who has arrived, steps, notes who ended.
 
-    Times of jobs and of `clock` count from the same moment.
+    Times of jobs and of `clock` count from the same moment. on_taken: told the number of each job
+    taken.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class Feed:
         self._requests = requests
         self._run = Run()
         self._next = 0
+        self.on_taken: Callable[[int], None] | None = None
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Run:
         """Until all have arrived and nothing is left."""
@@ -153,6 +161,8 @@ class Feed:
             request = self._requests.make(number, job)
             try:
                 self._core.add((request,))
+                if self.on_taken is not None:
+                    self.on_taken(number)
             except QuireError as error:
                 self._run.refused.append((job, type(error).__name__))
                 self._requests.forget(request.request_id)

@@ -157,7 +157,7 @@ def test_block_crossings_of_a_step_are_allocated_in_one_piece() -> None:
 
 def test_while_nobody_comes_or_goes_nothing_is_hashed() -> None:
     scheduler = steady(16)
-    scheduler._cache._hash_blocks = None  # type: ignore[assignment]
+    scheduler._cache.hasher._hash_blocks = None  # type: ignore[assignment]
     for _ in range(40):
         turn(scheduler)
 

@@ -171,7 +171,7 @@ def test_fair_share_preempts_the_tenant_that_was_served_most() -> None:
     for name in ("a", "b", "c"):
         harness.add(make_request(name, [1, 2, 3], max_tokens=40, tenant=name))
     harness.step()
-    policy, tickets = harness.scheduler._policy, harness.scheduler._tickets
+    policy, tickets = harness.scheduler._policy, harness.scheduler._roster.tickets
     policy._served["b"] += 100  # type: ignore[attr-defined]
     slots = np.array([tickets[name].slot for name in "abc"], np.intp)
     assert policy.victims(slots).tolist() == [tickets[name].slot for name in "bca"]

@@ -67,11 +67,11 @@ def test_a_victim_named_in_flight_is_preempted_only_after_its_results_landed(
     fill(harness, 2)
     while harness.scheduler.has_work:
         before = harness.scheduler.stats().preemptions_total
-        slots = {ticket.slot for ticket in harness.scheduler._tickets.values()}
+        slots = {ticket.slot for ticket in harness.scheduler._roster.tickets.values()}
         named = {slot for plan, _, _ in harness.out for slot in plan.slots.tolist()}
         harness.schedule()
         if harness.scheduler.stats().preemptions_total > before:
-            gone = slots - {ticket.slot for ticket in harness.scheduler._tickets.values()}
+            gone = slots - {ticket.slot for ticket in harness.scheduler._roster.tickets.values()}
             assert not gone & named
         if len(harness.out) == plans_in_flight or not harness.schedule():
             harness.update()
@@ -151,6 +151,6 @@ def test_first_come_offers_the_last_served_but_spares_the_nearly_finished() -> N
         harness.add(make_request(name, [1, 2, 3], max_tokens=max_tokens))
     harness.step()
     scheduler = harness.scheduler
-    slots = [scheduler._tickets[name].slot for name in "abc"]
+    slots = [scheduler._roster.tickets[name].slot for name in "abc"]
     offered = scheduler._policy.victims(np.array(slots, np.intp)).tolist()
     assert offered == [slots[2], slots[0], slots[1]]

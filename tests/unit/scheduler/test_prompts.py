@@ -54,7 +54,7 @@ def parts(harness: Harness, name: str) -> list[int]:
 
 
 def tokens_in(harness: Harness, plan: StepPlan, name: str) -> int:
-    ticket = harness.scheduler._tickets.get(name)
+    ticket = harness.scheduler._roster.tickets.get(name)
     slot = -1 if ticket is None else ticket.slot
     return int(plan.counts[plan.slots == slot].sum())
 

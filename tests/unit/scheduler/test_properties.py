@@ -23,10 +23,11 @@ from quire.base.token_table import TokenTable
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost import LinearCost
 from quire.scheduler.fair import FairShare
+from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.policies import EarliestDeadline, PriorityFirst, ShortestFirst
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.preemption_tally import Why
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.roster import Roster
 from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
 from tests.unit.scheduler.fake_worker import VOCAB, FakeWorker, make_request
@@ -276,13 +277,13 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda self, ticket, start, stored: occupy(self, ticket, start, 0),
         )
     elif fault == "score_again":  # a preempted request forgets how far it was scored
-        preempt = Scheduler._preempt
+        preempt = GivingWay.preempt
 
-        def forget(self: Scheduler, slot: int, why: Why) -> None:
+        def forget(self: GivingWay, slot: int, why: Why) -> None:
             self._state.ticket(slot).num_scored = 0
             preempt(self, slot, why)
 
-        monkeypatch.setattr(Scheduler, "_preempt", forget)
+        monkeypatch.setattr(GivingWay, "preempt", forget)
     elif fault == "branch_without_tokens":  # a beam goes on with what its seat's last one had
         monkeypatch.setattr(TokenTable, "branch", lambda self, sources, slots: None)
     elif fault == "plan_beams_ahead":  # a beam's next row does not wait for the decision
@@ -295,7 +296,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(RunningState, "hold_at", lets_go)
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
-        monkeypatch.setattr(Scheduler, "_last_steps", nobody)
+        monkeypatch.setattr(Roster, "last_steps", nobody)
     elif fault == "register_early":
         register = CacheManager.register
 

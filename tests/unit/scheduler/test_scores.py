@@ -139,9 +139,9 @@ def test_a_prompt_that_was_half_scored_goes_on_there_after_preemption() -> None:
     harness.step()
     harness.add(make_request("new", range(30, 50), max_tokens=0, prompt_logprobs=0))
     harness.step()
-    slot = harness.scheduler._tickets["new"].slot
-    assert harness.scheduler._tickets["new"].num_scored == 5
-    harness.scheduler._preempt(slot)
+    slot = harness.scheduler._roster.tickets["new"].slot
+    assert harness.scheduler._roster.tickets["new"].num_scored == 5
+    harness.scheduler._giving_way.preempt(slot)
     harness.drain()
     again = [
         admission

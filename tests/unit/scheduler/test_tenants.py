@@ -344,7 +344,7 @@ def test_tokens_that_wait_are_those_of_the_queue_preempted_ones_included() -> No
     for _ in range(3):
         found.step()
     assert found.scheduler.stats().waiting_tokens == 5
-    found.scheduler._preempt(0)
+    found.scheduler._giving_way.preempt(0)
     assert found.scheduler.stats().waiting_tokens == 5 + 3 + len(found.tokens["a-1"])
     found.drain()
     assert found.scheduler.stats().waiting_tokens == 0

@@ -59,6 +59,11 @@ def test_whatever_moves_each_request_gets_what_it_gets_alone(seed: int) -> None:
     run_case(Random(seed))
 
 
+def test_beams_take_the_blocks_that_are_kept_for_a_request_which_waits() -> None:
+    """Fetched blocks of a waiting request left too few for beams to take their seats."""
+    run_case(Random(23470032))
+
+
 def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     cases, met = 60, dict.fromkeys(MET, 0)
     for seed in range(cases):
