@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from quire.base.clock import Clock
 from quire.base.gguf_open import gguf_read_once
@@ -25,13 +25,14 @@ from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
 from quire.engine.deciders import make_scheduler, scheduler_limits
+from quire.engine.grammars import GrammarGate, Grammars
 from quire.engine.heartbeat import BeatingRunner
 from quire.engine.model_files import model_folder, model_name
 from quire.engine.precision import warn_of_coarse
 from quire.engine.prices import first_prices
 from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
-from quire.engine.tier import buffer_bytes, open_tier
+from quire.engine.vocabulary import model_vocabulary
 from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
 from quire.models.registry import compute_dtype, open_model
@@ -42,9 +43,13 @@ from quire.program.program import Program
 from quire.program.quantize import precision_text
 from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
-from quire.transfer.disk import TierFolder
+from quire.runner.touch_ahead import TouchAhead
+from quire.structured.compiler import GrammarCompiler
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
+
+if TYPE_CHECKING:
+    from quire.transfer.disk import TierFolder
 
 # Rows of one slice of the head: logits of more are never in memory at once.
 MAX_SAMPLES = 64
@@ -79,6 +84,8 @@ def assemble(
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
         tier_folder = None
         if config.cache.kv_tier_path is not None:  # likewise
+            from quire.transfer.disk import TierFolder  # only where it is wanted, as executors
+
             tier_folder = TierFolder(Path(config.cache.kv_tier_path).expanduser())
             undo.callback(tier_folder.close)
         engine = _assembled(
@@ -134,7 +141,13 @@ def _assembled(
     )
     tier = None
     if tier_folder is not None:
+        from quire.engine.tier import open_tier  # only where there is one: a megabyte
+
         tier = open_tier(tier_folder, config.cache, executor, program, clock=clock, report=report)
+    compiler = GrammarCompiler(
+        lambda: model_vocabulary(config.model, vocab_size=spec.vocab_size, eos_ids=spec.eos_ids),
+        now_ms=clock.now_ms,
+    )
     model_runner = ModelRunner(
         executor,
         num_slots=limits.max_num_seqs,
@@ -143,6 +156,7 @@ def _assembled(
         max_samples=MAX_SAMPLES,
         overlap=config.scheduler.plans_in_flight > 1,
         mover=None if tier is None else tier.mover,
+        matchers=compiler,
     )
     warm_up(model_runner, limits, num_blocks=memory.num_blocks)
     cost = (
@@ -167,6 +181,7 @@ def _assembled(
         tier=None if tier is None else tier.tier,
         most_saving=1 if tier is None else tier.most_saving,
         tier_block_ms=1.0 if tier is None else tier.block_ms,
+        gates=[GrammarGate(compiler)],
     )
     core = EngineCore(
         scheduler,
@@ -174,6 +189,14 @@ def _assembled(
         plans_in_flight=limits.plans_in_flight,
         report=report,
         tier=None if tier is None else tier.mover,
+        touch_ahead=TouchAhead(
+            executor,
+            num_blocks=memory.num_blocks,
+            layers=program.caches[0].layers,
+            block_bytes=memory.kv_bytes // memory.num_blocks,
+            ahead_bytes=config.cache.kv_touch_ahead_bytes,
+        ),
+        grammars=Grammars(compiler),
     )
     notes = (*memory.text().splitlines(), *([] if tier is None else [tier.note]))
     return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)
@@ -199,6 +222,8 @@ def _memory(
     )
     moving_bytes = 0
     if config.cache.kv_tier_path is not None:
+        from quire.engine.tier import buffer_bytes
+
         moving_bytes = buffer_bytes(held.token_bytes * config.cache.block_size)
     needs = MemoryNeeds(
         weights_bytes=held.weights_bytes,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-EngineState = Literal["starting", "ready", "draining", "dead"]
+EngineState = Literal["starting", "ready", "paused", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ from quire.engine.messages import (
     error_of,
     fault_of,
 )
-from quire.engine.output import TextDelta
+from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.ranking import Ranking
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
@@ -102,6 +102,7 @@ class EngineClient:
         self._started: asyncio.Future[ModelCard] | None = None
         self._streams: OpenStreams[_Queue] = OpenStreams()
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
+        self._queues: dict[str, _Queue] = {}  # what waits, by the caller's id
         self._asks: Asks[CacheTold] = Asks()
         self._progress_ms = 0.0
         self._ops_done = -1
@@ -180,6 +181,7 @@ class EngineClient:
         first_stream: int = 0,
         cache_salt: str = "",
         terms: Terms = DEFAULT_TERMS,
+        text_rules: TextRules = PLAIN_TEXT,
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
@@ -207,7 +209,7 @@ class EngineClient:
             terms=terms,
             encoder=self.tokenizer,
         )
-        queue, stream_ids = self._register(request_id, requests)
+        queue, stream_ids = self._register(request_id, requests, text_rules)
         ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None
         try:
             if not self._link.send(Submit(requests=requests)):
@@ -222,8 +224,13 @@ class EngineClient:
                 for delta in (said,) if ranking is None else ranking.take(said):
                     yield delta
         finally:
-            del self._callers[request_id]
+            del self._callers[request_id], self._queues[request_id]
             self._send_abort(self._streams.close(stream_ids))
+
+    def num_waiting(self, request_id: str) -> int:
+        """Deltas of a request that nobody has taken yet; 0 where it is not open."""
+        queue = self._queues.get(request_id)
+        return 0 if queue is None else queue.qsize()
 
     async def abort(self, request_id: str) -> None:
         """End the streams of a request; its generator yields their last deltas ("abort")."""
@@ -349,14 +356,15 @@ class EngineClient:
             )
 
     def _register(
-        self, request_id: str, requests: tuple[Request, ...]
+        self, request_id: str, requests: tuple[Request, ...], text_rules: TextRules
     ) -> tuple[_Queue, tuple[str, ...]]:
         if not self._streams:
             self._progress_ms = self._clock.now_ms()
         queue: _Queue = asyncio.Queue()
-        self._streams.open(self.tokenizer, requests, queue)
+        self._streams.open(self.tokenizer, requests, queue, text_rules)
         stream_ids = tuple(request.request_id for request in requests)
         self._callers[request_id] = stream_ids
+        self._queues[request_id] = queue
         return queue, stream_ids
 
     def _send_abort(self, stream_ids: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ from quire.base.records import (
     StepResult,
 )
 from quire.base.report import Field, Report
+from quire.engine.grammars import Grammars
 from quire.engine.messages import (
     Abort,
     AskCache,
@@ -40,6 +41,7 @@ from quire.engine.messages import (
     fault_of,
 )
 from quire.runner.handle import Handle
+from quire.runner.touch_ahead import TouchAhead
 from quire.scheduler.scheduler import Scheduler
 
 # A step that fails is its requests' misfortune; this many in a row are the engine's.
@@ -88,7 +90,8 @@ class EngineCore:
     """One scheduler, one runner, and the plans in flight between them.
 
     `report` is told each thing that went wrong without ending the engine. tier: what plans' copies
-    between tiers are told by.
+    between tiers are told by. touch_ahead: what an idle engine makes memory of. grammars:
+    who compiles what answers are to follow.
     """
 
     def __init__(
@@ -99,11 +102,15 @@ class EngineCore:
         plans_in_flight: int,
         report: Report,
         tier: TierEnd | None = None,
+        touch_ahead: TouchAhead | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.report = report
         self.tier = tier
+        self.touch_ahead = touch_ahead
+        self.grammars = grammars
         self._plans_in_flight = plans_in_flight
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
@@ -122,9 +129,13 @@ class EngineCore:
             except QuireError:
                 self.abort([taken.request_id for taken in requests[:index]])
                 raise
+        if self.grammars is not None:
+            self.grammars.want(requests)
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests now; their last outputs. Ids not running are ignored."""
+        if self.grammars is not None:
+            self.grammars.forget(request_ids)
         outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
         return [output for output in outputs if output is not None]
 
@@ -150,10 +161,20 @@ class EngineCore:
             self.audit(quick=True)
         return outputs
 
+    def touch(self) -> bool:
+        """A little work for an idle engine: memory for the next blocks. False: it has enough."""
+        if self.touch_ahead is None:
+            return False
+        return self.touch_ahead.touch(self.scheduler.num_never_used_blocks)
+
     def expire(self, now_ms: float) -> list[Refused]:
-        """End what has waited for its first step as long as it may."""
-        expired = self.scheduler.expire(now_ms)
-        return [Refused(request_ids=ids, fault=fault_of(error)) for ids, error in expired]
+        """End what has waited for its first step as long as it may, or waits for a grammar that
+        cannot be used."""
+        ended: list[tuple[tuple[str, ...], QuireError]] = [*self.scheduler.expire(now_ms)]
+        for ids, error in () if self.grammars is None else self.grammars.refused():
+            self.abort(ids)
+            ended.append((ids, error))
+        return [Refused(request_ids=ids, fault=fault_of(error)) for ids, error in ended]
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
@@ -205,13 +226,17 @@ def serve(
     emit: Callable[[FromEngine], None],
     now_ms: Callable[[], float],
 ) -> None:
-    """Run until a Stop comes; audit the books when there was nothing to do for a while."""
-    stuck, audited = False, True
+    """Run until a Stop comes; with nothing to do, touch memory ahead, then audit the books."""
+    stuck, audited, touching = False, True, core.touch_ahead is not None
     if core.tier is not None:
         core.tier.wake = inbox.wake
+    if core.grammars is not None:
+        core.grammars.wake = inbox.wake
     while True:
         if core.has_work:
             wait_s: float | None = RETRY_AFTER_S if stuck else 0.0
+        elif touching:
+            wait_s = 0.0
         else:
             wait_s = None if audited else AUDIT_AFTER_S
         messages = inbox.take(wait_s)
@@ -226,9 +251,11 @@ def serve(
             emit(Outputs(outputs=None, stats=core.stats()))
         if core.has_work:
             outputs = core.step(now_ms)
-            stuck, audited = outputs is None, False
+            stuck, audited, touching = outputs is None, False, core.touch_ahead is not None
             if outputs is not None or not core.has_work:  # the last copies to a tier have ended
                 emit(Outputs(outputs=outputs, stats=core.stats()))
+        elif touching:
+            touching = core.touch()
         elif not messages and not audited:
             core.audit()
             audited = True

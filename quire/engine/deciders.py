@@ -6,11 +6,14 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.tenant_limits import read_limits
 from quire.scheduler.cost import CostModel, LinearCost
+from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.move_cost import Choice
 from quire.scheduler.policies import make_policy
@@ -50,12 +53,13 @@ def make_scheduler(
     most_saving: int = 1,
     tier_block_ms: float = 1.0,
     prices: LinearCost | None = None,
+    gates: Sequence[Gate] = (),
 ) -> Scheduler:
     """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
     `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
     where there is one, with at most most_saving blocks on their way there at once, and
     tier_block_ms for a block on its way back until that is measured. prices: what steps cost, until
-    some were timed."""
+    some were timed. gates: see Scheduler."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -72,6 +76,7 @@ def make_scheduler(
         limits,
         cache,
         policy,
+        gates=gates,
         cost=cost,
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,

@@ -43,7 +43,7 @@ def run_engine(
     report: Report,
 ) -> bool:
     """Start, serve until Stop, end. False: it failed, and the client was told why."""
-    runner, clock = None, Clock()
+    runner, grammars, clock = None, None, Clock()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
         engine = assemble(
@@ -53,7 +53,7 @@ def run_engine(
             progress=_loading(emit),
             beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
         )
-        runner = engine.core.runner
+        runner, grammars = engine.core.runner, engine.core.grammars
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(engine.core, inbox, emit, clock.now_ms)
         return True
@@ -65,6 +65,8 @@ def run_engine(
     finally:
         if runner is not None:
             runner.close()
+        if grammars is not None:
+            grammars.close()
 
 
 class EngineThread:

@@ -23,6 +23,21 @@ from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """What a caller asks of the text of answers, beside sampling.
+
+    shown_ids: special tokens that are written out whatever skip_special_tokens says: what they
+    mark is read. counts_chars: deltas tell the characters of each token.
+    """
+
+    shown_ids: frozenset[int] = frozenset()
+    counts_chars: bool = False
+
+
+PLAIN_TEXT = TextRules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
     """What happened to stream `index` of a request since its last delta.
 
@@ -32,6 +47,8 @@ class TextDelta:
     prompt_logprobs, parallel to the prompt's tokens, are told once a request, where they were
     asked for: by one of its streams, in its first delta, before any other stream has one.
     num_unseen_tokens: of sequences that best_of computed and nobody is told of. score: of a beam.
+    token_chars: how many characters of the text each token completed, parallel to token_ids, where
+    it was asked for.
     """
 
     index: int
@@ -50,6 +67,7 @@ class TextDelta:
     cache_use: CacheUse | None = None
     num_unseen_tokens: int = 0
     score: float | None = None
+    token_chars: tuple[int, ...] = ()
 
 
 class OutputStream:
@@ -59,7 +77,9 @@ class OutputStream:
     stream before the engine knew; whoever holds the stream should abort the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, request: Request, rules: TextRules = PLAIN_TEXT
+    ) -> None:
         sampling, prompt = request.sampling, request.prompt_ids
         continues = len(prompt) > 0 and int(prompt[-1]) not in tokenizer.special_ids
         self.finished = False
@@ -67,8 +87,13 @@ class OutputStream:
         self._tokenizer = tokenizer
         self._request = request
         self._detokenizer = Detokenizer(
-            tokenizer, sampling.skip_special_tokens, continues=continues
+            tokenizer,
+            sampling.skip_special_tokens,
+            continues=continues,
+            shown_ids=rules.shown_ids,
         )
+        self._tells_chars = rules.counts_chars
+        self._counts_chars = rules.counts_chars or sampling.logprobs is not None
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
         self._watches = bool(sampling.stop)
         self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token
@@ -101,7 +126,7 @@ class OutputStream:
         spans = self._detokenizer.spans(shown_ids)
         if output.finish_reason is not None:
             spans += self._detokenizer.flush_spans()
-        if self._request.sampling.logprobs is not None:
+        if self._counts_chars:
             for part, token in spans:
                 self._chars_of[token] = self._chars_of.get(token, 0) + len(part)
         text, last_token = self._watch(spans)
@@ -199,9 +224,11 @@ class OutputStream:
         """A delta that brings the stream's delivered tokens to `num_tokens`."""
         num_new = num_tokens - self._num_delivered
         token_ids = tuple(self._waiting_ids[:num_new])
+        places = range(self._num_delivered, num_tokens)
+        chars = tuple(self._chars_of.pop(place, 0) for place in places if self._counts_chars)
         logprobs = tuple(
-            self._token_text(token, self._num_delivered + at)
-            for at, token in enumerate(self._waiting_logprobs[:num_new])
+            self._token_text(token, num_chars)
+            for token, num_chars in zip(self._waiting_logprobs[:num_new], chars, strict=False)
         )
         del self._waiting_ids[:num_new], self._waiting_logprobs[:num_new]
         self._num_delivered = num_tokens
@@ -222,11 +249,12 @@ class OutputStream:
             error=error,
             prompt_logprobs=prompt_logprobs,
             score=self._score,
+            token_chars=chars if self._tells_chars else (),
         )
 
-    def _token_text(self, token: TokenLogprobs, index: int) -> TokenText:
+    def _token_text(self, token: TokenLogprobs, num_chars: int) -> TokenText:
         start_chars = self._num_chars
-        self._num_chars += self._chars_of.pop(index, 0)
+        self._num_chars += num_chars
         return TokenText(
             start_chars=start_chars,
             token_id=token.token_id,

@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The engine process of quire; started by it.")
     parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line:

@@ -67,4 +67,5 @@ def _joined(said: list[TextDelta]) -> TextDelta:
         text="".join(delta.text for delta in said),
         token_ids=tuple(id_ for delta in said for id_ in delta.token_ids),
         logprobs=tuple(token for delta in said for token in delta.logprobs),
+        token_chars=tuple(number for delta in said for number in delta.token_chars),
     )

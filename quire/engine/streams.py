@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from quire.base.records import Request, RequestOutput
 from quire.engine.messages import Outputs
-from quire.engine.output import OutputStream, TextDelta
+from quire.engine.output import PLAIN_TEXT, OutputStream, TextDelta, TextRules
 from quire.text.tokenizer import Tokenizer
 
 Owner = TypeVar("Owner")
@@ -35,10 +35,16 @@ class OpenStreams(Generic[Owner]):
         self._num_requests += 1
         return f"{request_id}#{self._num_requests}"
 
-    def open(self, tokenizer: Tokenizer, requests: Sequence[Request], owner: Owner) -> None:
+    def open(
+        self,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        owner: Owner,
+        rules: TextRules = PLAIN_TEXT,
+    ) -> None:
         """Expect outputs of these requests; the text goes to `owner`."""
         for request in requests:
-            self._open[request.request_id] = (OutputStream(tokenizer, request), owner)
+            self._open[request.request_id] = (OutputStream(tokenizer, request, rules), owner)
 
     def take(self, message: Outputs) -> tuple[list[tuple[Owner, TextDelta]], tuple[str, ...]]:
         """What a step says to whom, and the streams that ended before the engine knew.

@@ -8,6 +8,7 @@ behind that matters: slots are overwritten by their next admission, blocks by th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from quire.scheduler.cost import LinearCost
 from quire.scheduler.limits import SchedulerLimits
 
 _PROMPT_TOKENS = 32
-_DECODE_ROWS = (1, 8)
 # Every stage of token choice once.
 _SAMPLINGS = (
     SamplingParams(temperature=0.0, seed=0),
@@ -30,12 +30,18 @@ _TIMES = 3
 
 
 def warm_up(runner: ModelRunner, limits: SchedulerLimits, *, num_blocks: int) -> None:
-    """Compute a prompt chunk and decode steps of representative sizes."""
-    for sampling in _SAMPLINGS:
-        _run(runner, [min(_PROMPT_TOKENS, _room(runner, limits, num_blocks))], 0, sampling)
-    for num_rows in _DECODE_ROWS:
-        if num_rows <= min(limits.max_num_seqs, num_blocks):
-            _run(runner, [1] * num_rows, 0, _SAMPLINGS[0])
+    """Compute chunks of prompts and a decode step: as few steps as that takes, since each reads all
+    weights, which is a good part of a start."""
+    rows = min(len(_SAMPLINGS), limits.max_num_seqs, limits.max_num_batched_tokens, num_blocks)
+    tokens = min(
+        _PROMPT_TOKENS // rows,
+        limits.max_num_batched_tokens // rows,
+        _room(runner, limits, num_blocks // rows),
+    )
+    for first in range(0, len(_SAMPLINGS), rows):
+        samplings = _SAMPLINGS[first : first + rows]
+        _run(runner, [tokens] * len(samplings), 0, samplings)
+    _run(runner, [1], 0, _SAMPLINGS[:1])
 
 
 def measure_cost(
@@ -50,7 +56,7 @@ def measure_cost(
         times = []
         for _ in range(_TIMES):
             began_ms = clock.now_ms()
-            _run(runner, [count], start, _SAMPLINGS[0], scored=scored)
+            _run(runner, [count], start, _SAMPLINGS[:1], scored=scored)
             times.append(clock.now_ms() - began_ms)
         return min(times)
 
@@ -81,13 +87,18 @@ def _run(
     runner: ModelRunner,
     counts: Sequence[int],
     start: int,
-    sampling: SamplingParams,
+    samplings: Sequence[SamplingParams],
     *,
     scored: bool = False,
 ) -> None:
-    """One step: row i computes counts[i] tokens from `start` on, in slot i."""
+    """One step: row i computes counts[i] tokens from `start` on, in slot i, by samplings[i]."""
     starts = [start] * len(counts)
-    plan = made_up_plan(counts, starts, runner.tables.block_size, sampling, scored=scored)
+    plan = made_up_plan(counts, starts, runner.tables.block_size, samplings[0], scored=scored)
+    admissions = tuple(
+        replace(admission, sampling=sampling)
+        for admission, sampling in zip(plan.admissions, samplings, strict=True)
+    )
+    plan = replace(plan, admissions=admissions)
     runner.collect(runner.submit(plan))
 
 

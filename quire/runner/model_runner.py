@@ -1,7 +1,8 @@
 """ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
 
-Order within a plan: admissions, table deltas, copies between tiers, block copies, trunk; head in
-slices, with the scores of prompts; head in slices, with token choice; append to the token table.
+Order within a plan: admissions, table deltas, copies between tiers, block copies, trunk (masks of
+grammars are made beside it); head in slices, with the scores of prompts; head in slices, with token
+choice; append to the token table.
 Knows nothing of policy,
 text or time. Always holds: plans run strictly in the order they were submitted; a failed row never
 touches another; what a plan's rows read was put into the mirrors by this plan or an earlier one,
@@ -10,14 +11,17 @@ even where computing an earlier one failed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import WorkerError
-from quire.base.records import NO_FLOATS, NO_INTS, RowError, StepPlan, StepResult
+from quire.base.records import NO_BOOLS, NO_FLOATS, NO_INTS, Bools, RowError, StepPlan, StepResult
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.batches import forward_batch, sample_batch
+from quire.runner.grammar_rows import NO_MASK, Follow, Masks, MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, stacked
 from quire.runner.slot_tables import SlotTables
@@ -31,6 +35,11 @@ ROW_FAILED = (
     "there is no token to choose: the row's logits hold NaN or infinity, or what is banned (stop "
     "tokens before min_tokens, bad words, n-grams that came already) and what is allowed leave none"
 )
+BANNED_ALL = (
+    "there is no token to choose: the row's logits hold NaN or infinity, or all that the grammar "
+    "allows here is banned (bad words, allowed_token_ids, n-grams that came already, stop tokens "
+    "before min_tokens); ban less, or allow more in the grammar"
+)
 
 
 class ModelRunner:
@@ -38,7 +47,9 @@ class ModelRunner:
 
     With `overlap`, plans are computed by one thread of the runner's own, so that the caller can
     make the next plan meanwhile; else submit computes. `max_samples` is the head's largest slice.
-    mover: where plans move blocks to a tier and back; closed with the runner.
+    mover: where plans move blocks to a tier and back; closed with the runner. matchers: of grammars
+    that answers follow; jump_ahead: whether tokens these leave no choice of are told at once
+    (by default where one plan is out at a time: a later one has such a row already).
     """
 
     def __init__(
@@ -51,10 +62,16 @@ class ModelRunner:
         max_samples: int,
         overlap: bool = False,
         mover: TierMover | None = None,
+        matchers: MatcherSource | None = None,
+        jump_ahead: bool | None = None,
     ) -> None:
         self.executor = executor
         self.tables = SlotTables(
-            num_slots=num_slots, max_model_len=max_model_len, block_size=block_size
+            num_slots=num_slots,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            matchers=matchers,
+            jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover
         self._max_samples = max_samples
@@ -81,6 +98,7 @@ class ModelRunner:
         if self.mover is not None:
             self.mover.close()
             self.mover = None
+        self.tables.grammars.close()
 
     def close(self) -> None:
         """Let plans handed in finish, end the thread, close the executor."""
@@ -95,14 +113,20 @@ class ModelRunner:
         if len(plan.slots) == 0:
             return StepResult(step=plan.step, token_counts=np.zeros(0, np.int32), token_ids=_none())
         batch = forward_batch(plan, self.tables)
-        self.executor.run_trunk(batch)
+        slots = plan.slots[plan.samples]  # [R]
+        positions = (plan.starts + plan.counts)[plan.samples]  # [R]
+        masks = self.tables.grammars.begin(slots, positions)
+        try:
+            self.executor.run_trunk(batch)
+        finally:
+            if masks is not None:
+                masks.exception()  # it reads the tables: they change only when it is done
         scored = score_prompts(
             plan, batch, self.tables, self.executor, max_samples=self._max_samples
         )
-        slots = plan.slots[plan.samples]  # [R]
-        positions = (plan.starts + plan.counts)[plan.samples]  # [R]
-        choice, listed = self._choose(batch, slots, positions)
-        return self._finish(plan, scored, choice, listed, slots, positions)
+        made = NO_MASK if masks is None else masks.result()
+        choice, listed = self._choose(batch, slots, positions, made)
+        return self._finish(plan, scored, choice, listed, slots, positions, made)
 
     def _move(self, plan: StepPlan) -> None:
         """Begin the copies between tiers, before anything is written into what they read."""
@@ -118,14 +142,15 @@ class ModelRunner:
             )
 
     def _choose(
-        self, batch: ForwardBatch, slots: Int32s, positions: Int32s
+        self, batch: ForwardBatch, slots: Int32s, positions: Int32s, masks: Masks
     ) -> tuple[TokenChoice, Float32s]:
         """Head and token choice, at most max_samples rows at a time; and listed_logprobs."""
         parts, listed = [], []
         for first in range(0, len(slots), self._max_samples):
             rows = slice(first, min(first + self._max_samples, len(slots)))
             logits = self.executor.run_head(batch, first, rows.stop - first)
-            sampling = sample_batch(slots[rows], positions[rows], self.tables)
+            of_rows = replace(masks, rows=masks.rows[rows])
+            sampling = sample_batch(slots[rows], positions[rows], self.tables, of_rows)
             listed.append(listed_logprobs(logits, slots[rows], self.tables, self.executor))
             parts.append(self.executor.sample(logits, sampling))
         if len(parts) == 1:
@@ -140,7 +165,15 @@ class ModelRunner:
         listed: Float32s,
         slots: Int32s,
         positions: Int32s,
+        masks: Masks,
     ) -> StepResult:
+        for row in masks.failed:
+            choice.token_ids[row] = -1
+        follow = self.tables.grammars.follow(slots, positions, choice.token_ids)
+        for row in follow.failed:
+            choice.token_ids[row] = -1
+        forced_counts, forced_ids, complete = _follow_arrays(follow, plan)
+        why = _reasons(masks, follow, self.tables, plan)
         token_counts = plan.samples.astype(np.int32)
         failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
         failed[plan.samples] |= choice.token_ids < 0
@@ -148,7 +181,8 @@ class ModelRunner:
         if failed.any():
             token_counts[failed] = 0
             errors = tuple(
-                RowError(row=int(row), message=ROW_FAILED) for row in np.flatnonzero(failed)
+                RowError(row=row, message=why.get(row, ROW_FAILED))
+                for row in np.flatnonzero(failed).tolist()
             )
             good = ~failed[plan.samples]
             slots, positions, listed = slots[good], positions[good], listed[good]
@@ -174,7 +208,32 @@ class ModelRunner:
             score_counts=NO_INTS if scored is None else scored.counts,
             scores=None if scored is None else scored.scores,
             errors=errors,
+            forced_counts=forced_counts,
+            forced_ids=forced_ids,
+            complete=complete,
         )
+
+
+def _follow_arrays(follow: Follow, plan: StepPlan) -> tuple[Int32s, Int32s, Bools]:
+    """As in StepResult: by the plan's rows."""
+    if not follow.forced and not follow.complete:
+        return NO_INTS, NO_INTS, NO_BOOLS
+    rows = plan.samples.nonzero()[0]
+    counts, complete = np.zeros(len(plan.slots), np.int32), np.zeros(len(plan.slots), np.bool_)
+    for place, forced in follow.forced.items():
+        counts[rows[place]] = len(forced)
+    complete[rows[follow.complete]] = True
+    ids = [id_ for _, forced in sorted(follow.forced.items()) for id_ in forced]
+    return counts, np.array(ids, np.int32), complete
+
+
+def _reasons(masks: Masks, follow: Follow, tables: SlotTables, plan: StepPlan) -> dict[int, str]:
+    """Why rows of the plan failed, if they follow a grammar."""
+    if not len(masks.rows) and not masks.failed:
+        return {}
+    rows = plan.samples.nonzero()[0].tolist()
+    why = {row: BANNED_ALL for row in rows if tables.grammars.has[plan.slots[row]]}
+    return why | {rows[place]: said for place, said in (masks.failed | follow.failed).items()}
 
 
 def _joined(parts: list[TokenChoice]) -> TokenChoice:

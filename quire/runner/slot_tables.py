@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
+from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_tables import RareTables
 
 Int32s = NDArray[np.int32]
@@ -20,12 +21,21 @@ NEVER = np.iinfo(np.int32).max  # a position no request reaches
 
 class SlotTables:
     """Arrays by slot. `blocks` is int32 [slots, columns]; the rest is [slots]. `rare` holds what
-    few requests ask for."""
+    few requests ask for, `grammars` what answers must follow."""
 
-    def __init__(self, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        matchers: MatcherSource | None = None,
+        jump_ahead: bool = True,
+    ) -> None:
         self.block_size = block_size
         self.tokens = TokenTable(num_slots, max_model_len)
         self.rare = RareTables(num_slots)
+        self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
         self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -60,6 +70,7 @@ class SlotTables:
             self._admit(admission)
         if len(plan.known_slots):
             self.tokens.branch(plan.branch_from, plan.branch_to)
+            self.grammars.branch(plan.branch_from, plan.branch_to)
             self.tokens.tokens[plan.known_slots, self.tokens.lengths[plan.known_slots] - 1] = (
                 plan.known_ids
             )
@@ -73,6 +84,7 @@ class SlotTables:
     def _retire(self, slot: int) -> None:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
         self.rare.retire(slot)
+        self.grammars.retire(slot)
         length = self.tokens.lengths[slot]
         self.tokens.tokens[slot, :length] = 0
         self.tokens.lengths[slot] = self.tokens.prompt_lengths[slot] = 0
@@ -95,6 +107,7 @@ class SlotTables:
             raise ValueError(f"request {admission.request_id} was planned without a seed")
         self.tokens.admit(slot, admission.token_ids, admission.num_prompt_tokens)
         self.rare.admit(admission)
+        self.grammars.admit(admission)
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = max(sampling.top_k, 0)
         self.top_p[slot] = sampling.top_p

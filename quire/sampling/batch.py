@@ -12,7 +12,8 @@ steps marked * are in RareParameters (definitions: sampling/rare.py):
    of n >= allowed_length tokens.
 4. l[id] = -inf for banned ids (stop ids while fewer than min_tokens were generated), * for the
    last ids of banned sequences whose other ids end the history, * for tokens that would
-   complete an n-gram the history has, and * for all but the allowed ids, where some are given.
+   complete an n-gram the history has, * for all but the allowed ids, where some are given, and
+   for what the row's mask does not allow.
 5. temperature 0: the largest l, ties to the lowest id. Else l /= temperature, and the filters,
    each over what those before it left:
    * top_n_sigma: drop l < max - n * sigma, sigma over all finite l;
@@ -44,6 +45,10 @@ from numpy.typing import NDArray
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+Words = NDArray[np.uint32]
+
+NO_MASKS: Words = np.empty((0, 0), np.uint32)
+NO_MASKS.setflags(write=False)
 
 
 def _ints() -> Int32s:
@@ -96,6 +101,8 @@ class SampleBatch:
     num_logprobs: -1 none, else the alternatives wanted (0 to 20).
     banned: ids that may not be chosen now (stop ids while min_tokens is not reached).
     rare: None where no row asks for any of it.
+    mask_rows: which of `masks` a row has, -1 none; empty where no row has any. Bit i % 32 of word
+    i // 32 allows id i.
     """
 
     temperature: Float32s  # [R]
@@ -118,6 +125,8 @@ class SampleBatch:
     banned_starts: Int32s  # [R + 1]
     banned_ids: Int32s = field(default_factory=_ints)
     rare: RareParameters | None = None
+    mask_rows: Int32s = field(default_factory=_ints)  # [R] or empty
+    masks: Words = field(default_factory=lambda: NO_MASKS)  # [M, ceil(V / 32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

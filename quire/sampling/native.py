@@ -43,6 +43,8 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> Token
         logits=logits,
         **_arrays(batch, _FIELDS),
         rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
+        mask_rows=np.ascontiguousarray(batch.mask_rows, np.int32),
+        masks=np.ascontiguousarray(batch.masks, np.uint32),
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,
         top_ids=choice.top_ids,

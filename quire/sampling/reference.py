@@ -89,6 +89,19 @@ def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
     _check_starts("banned_starts", batch.banned_starts, rows, len(batch.banned_ids))
     if batch.rare is not None:
         _check_rare(batch.rare, rows, logits.shape[1])
+    if len(batch.mask_rows):
+        _check_masks(batch, rows, logits.shape[1])
+
+
+def _check_masks(batch: SampleBatch, rows: int, vocabulary: int) -> None:
+    shape = (len(batch.masks), -(-vocabulary // 32))
+    if len(batch.mask_rows) != rows or batch.masks.shape != shape:
+        raise ValueError(
+            f"{len(batch.mask_rows)} mask_rows and masks {batch.masks.shape}; {rows} and "
+            f"[any, {shape[1]}] are needed"
+        )
+    if not -1 <= batch.mask_rows.min() <= batch.mask_rows.max() < len(batch.masks):
+        raise ValueError(f"mask_rows {batch.mask_rows} name other than {len(batch.masks)} masks")
 
 
 def _check_rare(rare: RareParameters, rows: int, vocabulary: int) -> None:
@@ -181,6 +194,10 @@ def _edit(raw: Float32s, batch: SampleBatch, row: int) -> Float32s:
     values[batch.banned_ids[batch.banned_starts[row] : batch.banned_starts[row + 1]]] = NOTHING
     if batch.rare is not None:
         rarely.ban(values, history, batch.rare, row)
+    if len(batch.mask_rows) and batch.mask_rows[row] >= 0:
+        words = batch.masks[batch.mask_rows[row]]
+        ids = np.arange(len(values))
+        values[(words[ids // 32] >> (ids % 32).astype(np.uint32)) & 1 == 0] = NOTHING
     return values
 
 

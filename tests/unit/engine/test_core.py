@@ -15,6 +15,7 @@ from quire.cache.manager import CacheManager
 from quire.engine.core import AUDIT_AFTER_S, MAX_FAILED_STEPS, EngineCore, serve
 from quire.engine.messages import Abort, FromEngine, Outputs, Refused, Stop, Submit, ToEngine
 from quire.runner.model_runner import ModelRunner
+from quire.runner.touch_ahead import PIECE_BYTES, TouchAhead
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
@@ -25,8 +26,14 @@ class Rig:
     """A core over a scripted executor; `reports` are the lines it had reason to write."""
 
     def __init__(
-        self, *, plans_in_flight: int = 1, max_queued: int = 100, queue_timeout_ms: float = 0.0
+        self,
+        *,
+        plans_in_flight: int = 1,
+        max_queued: int = 100,
+        queue_timeout_ms: float = 0.0,
+        ahead: int = 0,
     ) -> None:
+        self.touched = Touched()
         self.executor = ScriptedExecutor()
         self.reports: list[str] = []
         limits = SchedulerLimits(
@@ -45,9 +52,19 @@ class Rig:
             runner,
             plans_in_flight=plans_in_flight,
             report=self._report,
+            touch_ahead=self._touch_ahead(ahead) if ahead else None,
         )
         self._clock = count()
         self.clock_ms = 0.0
+
+    def _touch_ahead(self, ahead_bytes: int) -> TouchAhead:
+        return TouchAhead(
+            self.touched,
+            num_blocks=16,
+            layers=1,
+            block_bytes=PIECE_BYTES,
+            ahead_bytes=ahead_bytes,
+        )
 
     def _report(self, what: str, **fields: object) -> None:
         self.reports.append(" ".join([what, *map(str, fields.values())]))
@@ -171,6 +188,16 @@ def test_an_abort_frees_blocks_within_a_step() -> None:
     assert not rig.core.has_work
 
 
+class Touched:
+    """An executor of one layer, of whose blocks a note is taken."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        self.blocks += range(first, last)
+
+
 class Inbox:
     """Hands out scripted messages; `waits` are how long each look was willing to wait."""
 
@@ -187,6 +214,20 @@ def _served(rig: Rig, inbox: Inbox) -> list[FromEngine]:
     sent: list[FromEngine] = []
     serve(rig.core, inbox, sent.append, rig.now_ms)
     return sent
+
+
+def test_an_idle_engine_touches_blocks_between_looks_at_its_inbox_and_then_waits() -> None:
+    rig = Rig(ahead=3 * PIECE_BYTES)
+    inbox = Inbox([], [], [], [])
+    _served(rig, inbox)
+    assert rig.touched.blocks == [0, 1, 2]
+    assert inbox.waits == [0.0, 0.0, 0.0, 0.0, None]
+
+
+def test_work_that_comes_goes_before_touching_and_its_blocks_are_left_alone() -> None:
+    rig = Rig(ahead=2 * PIECE_BYTES)
+    _served(rig, Inbox([Submit(requests=(request("a"),))], *([] for _ in range(20))))
+    assert rig.touched.blocks == [1, 2]  # block 0 is the request's
 
 
 def test_the_loop_waits_for_ever_where_there_is_nothing_to_do() -> None:

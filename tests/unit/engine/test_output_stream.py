@@ -21,7 +21,7 @@ from quire.base.records import (
     TokenLogprobs,
 )
 from quire.base.sampling_params import SamplingParams
-from quire.engine.output import OutputStream, TextDelta
+from quire.engine.output import OutputStream, TextDelta, TextRules
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
 from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_json
@@ -367,3 +367,37 @@ def test_a_stop_string_may_be_a_special_token_that_is_written_out() -> None:
     deltas = _run(tokenizer, request, _outputs(ids, []))
     assert "".join(delta.text for delta in deltas) == "xa"
     assert deltas[-1].stop_reason == "<s>"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_special_tokens_that_are_read_are_shown_and_each_tokens_characters_are_told(
+    kind: str, stop: tuple[str, ...]
+) -> None:
+    tokenizer = _tokenizer(kind)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert bos is not None
+    assert eos is not None
+    ids = [*tokenizer.encode("a b猫🐫", add_special_tokens=False), bos, eos, 40, 41]
+    shown = frozenset({bos})
+    told = set()
+    for cut in ([], [1, 2], range(1, len(ids))):
+        stream = OutputStream(
+            tokenizer, _request(stop=stop), TextRules(shown_ids=shown, counts_chars=True)
+        )
+        deltas = [
+            delta
+            for output in _outputs(ids, list(cut))
+            if (delta := stream.push(output)) is not None
+        ]
+        text = "".join(delta.text for delta in deltas)
+        chars = [number for delta in deltas for number in delta.token_chars]
+        assert all(len(delta.token_chars) == len(delta.token_ids) for delta in deltas)
+        assert text.count("<s>") == 1
+        assert "</s>" not in text
+        assert sum(chars) == len(text)
+        assert chars[ids.index(eos)] == 0
+        told.add((text, tuple(chars)))
+    assert len(told) == 1
+    plain = _run(tokenizer, _request(stop=stop), _outputs(ids, [3]))
+    assert all(delta.token_chars == () for delta in plain)

@@ -1,0 +1,238 @@
+"""GrammarRows: the matchers of requests whose answers follow a grammar, by slot.
+
+Masks are made in a thread of its own while the trunk runs, so they may arrive late: they are needed
+when tokens are chosen. Knows no scheduler and no grammar's text. Always holds: a row's matcher has
+taken the tokens its request has, whatever was preempted or branched meanwhile; one that fails fails
+its row with its reason and touches no other; steps without such rows do nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import QuireError
+from quire.base.grammar import Grammar
+from quire.base.records import NO_INTS, Admission
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_table import TokenTable
+from quire.sampling.batch import NO_MASKS, Words
+from quire.structured.matcher import Matcher, MatcherError, without
+
+Int32s = NDArray[np.int32]
+
+
+class MatcherSource(Protocol):
+    """Where matchers come from; quire.structured.compiler.GrammarCompiler is one."""
+
+    def matcher(self, grammar: Grammar) -> Matcher: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """rows [R]: which of `words` each row that samples has, -1 none; empty where none has any.
+    failed: rows of these that cannot go on, and why."""
+
+    rows: Int32s
+    words: Words
+    failed: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """What is certain after chosen tokens, for rows (indexes of rows that sample) with news.
+
+    forced: the ids that must follow. complete: rows whose answer can only end after them.
+    """
+
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    complete: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+NO_MASK = Masks(rows=NO_INTS, words=NO_MASKS, failed={})
+NO_FOLLOW = Follow()
+
+
+@dataclass(slots=True)
+class _Row:
+    """One slot's matcher. taken: the answer's tokens it has; error: why it has none."""
+
+    matcher: Matcher | None
+    num_prompt_tokens: int
+    error: str = ""
+    taken: list[int] = field(default_factory=list)
+    ends_late: bool = False
+    jumps: bool = False
+    is_beam: bool = False
+
+
+class GrammarRows:
+    """source: None where nothing compiles grammars; rows that have one fail then. jump_ahead:
+    whether tokens that must follow are told with the token before them."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        tokens: TokenTable,
+        source: MatcherSource | None,
+        *,
+        jump_ahead: bool = True,
+    ) -> None:
+        self.has: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._num = 0
+        self._rows: list[_Row | None] = [None] * num_slots
+        self._tokens = tokens
+        self._source = source
+        self._jump_ahead = jump_ahead
+        self._thread: ThreadPoolExecutor | None = None
+
+    def admit(self, admission: Admission) -> None:
+        """A request takes a slot; its matcher catches up when the slot is first asked for."""
+        grammar, slot = admission.sampling.structured_outputs, admission.slot
+        if grammar is None:
+            return
+        self._num += not self.has[slot]
+        self.has[slot] = True
+        row = self._rows[slot] = _Row(None, admission.num_prompt_tokens)
+        if self._source is None:
+            row.error = "nothing here compiles grammars"
+            return
+        try:
+            row.matcher = self._source.matcher(grammar)
+        except QuireError as error:
+            row.error = str(error)
+        row.is_beam = admission.num_candidates > 0
+        row.ends_late = admission.sampling.ignore_eos
+        row.jumps = self._jump_ahead and not row.is_beam and _may_jump(admission)
+
+    def retire(self, slot: int) -> None:
+        """Keep nothing of a request that is over."""
+        if self.has[slot]:
+            self._num -= 1
+            self.has[slot] = False
+            self._rows[slot] = None
+
+    def branch(self, sources: Int32s, slots: Int32s) -> None:
+        """Each of `slots` goes on as its source stands, before any of them goes on."""
+        if not self._num:
+            return
+        copies = []
+        for source in sources.tolist():
+            row = self._rows[source]
+            if row is not None and row.matcher is not None:
+                copies.append((row.matcher.copy(), row.taken.copy(), row.error))
+            else:
+                copies.append((None, [], "" if row is None else row.error))
+        for slot, (matcher, taken, error) in zip(slots.tolist(), copies, strict=True):
+            row = self._rows[slot]
+            if row is not None:
+                row.matcher, row.taken, row.error = matcher, taken, error
+
+    def begin(self, slots: Int32s, positions: Int32s) -> Future[Masks] | None:
+        """Start to make masks for rows in `slots` [R], whose next tokens get `positions` [R]."""
+        if not self._num or not self.has[slots].any():
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+        return self._thread.submit(self._masks, slots, positions)
+
+    def follow(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> Follow:
+        """`token_ids` [R] were chosen (-1: the row failed). Forced ids are put in the table."""
+        if not self._num or not self.has[slots].any():
+            return NO_FOLLOW
+        follow = Follow()
+        for place in self.has[slots].nonzero()[0].tolist():
+            row, token_id = self._rows[slots[place]], int(token_ids[place])
+            if row is None or row.matcher is None or row.is_beam or token_id < 0:
+                continue
+            try:
+                self._follow_one(follow, place, row, slots[place], positions[place], token_id)
+            except MatcherError as error:
+                row.error = follow.failed[place] = str(error)
+        return follow
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _follow_one(
+        self, follow: Follow, place: int, row: _Row, slot: int, position: int, token_id: int
+    ) -> None:
+        matcher = row.matcher
+        assert matcher is not None, "whoever asks has looked"
+        if matcher.ends_with(token_id):
+            return  # the token that ends the answer: the scheduler knows it
+        matcher.take([token_id])
+        row.taken.append(token_id)
+        if row.jumps:
+            room = self._tokens.tokens.shape[1] - int(position) - 1
+            forced = matcher.forced(most=room)
+            if forced:
+                row.taken += forced
+                start = int(position) + 1
+                self._tokens.tokens[slot, start : start + len(forced)] = forced
+                self._tokens.lengths[slot] = start + len(forced)
+                follow.forced[place] = forced
+        if matcher.is_complete:
+            follow.complete.append(place)
+
+    def _masks(self, slots: Int32s, positions: Int32s) -> Masks:
+        rows = np.full(len(slots), -1, np.int32)
+        failed: dict[int, str] = {}
+        words: list[Words] = []
+        for place in self.has[slots].nonzero()[0].tolist():
+            row = self._rows[slots[place]]
+            assert row is not None, "a slot that has a grammar has a row"
+            try:
+                mask = self._mask(row, int(slots[place]), int(positions[place]))
+            except MatcherError as error:
+                row.error = failed[place] = str(error)
+                continue
+            rows[place] = len(words)
+            words.append(mask)
+        if not words:
+            return Masks(rows=NO_INTS, words=NO_MASKS, failed=failed)
+        return Masks(rows=rows, words=np.stack(words), failed=failed)
+
+    def _mask(self, row: _Row, slot: int, position: int) -> Words:
+        """Catch up with the tokens before `position`, then see what may stand there."""
+        if row.error or row.matcher is None:
+            raise MatcherError(row.error or "the grammar has no matcher")
+        known = self._tokens.tokens[slot, row.num_prompt_tokens : position].tolist()
+        if known != row.taken:
+            self._catch_up(row.matcher, row.taken, known)
+            row.taken = known
+        mask = row.matcher.mask()
+        if row.ends_late:
+            longer = without(mask, row.matcher.eos_ids)
+            return longer if longer.any() else mask
+        return mask
+
+    def _catch_up(self, matcher: Matcher, taken: Sequence[int], known: Sequence[int]) -> None:
+        same = 0
+        while same < min(len(taken), len(known)) and taken[same] == known[same]:
+            same += 1
+        matcher.go_back(len(taken) - same)
+        if len(known) > same:
+            matcher.take(known[same:])
+
+
+def _may_jump(admission: Admission) -> bool:
+    """Whether each step of the request, left with one token, would choose just that, with nothing
+    else to tell and no state to move."""
+    sampling: SamplingParams = admission.sampling
+    bans = (
+        admission.rules.banned_sequences
+        or sampling.allowed_token_ids is not None
+        or sampling.no_repeat_ngram_size
+        or (sampling.min_tokens and sampling.stop_token_ids)
+    )
+    return not (bans or sampling.mirostat or sampling.logprobs is not None)

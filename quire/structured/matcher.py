@@ -1,0 +1,127 @@
+"""Matcher: how far one answer has come in its grammar, and which tokens may follow.
+
+Wraps llguidance's matcher; knows tokens by id and no requests. Always holds: what it allows depends
+on its grammar and the tokens it has taken, on nothing else; a matcher that failed says so each time
+it is asked, and no other is touched by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.structured.vocabulary import LoadedVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Words = NDArray[np.uint32]
+# How many forced tokens are given out at once: a step computes no more for one row.
+MAX_FORCED = 64
+
+
+class MatcherError(Exception):
+    """A matcher cannot go on: its request fails, and no other."""
+
+
+class Matcher:
+    """Tokens go in by `take`; `mask` and `forced` tell of what may follow those taken so far."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LoadedVocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._mask: Words | None = None  # of the tokens taken so far, where it is known
+
+    def copy(self) -> Matcher:
+        """Another, as far as this one, that goes its own way."""
+        twin = Matcher(self._matcher.deep_copy(), self._vocabulary)
+        twin._mask = self._mask
+        return twin
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """The answer goes on with these. Raises MatcherError where the grammar forbids one."""
+        self._mask = None
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise MatcherError(f"the grammar does not allow the tokens chosen: {self._why()}")
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget the last tokens."""
+        self._mask = None
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise MatcherError(f"the grammar's state could not be taken back: {self._why()}")
+
+    def mask(self) -> Words:
+        """Which ids may follow: bit i % 32 of word i // 32; end tokens where the answer is
+        complete. Read only. Raises MatcherError where none may."""
+        if self._mask is None:
+            words = np.zeros(self._vocabulary.mask_words, np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if self._matcher.is_error():
+                raise MatcherError(f"the grammar's matcher failed: {self._why()}")
+            words = words[: self._vocabulary.num_words]
+            if not words.any():
+                raise MatcherError("the grammar leaves no token to go on with, and no end")
+            words.setflags(write=False)
+            self._mask = words
+        return self._mask
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer can only end here."""
+        if self._matcher.is_stopped():
+            return not self._matcher.is_error()
+        if not self._matcher.is_accepting():
+            return False
+        return not without(self.mask(), self._vocabulary.eos_ids).any()
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer where it is complete."""
+        return self._vocabulary.eos_ids
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether this token, chosen now, ends the answer instead of going on with it."""
+        return token_id in self._vocabulary.eos_ids and self._matcher.is_accepting()
+
+    def forced(self, *, most: int = MAX_FORCED) -> list[int]:
+        """The tokens that must follow, as long as just one may: taken, and at most MAX_FORCED.
+
+        None of them ends the answer. They are what masks alone would leave of each step.
+        """
+        taken: list[int] = []
+        # Cheap where nothing is forced; what it promises the masks must confirm.
+        if not self._matcher.compute_ff_tokens():
+            return taken
+        while len(taken) < min(most, MAX_FORCED) and not self._matcher.is_stopped():
+            token_id = only_id(self.mask())
+            if token_id is None or token_id in self._vocabulary.eos_ids:
+                break
+            self.take([token_id])
+            taken.append(token_id)
+        return taken
+
+    def _why(self) -> str:
+        said = self._matcher.get_error().split("<state>")[0].strip()
+        return said[:200] or "no reason was given"
+
+
+def only_id(mask: Words) -> int | None:
+    """The one id a mask allows; None where it allows several."""
+    words = mask.nonzero()[0]
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]])
+    if bits & (bits - 1):
+        return None
+    return int(words[0]) * 32 + bits.bit_length() - 1
+
+
+def without(mask: Words, token_ids: Sequence[int]) -> Words:
+    """A copy of a mask that does not allow these."""
+    fewer = mask.copy()
+    for id_ in token_ids:
+        fewer[id_ // 32] &= np.uint32(~(1 << (id_ % 32)) & 0xFFFFFFFF)
+    return fewer

@@ -1,0 +1,410 @@
+"""JSON schemas on their way to llguidance: what it does not know is said by what it knows.
+
+Rewritten where that allows exactly the same values: listed values are sifted by all that is said
+of them, dependencies and simple negations become alternatives, alternatives of which one can hold
+at most need no oneOf, and formats that no specification defines say nothing. The rest is left as
+it is, for llguidance to refuse by name. Knows JSON Schema's keywords, and where schemas stand in
+schemas; no tokens. Always holds: what comes out allows the same values as what went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from quire.structured.evaluate import Evaluator, Undecided, equal, resolved
+
+Schema = dict[str, Any]
+
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+_ONE = frozenset(
+    {
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    }
+)
+_LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_NAMED = frozenset(
+    {
+        "$defs",
+        "definitions",
+        "dependencies",
+        "dependentSchemas",
+        "patternProperties",
+        "properties",
+    }
+)
+# Formats some draft of JSON Schema defines. Any other is a note to people.
+DEFINED_FORMATS = frozenset(
+    {
+        "color",
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "host-name",
+        "hostname",
+        "idn-email",
+        "idn-hostname",
+        "ip-address",
+        "ipv4",
+        "ipv6",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "phone",
+        "regex",
+        "relative-json-pointer",
+        "style",
+        "time",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "utc-millisec",
+        "uuid",
+    }
+)
+_TYPES = ("null", "boolean", "object", "array", "number", "string")
+# Keywords with which a list of values is sifted here; llguidance takes the others itself.
+_SIFTED = frozenset({"not", "if", "contains", "uniqueItems", "oneOf", "dependencies"})
+MAX_DEPENDENCIES = 6  # each doubles the alternatives
+MAX_CHOICES = 64
+MAX_NEGATED_CHOICES = 5
+
+
+def for_llguidance(schema: Any) -> Any:
+    """The schema as llguidance is to read it. One that is wrong comes back as it is."""
+    try:
+        return _Rewriter(schema).rewritten(schema)
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return schema
+
+
+def path_of(schema: Any, keyword: str, value: Any = None) -> str:
+    """Where a schema has a keyword (with this value, if one is named), as "#/properties/a/not";
+    "" where it has none: the first in the order it is written."""
+    for path, at in each_schema(schema):
+        if keyword in at and (value is None or at[keyword] == value):
+            return "/".join([path, _escaped(keyword)])
+    return ""
+
+
+def each_schema(schema: Any, path: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All objects in a schema that are schemas themselves, with their paths; it first."""
+    if not isinstance(schema, Mapping):
+        return
+    yield path, schema
+    for keyword, value in schema.items():
+        below = f"{path}/{_escaped(keyword)}"
+        if keyword in _ONE and isinstance(value, Mapping):
+            yield from each_schema(value, below)
+        if keyword in _LISTS and isinstance(value, list):
+            for place, entry in enumerate(value):
+                yield from each_schema(entry, f"{below}/{place}")
+        if keyword in _NAMED and isinstance(value, Mapping):
+            for name, entry in value.items():
+                yield from each_schema(entry, f"{below}/{_escaped(name)}")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+class _Rewriter:
+    """Rewrites the parts of one document."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def rewritten(self, schema: Any) -> Any:
+        """A schema, and those within it, said in other words where that is needed."""
+        if not isinstance(schema, dict):
+            return schema
+        sifted = self._sifted(schema)
+        if sifted is not None:
+            return sifted
+        new = {keyword: self._below(keyword, value) for keyword, value in schema.items()}
+        if isinstance(new.get("format"), str) and new["format"] not in DEFINED_FORMATS:
+            del new["format"]
+        for rewrite in (self._without_dependencies, self._without_not, self._without_one_of):
+            new = rewrite(new)
+        return new
+
+    def _below(self, keyword: str, value: Any) -> Any:
+        if keyword in _LISTS and isinstance(value, list):
+            return [self.rewritten(entry) for entry in value]
+        if keyword in _ONE:
+            return self.rewritten(value)
+        if keyword in _NAMED and isinstance(value, dict):
+            return {name: self.rewritten(entry) for name, entry in value.items()}
+        return value
+
+    def _sifted(self, schema: Schema) -> Schema | None:
+        """The values a schema lists that fit all it says; None where llguidance needs no help, or
+        where there is no list or it cannot be decided."""
+        parts = [schema, *(one for one in schema.get("allOf", ()) if isinstance(one, dict))]
+        if all(_SIFTED.isdisjoint(part) for part in parts):
+            return None
+        lists = [
+            part["enum"] if "enum" in part else [part["const"]]
+            for part in parts
+            if "const" in part or isinstance(part.get("enum"), list)
+        ]
+        if not lists:
+            return None
+        try:
+            of = Evaluator(self._root)
+            kept = [value for value in min(lists, key=len) if of.allows(schema, value)]
+        except Undecided:
+            return None
+        return {"enum": kept}
+
+    def _without_dependencies(self, schema: Schema) -> Schema:
+        """If it has this, then also that: it has not this, or it has that."""
+        keywords = [
+            name
+            for name in ("dependencies", "dependentRequired", "dependentSchemas")
+            if isinstance(schema.get(name), dict)
+        ]
+        pairs = [(key, needs) for name in keywords for key, needs in schema[name].items()]
+        if not keywords or len(pairs) > MAX_DEPENDENCIES:
+            return schema
+        choices = [
+            {
+                "anyOf": [
+                    {"properties": {key: False}},
+                    {"required": [key, *needs]}
+                    if isinstance(needs, list)
+                    else _both({"properties": {key: True}, "required": [key]}, needs),
+                ]
+            }
+            for key, needs in pairs
+            if needs not in ([], {}, True)
+        ]
+        rest = {name: value for name, value in schema.items() if name not in keywords}
+        return _with(rest, choices)
+
+    def _without_not(self, schema: Schema) -> Schema:
+        if "not" not in schema:
+            return schema
+        negated = negation(schema["not"])
+        if negated is None:
+            return schema
+        rest = {name: value for name, value in schema.items() if name != "not"}
+        return _with(rest, [negated])
+
+    def _without_one_of(self, schema: Schema) -> Schema:
+        """Of alternatives that exclude each other exactly one holds where any does; others can be
+        made to, where they are easily negated."""
+        choices = schema.get("oneOf")
+        if not isinstance(choices, list) or len(choices) > MAX_CHOICES:
+            return schema
+        shown = [_within(schema, self._seen(choice)) for choice in choices]
+        if not all(_exclude(one, other) for at, one in enumerate(shown) for other in shown[:at]):
+            negated = [negation(choice) for choice in choices]
+            if len(choices) > MAX_NEGATED_CHOICES or any(one is None for one in negated):
+                return schema
+            choices = [
+                {"allOf": [choice, *negated[:at], *negated[at + 1 :]]}
+                for at, choice in enumerate(choices)
+            ]
+        rest = {name: value for name, value in schema.items() if name != "oneOf"}
+        if "anyOf" in rest:
+            return _with(rest, [{"anyOf": choices}])
+        return {**rest, "anyOf": choices}
+
+    def _seen(self, schema: Any) -> Any:
+        """What a reference alone names."""
+        for _ in range(8):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            try:
+                schema = resolved(self._root, schema["$ref"])
+            except Undecided:
+                return schema
+        return schema
+
+
+def negation(schema: Any) -> Any:
+    """A schema for what this one forbids; None where it is not a simple one."""
+    if isinstance(schema, bool):
+        return not schema
+    if not isinstance(schema, dict):
+        return None
+    said = {name: value for name, value in schema.items() if name not in _NOTES}
+    if not said:
+        return False
+    parts = [_negated(name, value) for name, value in said.items()]
+    if len(parts) > 1 and not _APART.issuperset(said):
+        return None  # keywords that look at each other
+    if any(part is None for part in parts):
+        return None
+    return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+def _negated(keyword: str, value: Any) -> Any:
+    rule = _NEGATIONS.get(keyword)
+    return None if rule is None else rule(value)
+
+
+def _not_types(value: Any) -> Any:
+    types = {value} if isinstance(value, str) else set(value) if isinstance(value, list) else None
+    if types is None or "integer" in types - ({"integer"} if "number" in types else set()):
+        return None  # numbers that are no integers have no type of their own
+    rest = [name for name in _TYPES if name not in types]
+    return {"type": rest} if rest else False
+
+
+def _not_required(value: Any) -> Any:
+    if not isinstance(value, list):
+        return None
+    lacks = [{"type": "object", "properties": {name: False}} for name in value]
+    return _either(lacks)
+
+
+def _not_properties(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return None
+    has = []
+    for name, schema in value.items():
+        other = negation(schema)
+        if other is None:
+            return None
+        if other is not False:
+            has.append({"type": "object", "properties": {name: other}, "required": [name]})
+    return _either(has)
+
+
+def _not_any(value: Any) -> Any:
+    parts = [negation(one) for one in value] if isinstance(value, list) else [None]
+    return None if any(part is None for part in parts) else {"allOf": parts}
+
+
+def _not_all(value: Any) -> Any:
+    parts = [negation(one) for one in value] if isinstance(value, list) else [None]
+    return None if any(part is None for part in parts) else _either(parts)
+
+
+def _beyond(kind: str, keyword: str, step: int) -> Callable[[Any], Any]:
+    """The other side of a bound."""
+
+    def negate(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        if step and (not isinstance(value, int) or value + step < 0):
+            return False if value == 0 and step < 0 else None
+        return {"type": kind, keyword: value + step}
+
+    return negate
+
+
+_NEGATIONS: Mapping[str, Callable[[Any], Any]] = {
+    "not": lambda value: value,
+    "type": _not_types,
+    "required": _not_required,
+    "properties": _not_properties,
+    "anyOf": _not_any,
+    "allOf": _not_all,
+    "minimum": _beyond("number", "exclusiveMaximum", 0),
+    "maximum": _beyond("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": _beyond("number", "maximum", 0),
+    "exclusiveMaximum": _beyond("number", "minimum", 0),
+    "minLength": _beyond("string", "maxLength", -1),
+    "maxLength": _beyond("string", "minLength", 1),
+    "minItems": _beyond("array", "maxItems", -1),
+    "maxItems": _beyond("array", "minItems", 1),
+}
+_NOTES = frozenset({"$comment", "comment", "description", "title"})
+# Keywords that say what they say whatever stands beside them.
+_APART = frozenset(_NEGATIONS)
+
+
+def _either(schemas: list[Any]) -> Any:
+    if not schemas:
+        return False
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _both(one: Any, other: Any) -> Any:
+    return {"allOf": [one, other]}
+
+
+def _with(schema: Schema, more: list[Any]) -> Schema:
+    """A schema that also has to fit these."""
+    if not more:
+        return schema
+    return {**schema, "allOf": [*schema.get("allOf", []), *more]}
+
+
+def _within(schema: Schema, choice: Any) -> Any:
+    """A choice with what stands beside all choices: the type, and what is required."""
+    if not isinstance(choice, dict):
+        return choice
+    required = [*schema.get("required", []), *choice.get("required", [])]
+    beside = {"type": schema["type"]} if "type" in schema else {}
+    return {**beside, **choice, "required": required}
+
+
+def _exclude(one: Any, other: Any) -> bool:
+    """Whether no value can fit both, as far as it is plain to see."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one is False or other is False
+    types, other_types = _types(one), _types(other)
+    if types is not None and other_types is not None:
+        if not types & other_types:
+            return True
+        if types == other_types == {"object"}:
+            return _exclude_as_objects(one, other)
+    values, other_values = _values(one), _values(other)
+    if values is not None and other_values is not None:
+        return not any(equal(value, known) for value in values for known in other_values)
+    return False
+
+
+def _exclude_as_objects(one: Schema, other: Schema) -> bool:
+    """By a property that one of them must have and that cannot fit both, or that the other must not
+    have."""
+    for a, b in ((one, other), (other, one)):
+        a_has, b_has = a.get("properties", {}), b.get("properties", {})
+        if not isinstance(a_has, dict) or not isinstance(b_has, dict):
+            return False
+        required = a.get("required", [])
+        if not isinstance(required, list):
+            return False
+        closed = b.get("additionalProperties") is False and "patternProperties" not in b
+        for name in required:
+            if name not in b_has:
+                if closed:
+                    return True
+                continue
+            needed = name in b.get("required", [])
+            if b_has[name] is False:
+                return True
+            if needed and name in a_has and _exclude(a_has[name], b_has[name]):
+                return True
+    return False
+
+
+def _types(schema: Schema) -> set[str] | None:
+    """The types a schema allows; integers are numbers."""
+    named = schema.get("type")
+    if named is None:
+        return None
+    names = {named} if isinstance(named, str) else set(named)
+    return {"number" if name == "integer" else name for name in names}
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None

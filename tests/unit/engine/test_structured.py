@@ -1,0 +1,232 @@
+"""Structured output in a whole engine: answers are what was asked for, however they are made."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, choice, grammar, json_schema, regex
+from quire.base.records import FinishReason
+from quire.engine import assemble
+from quire.structured import compiler as compiling
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "is_here": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+    },
+    "required": ["name", "is_here", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, Grammar] = {
+    "schema": json_schema(SCHEMA),
+    "regex": regex("[a-z]{2,6} [0-9]{2}"),
+    "choice": choice(["a cat", "a camel", "a cat and a camel"]),
+    "grammar": grammar('start: "<" item ("|" item){0,3} ">"\nitem: /[a-z]{1,4}/'),
+}
+PROMPTS = ["Tom is a boy.", "Say it in JSON: Anna has a red ball.", "Hello"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_num_seqs=8, num_threads=1) as llm:
+        yield llm
+
+
+def ids(llm: LLM, sampling: SamplingParams) -> list[tuple[tuple[int, ...], str]]:
+    """Token ids and finish reason of each choice of each prompt."""
+    answers = llm.generate(PROMPTS, sampling)
+    assert all(output.error is None for answer in answers for output in answer.outputs)
+    return [
+        (output.token_ids, output.finish_reason) for answer in answers for output in answer.outputs
+    ]
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_every_answer_is_what_the_grammar_allows(llm: LLM, kind: str, temperature: float) -> None:
+    sampling = SamplingParams(
+        n=4 if temperature else 1,
+        temperature=temperature,
+        seed=3,
+        max_tokens=120,
+        structured_outputs=GRAMMARS[kind],
+    )
+    for answer in llm.generate(PROMPTS, sampling):
+        for output in answer.outputs:
+            assert (output.finish_reason, output.error) == (FinishReason.STOP, None)
+            if kind == "schema":
+                jsonschema.validate(json.loads(output.text), SCHEMA)
+            elif kind == "choice":
+                assert output.text in json.loads(GRAMMARS[kind].text)
+            else:
+                pattern = (
+                    r"[a-z]{2,6} \d\d" if kind == "regex" else r"<[a-z]{1,4}(\|[a-z]{1,4}){0,3}>"
+                )
+                import re
+
+                assert re.fullmatch(pattern, output.text)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {},
+        {"n": 3},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.0},
+        {"min_tokens": 30},
+        {"ignore_eos": True},
+        {"stop": ('"is',)},
+        {"max_tokens": 9},
+        {"max_tokens": 2},
+        {"mirostat": 2},
+        {"dry_multiplier": 0.8, "xtc_probability": 0.5},
+        {"bad_words": ("zebra",)},
+        {"logit_bias": {100: 5.0}},
+        {"stop_token_ids": (30,)},
+        {"best_of": 2},
+    ],
+    ids=str,
+)
+def test_jumping_ahead_gives_the_ids_of_single_steps(
+    wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = []
+    for settings in ({"jump_ahead": True}, {"jump_ahead": False}):
+        plain = assemble.ModelRunner
+
+        def runner(*args: Any, _plain: Any = plain, _more: Any = settings, **kwargs: Any) -> Any:
+            return _plain(*args, **kwargs, **_more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(assemble, "ModelRunner", runner)
+            with LLM(max_num_seqs=4, num_threads=1) as llm:
+                given = {"seed": 5, "max_tokens": 100, **wishes}
+                sampling = SamplingParams(structured_outputs=GRAMMARS["schema"], **given)
+                got.append(ids(llm, sampling))
+    assert got[0] == got[1]
+
+
+def test_plans_in_flight_and_preemption_change_no_id(llm: LLM) -> None:
+    sampling = SamplingParams(n=3, seed=9, max_tokens=80, structured_outputs=GRAMMARS["schema"])
+    wanted = ids(llm, sampling)
+    with LLM(max_num_seqs=4, num_threads=1, plans_in_flight=2) as overlapping:
+        assert ids(overlapping, sampling) == wanted
+    with LLM(
+        max_num_seqs=8, num_threads=1, max_model_len=128, kv_cache_memory_bytes=2_000_000
+    ) as small:
+        assert ids(small, sampling) == wanted
+
+
+def test_tokens_that_are_certain_share_a_step(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=80)
+    plain = SamplingParams(temperature=0.0, max_tokens=80, structured_outputs=GRAMMARS["schema"])
+    told = SamplingParams(
+        temperature=0.0, max_tokens=80, logprobs=0, structured_outputs=GRAMMARS["schema"]
+    )
+    llm.generate(PROMPTS[:1], sampling)
+    steps = []
+    for one in (plain, told):
+        before = llm.stats.steps_total if hasattr(llm, "stats") else 0
+        [answer] = llm.generate(PROMPTS[:1], one)
+        steps.append(((llm.stats.steps_total if hasattr(llm, "stats") else 0) - before, answer))
+    assert steps[0][1].token_ids == steps[1][1].token_ids
+    assert len(steps[1][1].logprobs) == len(steps[1][1].token_ids)
+
+
+def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
+    """Of the raw logits: the same first alternatives as without a grammar."""
+    asked = {"temperature": 0.0, "max_tokens": 1, "logprobs": 3}
+    [free] = llm.generate(PROMPTS[:1], SamplingParams(**asked))
+    [held] = llm.generate(
+        PROMPTS[:1], SamplingParams(**asked, structured_outputs=GRAMMARS["schema"])
+    )
+    assert [token.token_id for token in held.logprobs[0].top] == [
+        token.token_id for token in free.logprobs[0].top
+    ]
+    assert held.logprobs[0].logprob < free.logprobs[0].logprob
+
+
+def test_an_answer_that_may_go_on_does_while_ends_are_kept_away(llm: LLM) -> None:
+    endless = regex("(ab)*")
+    sampling = SamplingParams(seed=1, max_tokens=20, structured_outputs=endless)
+    for wishes in ({"ignore_eos": True}, {"min_tokens": 20}):
+        [answer] = llm.generate(PROMPTS[:1], sampling.changed(**wishes))
+        assert answer.finish_reason == FinishReason.LENGTH
+        assert len(answer.token_ids) == 20
+        assert set(answer.text) == {"a", "b"}
+    [answer] = llm.generate(
+        PROMPTS[:1],
+        SamplingParams(
+            seed=1, max_tokens=20, min_tokens=15, structured_outputs=choice(["yes", "no"])
+        ),
+    )
+    assert answer.text in ("yes", "no")
+    assert answer.finish_reason == FinishReason.STOP
+
+
+def test_where_bans_leave_nothing_one_choice_fails_and_says_so(llm: LLM) -> None:
+    good = SamplingParams(max_tokens=20, seed=1, structured_outputs=GRAMMARS["schema"])
+    bad = SamplingParams(max_tokens=20, allowed_token_ids=(50, 51), structured_outputs=regex("x+"))
+    answers = llm.generate(PROMPTS[:2], [good, bad])
+    assert answers[0].outputs[0].error is None
+    assert answers[1].finish_reason == FinishReason.ERROR
+    assert "all that the grammar allows here is banned" in str(answers[1].outputs[0].error)
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_and_the_others_go_on(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match=r"uniqueItems \(at #/uniqueItems\)"):
+        llm.generate(
+            PROMPTS[:1], SamplingParams(structured_outputs=json_schema({"uniqueItems": True}))
+        )
+    with pytest.raises(InvalidParameter, match="use_beam_search"):
+        SamplingParams(
+            use_beam_search=True, n=2, temperature=0.0, structured_outputs=GRAMMARS["regex"]
+        )
+    assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3))[0].outputs[0].error is None
+
+
+def test_while_a_grammar_compiles_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = compiling.llguidance_grammar
+    slow = regex("slow[0-9]")
+
+    def source(asked: Grammar, names: frozenset[str]) -> str:
+        if asked.text == slow.text:
+            time.sleep(1.0)
+        return plain(asked, names)
+
+    monkeypatch.setattr(compiling, "llguidance_grammar", source)
+    with LLM(max_num_seqs=4, num_threads=1) as llm:
+        sampling = SamplingParams(max_tokens=12, seed=1)
+        answers = llm.generate(PROMPTS[:2], [sampling.changed(structured_outputs=slow), sampling])
+    first, other = (answer.outputs[0] for answer in answers)
+    assert first.text.startswith("slow")
+    assert other.error is None
+
+
+def test_the_threads_that_compile_end_with_the_engine() -> None:
+    with LLM(max_num_seqs=2, num_threads=1) as llm:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, structured_outputs=regex("x+y")))
+        assert "quire-grammar" in {thread.name for thread in threading.enumerate()}
+        mine = [one for one in threading.enumerate() if one.name.startswith("quire-grammar")]
+    for thread in mine[-1:]:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_an_object_of_vllms_form_is_a_grammar() -> None:
+    assert SamplingParams(structured_outputs={"regex": "a+"}).structured_outputs == regex("a+")  # type: ignore[arg-type]
+    for wrong in ({}, {"regex": "a", "choice": ["b"]}, {"backend": "x"}, {"json_object": 1}, 3):
+        with pytest.raises(InvalidParameter, match="structured_outputs"):
+            SamplingParams(structured_outputs=wrong)  # type: ignore[arg-type]

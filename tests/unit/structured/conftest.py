@@ -1,0 +1,83 @@
+"""A compiler over the tokens of the model in the box, and ways to ask what its grammars allow."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.base.grammar import Grammar
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.matcher import Matcher, MatcherError
+from quire.structured.vocabulary import Vocabulary
+from quire.text.tokenizer import Tokenizer
+
+BOX = Path(quire.__file__).parent / "models" / "box"
+EOS = 1
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(BOX)
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(
+        token_bytes=[tokenizer.token_bytes(id_) for id_ in range(tokenizer.vocab_size)],
+        special_ids=tokenizer.special_ids,
+        eos_ids=(EOS,),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+
+
+@pytest.fixture(scope="session")
+def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
+    return GrammarCompiler(lambda: vocabulary, now_ms=lambda: 1000 * time.monotonic())
+
+
+Accepts = Callable[[Grammar, str], bool]
+
+
+@pytest.fixture(scope="session")
+def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Accepts:
+    """Whether a text may be the whole answer: each token is in the mask before it, and the end
+    token is in the mask after the last, or nothing else may come."""
+
+    def accepts(grammar: Grammar, text: str) -> bool:
+        matcher = compiler.matcher(grammar)
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            try:
+                if not allows(matcher, token_id):
+                    # where text is certain its own tokens are; another way to cut it is not
+                    return _accepts_bytes(compiler.matcher(grammar), tokenizer, text)
+                matcher.take([token_id])
+            except MatcherError:
+                return False
+        return matcher.is_complete or allows(matcher, EOS)
+
+    return accepts
+
+
+def _accepts_bytes(matcher: Matcher, tokenizer: Tokenizer, text: str) -> bool:
+    """Token by token without looking at masks: what is taken at all."""
+    try:
+        matcher.take(tokenizer.encode(text, add_special_tokens=False))
+        return matcher.is_complete or allows(matcher, EOS)
+    except MatcherError:
+        return False
+
+
+def allows(matcher: Matcher, token_id: int) -> bool:
+    """Whether a matcher's mask has a token."""
+    return bool(int(matcher.mask()[token_id // 32]) >> (token_id % 32) & 1)
+
+
+def told(value: Any) -> str:
+    """JSON as answers have it."""
+    return json.dumps(value, ensure_ascii=False)

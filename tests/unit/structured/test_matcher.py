@@ -1,0 +1,180 @@
+"""Matchers: what each kind of grammar allows, token by token; what is certain; what is complete."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.base.grammar import (
+    Grammar,
+    choice,
+    grammar,
+    json_object,
+    json_schema,
+    regex,
+    structural_tag,
+)
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.matcher import Matcher, MatcherError, only_id, without
+from quire.structured.vocabulary import Vocabulary
+from quire.text.tokenizer import Tokenizer
+from tests.unit.structured.conftest import EOS, Accepts, allows
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [{"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}],
+    "triggers": ["<call"],
+}
+KINDS: dict[str, tuple[Grammar, list[str], list[str]]] = {
+    "schema": (
+        json_schema(PERSON),
+        ['{"name": "Ann", "age": 3}', '{"name": "", "age": -20}'],
+        ['{"name":"Ann","age":3}', '{"name": "Annabel", "age": 3}', '{"name": "Ann"}', "Ann"],
+    ),
+    "compact": (
+        json_schema(PERSON, whitespace=""),
+        ['{"name":"Ann","age":3}'],
+        ['{"name": "Ann", "age": 3}'],
+    ),
+    "any white space": (
+        json_schema(PERSON, whitespace="[ \n]{0,4}"),
+        ['{\n"name": "Ann",\n"age": 3\n}', '{"name":"Ann","age":3}'],
+        ['{"name":      "Ann","age":3}'],
+    ),
+    "object": (json_object(), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '"a"']),
+    "regex": (regex("[0-9]{3}-[a-z]+"), ["123-abc"], ["12-abc", "123-", "x123-a"]),
+    "choice": (choice(["yes", "yes please", 'a "no"\n']), ["yes", 'a "no"\n'], ["yes ", "no"]),
+    "lark": (
+        grammar('start: "x" item ("," item)*\nitem: /[a-z]+/ | %json {"type": "boolean"}'),
+        ["xabc", "xabc,true,d"],
+        ["x", "abc", "x1"],
+    ),
+    "gbnf": (
+        grammar('root ::= "(" root ")" | [0-9]+'),
+        ["((12))", "7"],
+        ["((12)", "()"],
+    ),
+    "tag": (
+        structural_tag(TAG),
+        ["free text", "well <call>12</call> then", "<call>1</call><call>2</call>"],
+        ["<call>twelve</call>", "<call>12"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grammar_takes_what_it_says_and_nothing_else(kind: str, accepts: Accepts) -> None:
+    allowed, texts, others = KINDS[kind]
+    assert [text for text in texts if not accepts(allowed, text)] == []
+    assert [text for text in others if accepts(allowed, text)] == []
+
+
+def test_a_mask_has_the_end_only_where_the_answer_is_complete(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    matcher = compiler.matcher(regex("ab[0-9]*"))
+    assert not allows(matcher, EOS)
+    matcher.take(tokenizer.encode("ab", add_special_tokens=False))
+    assert allows(matcher, EOS)
+    assert not matcher.is_complete
+    assert not allows(matcher, 0)
+    assert not without(matcher.mask(), [EOS])[0] & 2
+
+
+def test_a_complete_answer_needs_no_end_token(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    matcher = compiler.matcher(choice(["yes", "no"]))
+    assert not matcher.is_complete
+    matcher.take(tokenizer.encode("no", add_special_tokens=False))
+    assert matcher.is_complete
+
+
+def test_a_token_the_grammar_forbids_fails_that_matcher_alone(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    one, other = compiler.matcher(regex("[0-9]+")), compiler.matcher(regex("[0-9]+"))
+    with pytest.raises(MatcherError, match="does not allow"):
+        one.take(tokenizer.encode("x", add_special_tokens=False))
+    with pytest.raises(MatcherError, match="matcher failed"):
+        one.mask()
+    other.take(tokenizer.encode("7", add_special_tokens=False))
+    assert allows(other, EOS)
+
+
+def test_a_matcher_goes_back_and_a_copy_goes_its_own_way(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    matcher = compiler.matcher(json_schema(PERSON))
+    first = matcher.mask().copy()
+    matcher.take(tokenizer.encode('{"name": "', add_special_tokens=False)[:3])
+    twin, behind = matcher.copy(), matcher.mask().copy()
+    matcher.go_back(3)
+    assert (matcher.mask() == first).all()
+    assert (twin.mask() == behind).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(sorted(KINDS)))
+def test_what_is_forced_is_what_masks_leave_one_by_one(
+    seed: int, kind: str, compiler: GrammarCompiler
+) -> None:
+    draw = np.random.default_rng(seed)
+    jumps, steps = (compiler.matcher(KINDS[kind][0]) for _ in range(2))
+    for _ in range(40):
+        forced = jumps.forced()
+        for token_id in forced:
+            assert only_id(steps.mask()) == token_id
+            steps.take([token_id])
+        if jumps.is_complete:
+            assert steps.is_complete
+            return
+        assert (jumps.mask() == steps.mask()).all()
+        token_id = int(draw.choice(ids_of(jumps)))
+        if token_id == EOS:
+            return
+        for matcher in (jumps, steps):
+            matcher.take([token_id])
+
+
+def test_of_an_object_most_is_certain(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    forced = compiler.matcher(json_schema(PERSON)).forced()
+    assert tokenizer.decode(forced) == '{"name": "'
+    assert len(compiler.matcher(json_schema(PERSON)).forced(most=2)) == 2
+
+
+def test_a_model_without_an_end_token_can_still_complete_an_answer(vocabulary: Vocabulary) -> None:
+    endless = Vocabulary(
+        token_bytes=vocabulary.token_bytes,
+        special_ids=vocabulary.special_ids,
+        eos_ids=(),
+        encode=vocabulary.encode,
+    )
+    matcher = GrammarCompiler(lambda: endless, now_ms=lambda: 0.0).matcher(regex("ab?"))
+    matcher.take(vocabulary.encode("a"))
+    assert not matcher.is_complete
+    assert ids_of(matcher) == vocabulary.encode("b")
+    matcher.take(vocabulary.encode("b"))
+    assert matcher.is_complete
+
+
+def test_a_special_token_is_named_and_is_no_text(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, accepts: Accepts
+) -> None:
+    matcher = compiler.matcher(grammar('start: "a" <|user|> "b"'))
+    matcher.take(tokenizer.encode("a", add_special_tokens=False))
+    assert ids_of(matcher) == [tokenizer.token_id("<|user|>")]
+    assert not set(ids_of(compiler.matcher(regex("(?s:.*)")))) & (tokenizer.special_ids - {EOS})
+
+
+def ids_of(matcher: Matcher) -> list[int]:
+    """The ids a matcher's mask allows."""
+    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+    return [int(id_) for id_ in bits.nonzero()[0]]

@@ -1,0 +1,208 @@
+"""Schemas in llguidance's words: what is rewritten allows the same values, as `jsonschema` says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import json_schema
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.evaluate import Evaluator, Undecided, equal
+from quire.structured.schema import for_llguidance, negation, path_of
+from tests.unit.structured.conftest import Accepts, told
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2.5, 7, "", "a", "ab", "abc", [], [1], [1, 2], ["a", "a"]),
+    *({}, {"a": 1}, {"b": 2}, {"a": 1, "b": 2}, {"a": "x", "c": None}, {"kind": "x", "n": 1}),
+    {"kind": "y", "s": "t"},
+]
+_KIND_X = {
+    "type": "object",
+    "properties": {"kind": {"const": "x"}, "n": {"type": "integer"}},
+    "required": ["kind", "n"],
+}
+_KIND_Y = {
+    "type": "object",
+    "properties": {"kind": {"const": "y"}, "s": {"type": "string"}},
+    "required": ["kind", "s"],
+}
+REWRITTEN: dict[str, Any] = {
+    "listed values and not": {"enum": VALUES, "not": {"type": ["string", "object"]}},
+    "listed values and contains": {"enum": VALUES, "contains": {"const": 2}},
+    "listed values that differ": {"enum": VALUES, "type": "array", "uniqueItems": True},
+    "listed values, if and else": {
+        "enum": VALUES,
+        "if": {"type": "object"},
+        "then": {"required": ["a"]},
+        "else": {"not": {"type": "number"}},
+    },
+    "a list within all of": {"allOf": [{"enum": VALUES}, {"not": {"not": {"minLength": 2}}}]},
+    "one of listed values": {"enum": VALUES, "oneOf": [{"minimum": 1}, {"type": "integer"}]},
+    "not types": {"not": {"type": ["object", "array", "null", "number"]}},
+    "not required": {"not": {"required": ["a"]}},
+    "not two required": {"not": {"required": ["a", "b"]}},
+    "not properties": {"not": {"properties": {"a": {"type": "number"}}}},
+    "not not": {"not": {"not": {"type": "string", "maxLength": 1}}},
+    "not any": {
+        "type": ["number", "string"],
+        "not": {"anyOf": [{"type": "number"}, {"minLength": 2}]},
+    },
+    "not all": {"not": {"allOf": [{"type": "object"}, {"required": ["b"]}]}},
+    "not bounds": {"type": "number", "not": {"maximum": 0}},
+    "not long": {"type": "string", "not": {"minLength": 2}},
+    "not of several parts": {"not": {"type": "object", "required": ["a"]}},
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "dependent schemas": {
+        "type": "object",
+        "dependentSchemas": {"kind": {"properties": {"n": {"minimum": 1}}, "required": ["n"]}},
+    },
+    "dependent required": {"type": "object", "dependentRequired": {"a": ["b"], "kind": []}},
+    "one of types": {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+    "one of kinds": {"oneOf": [_KIND_X, _KIND_Y]},
+    "one of references": {
+        "oneOf": [{"$ref": "#/definitions/x"}, {"$ref": "#/definitions/y"}],
+        "definitions": {"x": _KIND_X, "y": _KIND_Y},
+    },
+    "one of required": {
+        "type": "object",
+        "properties": {"a": {}, "b": {}},
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "one of kinds that must be there": {
+        "type": "object",
+        "properties": {"kind": {"type": "string"}},
+        "required": ["kind"],
+        "oneOf": [
+            {"properties": {"kind": {"enum": ["x"]}}},
+            {"properties": {"kind": {"const": "y"}, "s": {"const": "u"}}},
+        ],
+    },
+    "one of closed objects": {
+        "oneOf": [
+            {"type": "object", "properties": {"a": {}}, "required": ["a"]},
+            {"type": "object", "properties": {"b": {}}, "additionalProperties": False},
+        ]
+    },
+}
+
+
+def judge_of(schema: Any) -> Any:
+    """jsonschema's validator of the last draft that has all the schema's keywords."""
+    if "dependencies" in schema:
+        return jsonschema.Draft7Validator(schema)
+    return jsonschema.Draft201909Validator(schema)
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_what_is_rewritten_allows_the_same_values(name: str, accepts: Accepts) -> None:
+    schema = REWRITTEN[name]
+    judge = judge_of(schema)
+    rewritten = jsonschema.Draft201909Validator(for_llguidance(schema))
+    wanted = [value for value in VALUES if judge.is_valid(value)]
+    assert wanted
+    assert len(wanted) < len(VALUES)
+    assert [value for value in VALUES if rewritten.is_valid(value)] == wanted
+    grammar = json_schema(schema)
+    assert [value for value in VALUES if accepts(grammar, told(value))] == wanted
+
+
+def test_what_needs_no_help_is_left_as_it_is() -> None:
+    for schema in (
+        {"type": "object", "properties": {"not": {"type": "string"}, "format": {"const": 1}}},
+        {"type": "string", "format": "date-time", "minLength": 3},
+        {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+        {"not": {"pattern": "a"}},
+        True,
+        {"allOf": 3, "oneOf": "x", "enum": 7, "type": [{}], "dependencies": 4},
+    ):
+        assert for_llguidance(schema) == schema
+
+
+def test_a_format_nobody_defines_says_nothing_and_a_defined_one_is_kept() -> None:
+    assert for_llguidance({"type": "string", "format": "topic"}) == {"type": "string"}
+    assert for_llguidance({"type": "string", "format": "iri"})["format"] == "iri"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (
+            {"properties": {"a/b": {"type": "array", "items": {"uniqueItems": True}}}},
+            "uniqueItems (at #/properties/a~1b/items/uniqueItems)",
+        ),
+        ({"properties": {"not": {}}, "contains": {"const": 1}}, "contains (at #/contains)"),
+        (
+            {"anyOf": [{}, {"if": {}, "then": {}}]},
+            "if (at #/anyOf/1/if), then (at #/anyOf/1/then)",
+        ),
+        ({"items": {"not": {"pattern": "a"}}}, "not (at #/items/not)"),
+        ({"items": {"format": "iri"}}, '"iri" (at #/items/format)'),
+        ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
+        ({"$ref": "#/definitions/absent"}, "does not exist"),
+        ({"type": "thing"}, "Invalid type: thing"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength (5) is greater"),
+        ({"enum": [1, 2], "not": {"type": "integer"}}, "Unsatisfiable"),
+        (False, "schema is false"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_by_keyword_and_path(
+    schema: Any, said: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(InvalidParameter) as error:
+        compiler.matcher(json_schema(schema, param="response_format"))
+    assert said in str(error.value)
+    assert str(error.value).startswith("response_format: the schema ")
+    assert error.value.param == "response_format"
+    assert "<state>" not in str(error.value)
+
+
+def test_the_path_is_that_of_a_keyword_not_of_a_property_of_its_name() -> None:
+    schema = {"properties": {"not": {"type": "string"}}, "items": [{}, {"not": {}}]}
+    assert path_of(schema, "not") == "#/items/1/not"
+    assert path_of(schema, "contains") == ""
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "a"}, {"items": {}}, {"multipleOf": 2}, 3])
+def test_what_is_not_plainly_negated_is_not_negated(schema: Any) -> None:
+    assert negation(schema) is None
+
+
+def test_the_evaluator_guesses_nothing() -> None:
+    beyond: list[Any] = [
+        {"pattern": "a"},
+        {"patternProperties": {}},
+        {"$ref": "https://example.com"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "#", "type": "string"},
+        {"minimum": True},
+        {"multipleOf": 0.1},
+        {"unevaluatedItems": False},
+        {"enum": 3},
+        [],
+    ]
+    for schema in beyond:
+        with pytest.raises(Undecided):
+            Evaluator(schema).allows(schema, 5)
+    loop = {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}
+    with pytest.raises(Undecided):
+        Evaluator(loop).allows(loop, 1)
+
+
+def test_values_are_equal_as_json_has_it() -> None:
+    assert equal({"a": [1, 2.0]}, {"a": [1.0, 2]})
+    assert not equal(True, 1)
+    assert not equal([0], [False])
+    assert not equal({"a": 1}, {"b": 1})
+
+
+@pytest.mark.parametrize("name", sorted(REWRITTEN))
+def test_the_evaluator_judges_as_jsonschema_does(name: str) -> None:
+    schema = REWRITTEN[name]
+    judge = judge_of(schema)
+    for value in VALUES:
+        assert Evaluator(schema).allows(schema, value) == judge.is_valid(value), json.dumps(value)
