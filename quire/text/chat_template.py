@@ -210,6 +210,14 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
 
+    def reads(self, name: str, *, tools: object = None, chat_template: str | None = None) -> bool:
+        """Whether a variable of this name can change what the template renders."""
+        return name in self._named(chat_template, tools).variables
+
+    def source(self, *, tools: object = None, chat_template: str | None = None) -> str:
+        """The text of the template that renders such a conversation."""
+        return self._named(chat_template, tools).source
+
     def check_reads(
         self, name: str, *, tools: object = None, chat_template: str | None = None
     ) -> None:

@@ -38,16 +38,24 @@ class Vocabulary(Protocol):
 class Detokenizer:
     """State of one stream.
 
-    skip_special_tokens: special tokens have no text. continues: the stream goes on after other
-    text, so that a leading space is part of it (at the start of a text it is not).
+    skip_special_tokens: special tokens have no text, but those of shown_ids. continues: the stream
+    goes on after other text, so that a leading space is part of it (at the start of a text it is
+    not).
     """
 
     def __init__(
-        self, tokenizer: Vocabulary, skip_special_tokens: bool = True, *, continues: bool = False
+        self,
+        tokenizer: Vocabulary,
+        skip_special_tokens: bool = True,
+        *,
+        continues: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         pieces = tokenizer.pieces
         self._pieces = pieces
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        if shown_ids:
+            self._skipped -= shown_ids
         self._run: _Run = _Utf8Run() if pieces.rules.byte_level else _FallbackRun()
         self._opens = not continues
         strip_character, num_strip = pieces.rules.strip

@@ -112,6 +112,30 @@ def _check_calls(at: int, calls: Any) -> None:
             f"messages[{at}].tool_calls is {show(calls)}; a list of objects is allowed",
             param="messages",
         )
+    for index, call in enumerate(calls or ()):
+        _check_call(f"messages[{at}].tool_calls[{index}]", call)
+
+
+def _check_call(place: str, call: Mapping[str, Any]) -> None:
+    """A call of a function by name; its arguments a text, or an object as some programs send."""
+    if call.get("type", "function") != "function":
+        raise InvalidParameter(
+            f'{place}.type is {show(call["type"])}; "function" is allowed', param="messages"
+        )
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidParameter(
+            f"{place}.function is {show(function)}; an object with the function's name is needed",
+            param="messages",
+        )
+    arguments = function.get("arguments", "")
+    if arguments is not None and not isinstance(arguments, str | Mapping):
+        raise InvalidParameter(
+            f"{place}.function.arguments is {show(arguments)}; the text of a JSON object is "
+            "allowed",
+            param="messages",
+        )
 
 
 def _check_part(at: int, part: Any) -> None:

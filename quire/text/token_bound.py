@@ -39,7 +39,7 @@ def most_bytes_a_token(backend: tokenizers.Tokenizer, vocabulary: Set[str]) -> i
         return None
     # Text may match an added token after it was normalized, and so may have been taken apart.
     apart = [unicodedata.normalize("NFKD", token.content) for token in added]
-    longest = max(len(token.encode()) for token in (*vocabulary, *apart))
+    longest = max(map(len, map(str.encode, (*vocabulary, *apart))))
     return longest * math.prod(factors)
 
 

@@ -235,7 +235,7 @@ def _past_the_model(
     Checkpoints with an added token or two past their table are common (a padding token, a picture
     of the model's larger siblings): they run, and only a text that spells such a token is refused.
     """
-    if not vocab_size:
+    if not vocab_size or max(vocabulary.values(), default=-1) < vocab_size:
         return {}
     past = {id_: token for token, id_ in vocabulary.items() if id_ >= vocab_size}
     ordinary = sorted(past.keys() - added.keys())

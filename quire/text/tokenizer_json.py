@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import binascii
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,9 @@ MAX_PIECE_CHARS = 10_000
 MAX_GROWTH = 64
 _MAX_PREFIX_CHARS = 1_000
 _LFS_POINTER = b"version https://git-lfs"
-# Without these no file has a character map or a Unigram model: an escape could spell either.
-_WORTH_PARSING = (b"Unigram", b"Precompiled", b"\\u")
+# Without these no file has a character map or a Unigram model: escaped letters could spell either.
+_WORTH_PARSING = (b"Unigram", b"Precompiled")
+_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 
 
 @contextmanager
@@ -47,7 +49,7 @@ def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer in a file. Raises TokenizerError naming it."""
     raw = file.read_bytes()
     check_no_pointer(file, raw)
-    if any(mark in raw for mark in _WORTH_PARSING):
+    if any(mark in raw for mark in _WORTH_PARSING) or _ESCAPED_LETTER.search(raw):
         _check_content(file, raw)
     with library_errors_become(lambda why: _unreadable(file, why)):
         try:

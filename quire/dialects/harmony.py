@@ -1,0 +1,75 @@
+"""gpt-oss's channels: messages with a header each, which says who speaks, where, and to whom.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+
+The prompt ends with <|start|>assistant, so an answer begins in a header. Channel analysis is
+reasoning; a message to functions.NAME is a call, its body the arguments; all other bodies are
+content. A text that has no header is content as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.dialects.reader import Markers, Parse, Reader, ignore
+from quire.dialects.said import Sink
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+_BODY_ENDS = Markers((START, END, CALL, RETURN))
+_HEADER_ENDS = Markers((MESSAGE, START, END, CALL, RETURN))
+_TO = re.compile(r"\bto=([^\s<]+)")
+_IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def read_harmony(reader: Reader, sink: Sink, *, calls: bool) -> Parse[None]:
+    """Messages, one after the other. calls: whether any may be a call."""
+    if (yield from _has_no_header(reader)):
+        yield from reader.until(_BODY_ENDS, sink.content)
+    while True:
+        begun_at = reader.at_chars
+        header: list[str] = []
+        mark = yield from reader.until(_HEADER_ENDS, header.append)
+        if not mark:
+            _give_back(sink, "".join(header))
+            return
+        if mark != MESSAGE:
+            continue
+        mark = yield from _body(reader, sink, "".join(header), begun_at, calls=calls)
+        if not mark:
+            return
+        if mark != START:
+            yield from reader.until(Markers((START,)), ignore)
+
+
+def _has_no_header(reader: Reader) -> Parse[bool]:
+    """Whether the text opens like none of the things that can stand in a header."""
+    for opening in (CHANNEL, START, MESSAGE, "to="):
+        if (yield from reader.opens_with(opening)):
+            reader.unread(opening)
+            return False
+    return bool((yield from reader.peek()))
+
+
+def _give_back(sink: Sink, header: str) -> None:
+    """A header that was cut off is nobody's words; a text without its marks is content."""
+    if CHANNEL not in header and "to=" not in header and header.strip() not in ("", "assistant"):
+        sink.content(header)
+
+
+def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool) -> Parse[str]:
+    """The body of a message, to where its header says. Returns the mark that ended it."""
+    to, channel = _TO.search(header), _IN_CHANNEL.search(header)
+    if calls and to is not None and to[1].startswith("functions."):
+        sink.begin(to[1].removeprefix("functions."))
+        mark = yield from reader.until(_BODY_ENDS, sink.arguments)
+        sink.broken = not mark
+        return mark
+    if channel is not None and channel[1] == "analysis":
+        sink.paragraph("reasoning")
+        mark = yield from reader.until(_BODY_ENDS, sink.reasoning)
+        sink.reasoned.append((begun_at, reader.at_chars))
+        return mark
+    sink.paragraph("content")
+    return (yield from reader.until(_BODY_ENDS, sink.content))
