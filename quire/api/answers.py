@@ -8,7 +8,8 @@ stream closes every generator of the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -19,7 +20,7 @@ from quire.base.errors import OverloadedError, RequestError, ShuttingDown, StepR
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.base.terms import DEFAULT_TERMS, Terms
-from quire.engine.output import TextDelta
+from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
 
@@ -36,6 +37,17 @@ class Prompt:
     sampling: SamplingParams
     echo: str = ""
     first: TokenText | None = None
+    text_rules: TextRules = PLAIN_TEXT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Milliseconds from a request's arrival in the engine; of several streams the first's first
+    and the last's last. queue and first_token are None where it did not come to that."""
+
+    queue_ms: float | None
+    first_token_ms: float | None
+    total_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +58,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     cache_uses: tuple[CacheUse, ...] = ()  # of each prompt, where they were asked for
+    timings: Timings | None = None  # where they were asked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,11 +66,13 @@ class Choice:
     """All deltas of one choice put together."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     seed: int | None = None
     output_tokens: int = 0
+    token_chars: list[int] = field(default_factory=list)  # where they were asked for
     prompt_logprobs: Sequence[TokenText | None] = ()  # of its prompt; each choice has them
 
 
@@ -77,11 +92,13 @@ class Answers:
         cache_salt: str = "",
         terms: Terms = DEFAULT_TERMS,
         among_strangers: bool = False,
+        tells_timings: bool = False,
     ) -> None:
         self.prompts = prompts
         self._cache_salt = cache_salt
         self._terms = terms
         self._among_strangers = among_strangers
+        self._tells_timings = tells_timings
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -115,7 +132,9 @@ class Answers:
             async for prompt, delta in deltas:
                 choice = choices[prompt][delta.index]
                 texts[prompt][delta.index].append(delta.text)
+                choice.token_ids.extend(delta.token_ids)
                 choice.logprobs.extend(delta.logprobs)
+                choice.token_chars.extend(delta.token_chars)
                 choice.finish_reason = delta.finish_reason
                 choice.stop_reason = delta.stop_reason
                 choice.seed = delta.seed
@@ -139,7 +158,35 @@ class Answers:
             ),
             cached_tokens=sum(self._cached),
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
+            timings=self._timings() if self._tells_timings else None,
         )
+
+    def _timings(self) -> Timings | None:
+        times = [delta.times for delta in self._last.values() if delta.times is not None]
+        if not times:
+            return None
+        arrival_ms = min(each.arrival_ms for each in times)
+
+        def first(moments_ms: Iterable[float]) -> float | None:
+            happened = [moment_ms for moment_ms in moments_ms if not math.isnan(moment_ms)]
+            return round(min(happened) - arrival_ms, 3) if happened else None
+
+        return Timings(
+            queue_ms=first(each.first_scheduled_ms for each in times),
+            first_token_ms=first(each.first_token_ms for each in times),
+            total_ms=round(max(each.last_token_ms for each in times) - arrival_ms, 3),
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Deltas that have come and were not taken yet."""
+        return sum(self._engine.num_waiting(self._id_of(at)) for at in range(len(self.prompts)))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Of each choice that has begun, in order: why it ended, or "open"."""
+        last = [delta for _, delta in sorted(self._last.items(), key=lambda item: item[0])]
+        return tuple(str(delta.finish_reason or "open") for delta in last)
 
     @property
     def finish_reasons(self) -> str:
@@ -147,21 +194,24 @@ class Answers:
         reasons = {str(delta.finish_reason or "open") for delta in self._last.values()}
         return ",".join(sorted(reasons)) or "none"
 
+    def _id_of(self, at: int) -> str:
+        return self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
+
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         runs = [self._run(at, prompt) for at, prompt in enumerate(self.prompts)]
         return runs[0] if len(runs) == 1 else _interleaved(runs)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        request_id = self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
         # One seed for all prompts; numbered through, equal prompts still get answers of their own.
         first = sum(before.sampling.num_sequences for before in self.prompts[:at])
         stream = self._engine.generate(
             prompt.token_ids,
             prompt.sampling,
-            request_id=request_id,
+            request_id=self._id_of(at),
             first_stream=first,
             cache_salt=self._cache_salt,
             terms=self._terms,
+            text_rules=prompt.text_rules,
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
             async for delta in deltas:

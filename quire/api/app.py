@@ -10,12 +10,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.api.admin import Admin
 from quire.api.cache import Cache
 from quire.api.chat import Chat
 from quire.api.completions import Completions
 from quire.api.edge import Edge
 from quire.api.health import Watch
+from quire.api.ids import Ids
 from quire.api.models import Models
+from quire.api.requests import Requests
 from quire.api.serving import Serving
 from quire.api.texts import Texts
 from quire.api.version import show_pointer, show_version
@@ -24,23 +27,33 @@ from quire.api.version import show_pointer, show_version
 def build_app(serving: Serving) -> ASGIApp:
     """The application a server runs."""
     completions, chat = Completions(serving), Chat(serving)
-    cache = Cache(serving)
+    ids, admin = Ids(serving), Admin(serving)
+    cache, requests = Cache(serving), Requests(serving)
     models, watch, texts = Models(serving), Watch(serving), Texts(serving)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
+        Route("/generate", ids.post, methods=["POST"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/apply_template", texts.apply_template, methods=["POST"]),
         Route("/apply-template", texts.apply_template, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+        Route("/v1/requests/{id}", requests.get, methods=["GET"]),
+        Route("/v1/requests/{id}", requests.abort, methods=["DELETE"]),
+        Route("/v1/requests/{id}/abort", requests.abort, methods=["POST"]),
+        Route("/v1/requests/{id}/stream", requests.stream, methods=["GET"]),
         Route("/health", watch.health, methods=["GET"]),
         Route("/metrics", watch.metrics, methods=["GET"]),
         Route("/v1/cache", cache.get, methods=["GET"]),
         Route("/v1/cache/flush", cache.flush, methods=["POST"]),
         Route("/reset_prefix_cache", cache.flush, methods=["POST"]),
         Route("/flush_cache", cache.flush, methods=["POST"]),
+        Route("/admin", admin.get, methods=["GET"]),
+        Route("/admin/pause", admin.pause, methods=["POST"]),
+        Route("/admin/drain", admin.drain, methods=["POST"]),
+        Route("/admin/resume", admin.resume, methods=["POST"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/", show_pointer, methods=["GET"]),
     ]

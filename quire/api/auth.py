@@ -22,15 +22,17 @@ from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
 # What tells of everybody's requests, and what changes things for everybody.
-ADMIN_PATHS = ("/metrics", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
+ADMIN_PATHS = ("/admin", "/metrics", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. is_admin: may ask for what tells of everybody."""
+    """Who asks. is_admin: may ask for what tells of everybody. key: the digest of the key shown,
+    empty where none is needed."""
 
     tenant: Tenant = ONLY_TENANT
     is_admin: bool = True
+    key: bytes = b""
 
 
 ANYBODY = Caller()
@@ -44,11 +46,14 @@ class Keys:
 
     def __init__(self, keys: Iterable[str], tenants: Sequence[Tenant] | None = None) -> None:
         default = tenants[0] if tenants else ONLY_TENANT
-        own = Caller(default, True)
-        self._callers = [(bytes.fromhex(key_digest(key)), own) for key in keys]
+        self._callers: list[tuple[bytes, Caller]] = []
+        for key in keys:
+            digest = bytes.fromhex(key_digest(key))
+            self._callers.append((digest, Caller(default, True, digest)))
         for tenant in tenants or ():
-            caller = Caller(tenant, tenant.is_admin)
-            self._callers += [(bytes.fromhex(digest), caller) for digest in tenant.key_digests]
+            for known in tenant.key_digests:
+                digest = bytes.fromhex(known)
+                self._callers.append((digest, Caller(tenant, tenant.is_admin, digest)))
 
     def __bool__(self) -> bool:
         """Whether there are any."""

@@ -1,13 +1,15 @@
 """POST /v1/chat/completions: messages, rendered by the model's own template, answered.
 
-conversations.py checks and renders what is asked. With continue_final_message an answer is what
-comes after the last message's words, without them. Without max_tokens (or max_completion_tokens)
-an answer may take the rest of the context. Always holds: an answer's content is all the model said.
+conversations.py checks and renders what is asked; spoken.py reads reasoning and tool calls out of
+answers. With continue_final_message an answer is what comes after the last message's words, without
+them. Without max_tokens (or max_completion_tokens) an answer may take the rest of the context.
+Always holds: reasoning, content and calls are all the model said, but for the marks between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,13 +19,18 @@ from quire.api.answers import Choice, Prompt, Usage
 from quire.api.conversations import rendered
 from quire.api.fields import CHAT, flag
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.held import held_to
 from quire.api.logprobs import chat_logprobs, check_told, prompt_logprobs
-from quire.api.prompts import encode
+from quire.api.prompts import encode, most_tokens
 from quire.api.sampling import limited, sampling_of
 from quire.api.serving import Serving
+from quire.api.spoken import Heard, Listener
+from quire.api.tools import offer_of
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
 from quire.base.show import show
+from quire.dialects.table import choose
+from quire.dialects.tools import Tools
 from quire.engine.output import TextDelta
 from quire.engine.requests import default_sampling
 from quire.engine.token_text import TokenText
@@ -49,13 +56,33 @@ async def read_job(asked: Asked) -> Job:
     num_top = _num_top(given, wants_logprobs=wants_logprobs)
     fields = {**given, **_max_tokens(given)}
     sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
-    text = await rendered(asked.request)
+    offer = offer_of(given)
+    conversation = await rendered(asked.request, offer)
+    text = conversation.text
+    reading = choose(
+        conversation.template,
+        tool_parser=asked.config.tool_call_parser,
+        reasoning_parser=asked.config.reasoning_parser,
+    )
+    held, reading = held_to(
+        sampling.structured_outputs, offer, reading, conversation, engine.tokenizer
+    )
+    sampling = replace(sampling, structured_outputs=held)
+    may_call = conversation.shows_tools and reading.tools is not None
+    listener = Listener(
+        reading,
+        Tools(offer.schemas) if may_call else None,
+        prompt=text,
+        request_id=asked.envelope.id,
+        tells_reasoning=flag(given, "include_reasoning", default=True),
+    )
     adds_special = flag(given, "add_special_tokens")
     token_ids = await encode(
         engine,
         text,
         add_special_tokens=adds_special,
         least_output=int(sampling.max_tokens != 0),
+        keep_tokens=most_tokens(given, engine, sampling.max_tokens),
     )
     if sampling.prompt_logprobs is not None:
         num_told = len(token_ids) * (1 + sampling.prompt_logprobs)
@@ -66,15 +93,19 @@ async def read_job(asked: Asked) -> Job:
         sampling,
         default_tokens=room_tokens if default is None else default,
         room_tokens=room_tokens,
-        cap_tokens=asked.max_output_tokens,
+        cap_tokens=asked.config.max_output_tokens,
     )
     writer = ChatWriter(
         asked.envelope,
+        listener,
         wants_logprobs=wants_logprobs,
         num_prompt_top=chosen.prompt_logprobs,
         include_usage=asked.include_usage,
     )
-    return Job(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
+    prompt = Prompt(
+        token_ids=token_ids, sampling=chosen, text_rules=listener.text_rules(engine.tokenizer)
+    )
+    return Job(prompts=[prompt], writer=writer)
 
 
 class ChatWriter:
@@ -83,6 +114,7 @@ class ChatWriter:
     def __init__(
         self,
         envelope: Envelope,
+        listener: Listener,
         *,
         wants_logprobs: bool,
         num_prompt_top: int | None,
@@ -92,42 +124,37 @@ class ChatWriter:
         self._wants_logprobs = wants_logprobs
         self._num_prompt_top = num_prompt_top
         self._include_usage = include_usage
-        self._begun: set[int] = set()
+        self._listener = listener
+        self._heard: dict[int, Heard] = {}
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        written = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-                "seed": choice.seed,
-            }
-            for index, choice in enumerate(choices[0])
-        ]
+        written = [self._choice(index, choice) for index, choice in enumerate(choices[0])]
         return {
             **self._frame("chat.completion"),
             "choices": written,
-            "usage": usage_json(usage),
+            "usage": self._usage(usage),
             **self._scored(choices[0][0].prompt_logprobs),
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """The role before a choice's first text, the text, and the finish reason after its last."""
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        heard = self._heard.get(delta.index)
+        if heard is None:
+            heard = self._heard[delta.index] = self._listener.choice(delta.index)
             role = {"role": "assistant", "content": "", "refusal": None}
             yield {**self._chunk(delta.index, role), **self._scored(delta.prompt_logprobs)}
-        if delta.text or delta.logprobs:
-            logprobs = self._logprobs(delta.logprobs)
-            yield self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
+        ends = delta.finish_reason is not None
+        said = heard.deltas(delta.text, delta.token_chars, ends=ends)
+        logprobs = self._logprobs(delta.logprobs) if delta.text or delta.logprobs else None
+        for part in said or ([{"content": ""}] if delta.logprobs else []):
+            yield self._chunk(delta.index, part, logprobs=logprobs)
+            logprobs = None
         if delta.finish_reason is not None:
             yield self._chunk(
                 delta.index,
                 {},
-                finish_reason=delta.finish_reason,
+                finish_reason=heard.finish_reason(delta.finish_reason),
                 stop_reason=delta.stop_reason,
                 seed=delta.seed,
             )
@@ -137,7 +164,24 @@ class ChatWriter:
         if not self._include_usage:
             return None
         frame = self._frame("chat.completion.chunk")
-        return {**frame, "choices": [], "usage": usage_json(usage)}
+        return {**frame, "choices": [], "usage": self._usage(usage)}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        heard = self._heard[index] = self._listener.choice(index)
+        return {
+            "index": index,
+            "message": heard.message(choice.text, choice.token_chars),
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": heard.finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+            "seed": choice.seed,
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        if not self._listener.listens:
+            return usage_json(usage)
+        reasoned = sum(heard.reasoning_tokens for heard in self._heard.values())
+        return usage_json(usage, reasoning_tokens=reasoned)
 
     def _chunk(
         self,

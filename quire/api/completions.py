@@ -27,7 +27,7 @@ from quire.api.logprobs import (
     joined,
     prompt_logprobs,
 )
-from quire.api.prompts import checked_ids, encode
+from quire.api.prompts import checked_ids, encode, most_tokens
 from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter
@@ -35,6 +35,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 from quire.engine.output import TextDelta
 from quire.engine.token_text import TokenText
+from quire.text.infill import infill_prompt
 
 MAX_CHOICES = 1024
 
@@ -59,7 +60,8 @@ async def read_job(asked: Asked) -> Job:
     echo = flag(given, "echo")
     sampling = _sampling(asked, echo=echo)
     adds_special = flag(given, "add_special_tokens", default=True)
-    texts = _prompts(given)
+    texts = _filling_in(engine, given, _prompts(given))
+    keep_tokens = most_tokens(given, engine, _own_max_tokens(sampling))
     if len(texts) * sampling.num_sequences > MAX_CHOICES:
         name = "n" if sampling.best_of is None else "best_of"
         raise InvalidParameter(
@@ -70,12 +72,14 @@ async def read_job(asked: Asked) -> Job:
     prompts = []
     num_told, told_a_token = 0, _told_a_token(given, echo=echo)
     for text in texts:
-        token_ids = await _ids(engine, text, sampling, add_special_tokens=adds_special)
+        token_ids = await _ids(
+            engine, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
+        )
         chosen = limited(
             sampling,
             default_tokens=COMPLETION_TOKENS,
             room_tokens=engine.card.max_model_len - len(token_ids),
-            cap_tokens=asked.max_output_tokens,
+            cap_tokens=asked.config.max_output_tokens,
         )
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
@@ -265,14 +269,54 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
     return [prompt]
 
 
+def _own_max_tokens(sampling: SamplingParams) -> int:
+    return COMPLETION_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+
+
+def _filling_in(engine: Engine, given: Mapping[str, Any], prompts: list[Any]) -> list[Any]:
+    """The prompts, put together with `suffix` where that is given."""
+    suffix = given.get("suffix", "")
+    if not isinstance(suffix, str):
+        raise InvalidParameter(f"suffix is {show(suffix)}; a text is allowed", param="suffix")
+    if not suffix:
+        return prompts
+    if given.get("echo"):
+        raise InvalidParameter(
+            "suffix and echo are both given; an answer that is filled in does not follow its "
+            "prompt: leave one out",
+            param="suffix",
+        )
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidParameter(
+            "suffix is given and the prompt is token ids; give the prompt as text", param="suffix"
+        )
+    filled = [infill_prompt(engine.tokenizer, prompt, suffix) for prompt in prompts]
+    if None in filled:
+        raise InvalidParameter(
+            f"suffix is {show(suffix)}, and the model's vocabulary has no tokens for filling in "
+            "(such as <|fim_prefix|>); leave it out",
+            param="suffix",
+        )
+    return filled
+
+
 async def _ids(
-    engine: Engine, prompt: Any, sampling: SamplingParams, *, add_special_tokens: bool
+    engine: Engine,
+    prompt: Any,
+    sampling: SamplingParams,
+    *,
+    add_special_tokens: bool,
+    keep_tokens: int | None,
 ) -> list[int]:
     least_output = int(sampling.max_tokens != 0)
     if not isinstance(prompt, str):
-        return checked_ids(engine, prompt, least_output=least_output)
+        return checked_ids(engine, prompt, least_output=least_output, keep_tokens=keep_tokens)
     token_ids = await encode(
-        engine, prompt, add_special_tokens=add_special_tokens, least_output=least_output
+        engine,
+        prompt,
+        add_special_tokens=add_special_tokens,
+        least_output=least_output,
+        keep_tokens=keep_tokens,
     )
     if not token_ids:
         why = (

@@ -75,6 +75,8 @@ class Connection(HttpToolsProtocol):
             self._deaf, self.cycle.keep_alive = True, False
             return
         self._in_head = False
+        # How a response ends a connection whose other end does not read: a close would wait for it.
+        self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -1,8 +1,8 @@
 """What a request says of its conversation, checked and rendered by the model's template.
 
 What messages may be is said in quire/text/messages.py; here, what goes with them: a template by
-its name or as text, documents, tools, variables. What the template does not read is refused, or
-left out and named where the server was told so. Knows no token.
+its name or as text, documents, tools, reasoning_effort, variables. What the template does not read
+is refused, or left out and named where the server was told so. Knows no token.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 
 from quire.api.fields import flag
 from quire.api.opening import Opened
+from quire.api.tools import Offer, offer_of
 from quire.base.errors import InvalidParameter, RequestError, TokenizerError
 from quire.base.show import show
 from quire.text.chat_template import ChatTemplate
 from quire.text.messages import checked_messages, with_argument_objects
 
 MAX_MESSAGES = 4096
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# What templates call the variable that switches reasoning off.
+_SWITCHES = ("enable_thinking", "thinking")
 MAX_TEMPLATE_CHARS = 64 * 1024
 
 
@@ -27,6 +31,7 @@ class _Asked:
     """A conversation as it was asked for. `name` and `source` of a template: at most one."""
 
     messages: list[dict[str, Any]]
+    effort: str | None
     add_generation_prompt: bool | None
     continue_final_message: bool
     tools: list[dict[str, Any]] | None
@@ -36,14 +41,30 @@ class _Asked:
     source: str | None
 
 
-async def rendered(request: Opened) -> str:
-    """The text of a request's messages. Raises RequestError naming the field, and TokenizerError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """text: the prompt. template: the text of what rendered it. shows_tools: they are in it."""
+
+    text: str
+    template: str
+    shows_tools: bool
+
+
+async def rendered(request: Opened, offer: Offer | None = None) -> Conversation:
+    """A request's messages. Raises RequestError naming the field, and TokenizerError.
+
+    offer: of the request, where that has been read already.
 
     A template is a stranger's program: however little it is given, it may take its time, so it
     runs in a thread.
     """
     template, given = request.engine.template, request.given
-    asked = _asked(given, template, trusted=request.config.trust_request_chat_template)
+    asked = _asked(
+        given,
+        template,
+        offer or offer_of(given),
+        trusted=request.config.trust_request_chat_template,
+    )
     if template is None and asked.source is None:
         raise RequestError(
             f"model {request.engine.card.name!r} has no chat template; use /v1/completions, put a "
@@ -52,12 +73,14 @@ async def rendered(request: Opened) -> str:
     if template is None:
         template = ChatTemplate({}, variables=request.engine.tokenizer.special_tokens)
     run = request.beside if asked.source is None else request.at_length
-    text, ignored = await run(_render, template, asked, warns=request.warns)
+    conversation, ignored = await run(_render, template, asked, warns=request.warns)
     request.ignore(*ignored)
-    return text
+    return conversation
 
 
-def _asked(given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: bool) -> _Asked:
+def _asked(
+    given: Mapping[str, Any], template: ChatTemplate | None, offer: Offer, *, trusted: bool
+) -> _Asked:
     name, source = _template_of(given, template, trusted=trusted)
     opens = flag(given, "add_generation_prompt") if "add_generation_prompt" in given else None
     variables = given.get("chat_template_kwargs", {})
@@ -68,9 +91,10 @@ def _asked(given: Mapping[str, Any], template: ChatTemplate | None, *, trusted: 
         )
     return _Asked(
         messages=_messages(given.get("messages")),
+        effort=_effort(given.get("reasoning_effort")),
         add_generation_prompt=opens,
         continue_final_message=flag(given, "continue_final_message"),
-        tools=_objects(given, "tools") or None,
+        tools=offer.shown,
         documents=_objects(given, "documents") or None,
         variables=variables,
         name=name,
@@ -85,6 +109,15 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             param="messages",
         )
     return checked_messages(messages)
+
+
+def _effort(effort: Any) -> str | None:
+    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
+        raise InvalidParameter(
+            f"reasoning_effort is {show(effort)}; allowed: {', '.join(EFFORTS)}",
+            param="reasoning_effort",
+        )
+    return effort
 
 
 def _template_of(
@@ -131,8 +164,10 @@ def _objects(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return value
 
 
-def _render(template: ChatTemplate, asked: _Asked, *, warns: bool) -> tuple[str, tuple[str, ...]]:
-    """The text, and names of variables that were left out. In a thread."""
+def _render(
+    template: ChatTemplate, asked: _Asked, *, warns: bool
+) -> tuple[Conversation, tuple[str, ...]]:
+    """The prompt, and names of variables that were left out. In a thread."""
     if asked.source is None:
         return _render_with(template, asked, warns=warns)
     try:
@@ -143,7 +178,7 @@ def _render(template: ChatTemplate, asked: _Asked, *, warns: bool) -> tuple[str,
 
 def _render_with(
     template: ChatTemplate, asked: _Asked, *, warns: bool
-) -> tuple[str, tuple[str, ...]]:
+) -> tuple[Conversation, tuple[str, ...]]:
     variables, ignored = dict(asked.variables), []
     for name in asked.variables:
         try:
@@ -163,6 +198,12 @@ def _render_with(
             ignored.append(name)
             listed[name] = None
     tools = listed["tools"]
+    try:
+        variables |= _of_effort(template, asked)
+    except InvalidParameter:
+        if not warns:
+            raise
+        ignored.append("reasoning_effort")
     text = template.render(
         with_argument_objects(template, asked.messages, tools=tools, chat_template=asked.name),
         add_generation_prompt=asked.add_generation_prompt,
@@ -172,4 +213,41 @@ def _render_with(
         chat_template=asked.name,
         **variables,
     )
-    return text, tuple(ignored)
+    source = template.source(tools=tools, chat_template=asked.name)
+    conversation = Conversation(text=text, template=source, shows_tools=tools is not None)
+    return conversation, tuple(ignored)
+
+
+def _of_effort(template: ChatTemplate, asked: _Asked) -> dict[str, Any]:
+    """The variable by which a template is told reasoning_effort.
+
+    One that only knows reasoning or none is told of "none"; one that knows neither reasons, or
+    does not, as its model does, which cannot be changed.
+    """
+    given = [name for name in ("reasoning_effort", *_SWITCHES) if name in asked.variables]
+    if asked.effort is None:
+        return {}
+    if given:
+        raise InvalidParameter(
+            f"reasoning_effort and chat_template_kwargs.{given[0]} are both given; give one",
+            param="reasoning_effort",
+        )
+
+    def reads(name: str) -> bool:
+        return template.reads(name, tools=asked.tools, chat_template=asked.name)
+
+    if reads("reasoning_effort"):
+        return {"reasoning_effort": asked.effort}
+    switch = next((name for name in _SWITCHES if reads(name)), None)
+    if asked.effort == "none":
+        return {} if switch is None else {switch: False}
+    raise InvalidParameter(
+        f"reasoning_effort is {show(asked.effort)}, and the model's chat template knows no "
+        + (
+            "degrees of it; leave it out"
+            if switch is None
+            else f'degrees, only whether (chat_template_kwargs: {{"{switch}": true}}); leave it out'
+        )
+        + ' ("none" is accepted)',
+        param="reasoning_effort",
+    )

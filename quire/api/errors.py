@@ -65,6 +65,30 @@ class ForeignPage(RequestError):
     """A browser asks for a page that is not of this server, which has no key."""
 
 
+class UnknownRequest(RequestError):
+    """No request of that id is known to whoever asks."""
+
+
+class ResumeGone(RequestError):
+    """The stream cannot go on from there: those events are not kept."""
+
+
+class Aborted(QuireError):
+    """Somebody ended the request by its id."""
+
+
+class SlowReader(QuireError):
+    """The stream's reader did not read, or not fast enough; its request was ended."""
+
+
+class ReaderGone(QuireError):
+    """The reader of a resumable stream left and did not come back in time."""
+
+
+class ReadElsewhere(QuireError):
+    """The stream was resumed on another connection, and goes on there."""
+
+
 SHAPES: dict[type[QuireError], ErrorShape] = {
     RequestError: ErrorShape(status=400, type="invalid_request_error", code=None),
     InvalidParameter: ErrorShape(status=400, type="invalid_request_error", code="invalid_value"),
@@ -77,6 +101,12 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     MethodNotAllowed: ErrorShape(
         status=405, type="invalid_request_error", code="method_not_allowed"
     ),
+    UnknownRequest: ErrorShape(status=404, type="invalid_request_error", code="unknown_request"),
+    ResumeGone: ErrorShape(status=410, type="invalid_request_error", code="resume_gone"),
+    Aborted: ErrorShape(status=409, type="server_error", code="aborted"),
+    SlowReader: ErrorShape(status=408, type="server_error", code="slow_reader"),
+    ReaderGone: ErrorShape(status=408, type="server_error", code="reader_gone"),
+    ReadElsewhere: ErrorShape(status=409, type="server_error", code="read_elsewhere"),
     ForeignPage: ErrorShape(status=403, type="invalid_request_error", code="foreign_page"),
     NotAdmin: ErrorShape(status=403, type="invalid_request_error", code="not_admin"),
     NotAuthorized: ErrorShape(status=401, type="invalid_request_error", code="invalid_api_key"),

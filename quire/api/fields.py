@@ -59,6 +59,7 @@ SAMPLING = frozenset(
         "use_beam_search",
         "length_penalty",
         "early_stopping",
+        "structured_outputs",
     }
 )
 # On what terms a request is served; no token depends on them.
@@ -81,12 +82,18 @@ _SHARED = (
         "logprobs",
         "cache_salt",
         "add_special_tokens",
+        "truncate_prompt_tokens",
+        "response_format",
+        "return_timings",
     }
 )
-COMPLETIONS = _SHARED | {"prompt", "echo"}
-# What goes with messages, beside tools: those are rendered, but not yet read out of answers.
+COMPLETIONS = _SHARED | {"prompt", "echo", "suffix"}
+# What goes with messages and shapes the prompt.
 _TEMPLATE = frozenset(
     {
+        "tools",
+        "tool_choice",
+        "reasoning_effort",
         "add_generation_prompt",
         "continue_final_message",
         "chat_template",
@@ -94,8 +101,19 @@ _TEMPLATE = frozenset(
         "documents",
     }
 )
-CHAT = _SHARED | _TEMPLATE | {"messages", "max_completion_tokens", "top_logprobs"}
-CONVERSATION = _TEMPLATE | {"messages", "tools"}
+_CHAT_ONLY = {
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "parallel_tool_calls",
+    "include_reasoning",
+}
+CHAT = _SHARED | _TEMPLATE | _CHAT_ONLY
+# Token ids in and out: nothing that is said of texts.
+GENERATE = (SAMPLING - {"prompt_logprobs", "logprob_token_ids"}) | (
+    TERMS | {"model", "stream", "stream_options", "logprobs", "cache_salt", "tokens"}
+)
+CONVERSATION = _TEMPLATE | {"messages"}
 TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 APPLY_TEMPLATE = CONVERSATION | {"model"}
@@ -121,9 +139,12 @@ OTHER_NAMES = {
     "with_pieces": "return_token_strs",
     "ids": "tokens",
     "token_ids": "tokens",
+    "input_ids": "tokens",
+    "prompt_token_ids": "tokens",
     "conversation": "messages",
     "enable_thinking": "chat_template_kwargs",
-    "reasoning": "chat_template_kwargs",
+    "reasoning": "reasoning_effort",
+    "separate_reasoning": "include_reasoning",
     "thinking": "chat_template_kwargs",
     "banned_strings": "bad_words",
     "ban_eos_token": "ignore_eos",
@@ -145,7 +166,7 @@ NO_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
+        "prompt_cache_options",
         "request_id",
     }
 )
@@ -159,11 +180,9 @@ class Unserved:
     why: str
 
 
-_STRUCTURED = Unserved(allowed=(), why="structured output is not served yet")
-_TOOLS = Unserved(
-    allowed=([], {}),
-    why="tool calls are not read out of answers yet (/apply_template renders tools)",
-)
+def _guided(form: str) -> Unserved:
+    return Unserved(allowed=(), why=f'write it as structured_outputs: {{"{form}": ...}}')
+
 
 _TAIL_FREE = "tail-free sampling is not served (min_p is like it)"
 _ONE_TEMPERATURE = "a request has one temperature"
@@ -172,24 +191,23 @@ _WHOLE_HISTORY = "repetition_penalty looks at all tokens of prompt and answer"
 UNSERVED: dict[str, Unserved] = {
     "store": Unserved(allowed=(False,), why="answers are not stored"),
     "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
-    "response_format": Unserved(allowed=({"type": "text"},), why=_STRUCTURED.why),
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "grammar": _STRUCTURED,
-    "tools": _TOOLS,
-    "tool_choice": Unserved(allowed=("none", "auto"), why=_TOOLS.why),
-    "functions": _TOOLS,
-    "function_call": Unserved(allowed=("none", "auto"), why=_TOOLS.why),
+    "guided_json": _guided("json"),
+    "guided_regex": _guided("regex"),
+    "guided_choice": _guided("choice"),
+    "guided_grammar": _guided("grammar"),
+    "guided_json_object": _guided("json_object"),
+    "structural_tag": _guided("structural_tag"),
+    "grammar": _guided("grammar"),
+    "json_schema": _guided("json"),
+    "functions": Unserved(allowed=([],), why="functions are given as tools"),
+    "function_call": Unserved(
+        allowed=("none", "auto"), why="which function is called is chosen by tool_choice"
+    ),
     "modalities": Unserved(allowed=(["text"],), why="the model writes text only"),
     "audio": Unserved(allowed=(), why="the model writes text only"),
     "prediction": Unserved(allowed=(), why="predicted outputs are not served"),
+    "moderation": Unserved(allowed=(), why="nothing is moderated here"),
     "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
-    "reasoning_effort": Unserved(
-        allowed=("none",), why="a template that reads it gets it in chat_template_kwargs"
-    ),
     "verbosity": Unserved(allowed=("medium",), why="the model has no verbosity to set"),
     # Other programs send these with every request, mostly off.
     "tfs": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
@@ -213,8 +231,6 @@ UNSERVED: dict[str, Unserved] = {
     "spaces_between_special_tokens": Unserved(
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
-    "truncate_prompt_tokens": Unserved(allowed=(), why="prompts are never cut"),
-    "suffix": Unserved(allowed=("",), why="the model continues text, it does not fill in"),
     "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
 }
 

@@ -17,17 +17,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.answers import Answers, Choice, Prompt, Usage
+from quire.api.events import Chunks, Events
 from quire.api.fields import flag
 from quire.api.gone import until_gone
+from quire.api.live import Asker, Live, Progress
 from quire.api.opening import Opened, opened
 from quire.api.serving import Engine, Serving
-from quire.api.stream import Chunks, EventStream
+from quire.api.stream import EventStream, FollowStream
+from quire.api.telling import Telling
 from quire.api.terms import cache_salt_of, terms_of
-from quire.base.errors import InvalidParameter
+from quire.base.errors import InvalidParameter, QuireError
 from quire.base.show import show
+from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 
-_STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
+_STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Asked:
     engine: Engine
     envelope: Envelope
     include_usage: bool
-    max_output_tokens: int | None
+    config: ServerConfig
 
 
 Reader = Callable[[Asked], Coroutine[Any, Any, Job]]
@@ -91,28 +95,77 @@ async def generate(
         engine=engine,
         envelope=envelope,
         include_usage=_include_usage(given, stream=stream),
-        max_output_tokens=serving.config.max_output_tokens,
+        config=serving.config,
     )
-    job = await until_gone(read(asked), request.receive, over=serving.over, deadline=deadline)
-    if stream:
-        _refuse_ranked(job.prompts)
-    answers = Answers(
-        engine,
-        serving.metrics,
-        job.prompts,
-        request_id,
-        cache_salt=cache_salt,
-        terms=terms,
-        among_strangers=serving.has_strangers and not cache_salt,
-    )
-    request.state.answers = answers
-    if stream:
-        return EventStream(serving, answers, job.writer, begun.headers(), deadline)
-    choices = await until_gone(
-        answers.whole(), request.receive, over=serving.over, deadline=deadline
-    )
-    content = await _written(job, choices, answers.usage)
+    live = Live(request_id, _asker(request), request.scope["route"].path, is_stream=stream)
+    serving.live.begin(live)
+    try:
+        job = await until_gone(
+            _read(serving, read, asked),
+            request.receive,
+            over=serving.over,
+            deadline=deadline,
+            cut=live.cut,
+        )
+        if stream:
+            _refuse_ranked(job.prompts)
+        answers = Answers(
+            engine,
+            serving.metrics,
+            job.prompts,
+            request_id,
+            cache_salt=cache_salt,
+            terms=terms,
+            among_strangers=serving.has_strangers and not cache_salt,
+            tells_timings=flag(given, "return_timings"),
+        )
+        request.state.answers = answers
+        live.look = lambda: _progress(answers)
+        if stream:
+            return _streamed(serving, begun, answers, job.writer, live)
+        choices = await until_gone(
+            answers.whole(), request.receive, over=serving.over, deadline=deadline, cut=live.cut
+        )
+        content = await _written(job, choices, answers.usage)
+    except BaseException as error:
+        serving.live.end(live, error if isinstance(error, QuireError) else QuireError("gone"))
+        raise
+    serving.live.end(live)
     return Response(content, headers=begun.headers(), media_type="application/json")
+
+
+async def _read(serving: Serving, read: Reader, asked: Asked) -> Job:
+    await serving.admitted()
+    return await read(asked)
+
+
+def _streamed(
+    serving: Serving, begun: Opened, answers: Answers, chunks: Chunks, live: Live
+) -> Response:
+    """The stream; resumable where that was asked for and there is room."""
+    events = Events(answers, chunks, live.id)
+    headers = begun.headers()
+    wants = (begun.given.get("stream_options") or {}).get("resumable")
+    if not wants or not serving.tellings.has_room():
+        return EventStream(serving, answers, events, headers, begun.deadline, live)
+    telling = Telling(serving, answers, events, begun.deadline, live)
+    serving.tellings.add(telling)
+    headers["x-quire-resume-seconds"] = f"{serving.config.resume_s:g}"
+    return FollowStream(serving, telling, headers)
+
+
+def _asker(request: Request) -> Asker:
+    return Asker(request.state.key, request.state.name)
+
+
+def _progress(answers: Answers) -> Progress:
+    usage = answers.usage
+    return Progress(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        finish_reasons=answers.reasons,
+    )
 
 
 async def _written(job: Job, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
@@ -125,13 +178,16 @@ async def _written(job: Job, choices: Sequence[Sequence[Choice]], usage: Usage) 
     return await asyncio.to_thread(written) if is_long else written()
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """`usage` as both APIs write it."""
+def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """`usage` as both APIs write it. reasoning_tokens: where answers have reasoning."""
+    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **_details(usage)},
+        **({"completion_tokens_details": details} if details else {}),
+        **({"timings": msgspec.to_builtins(usage.timings)} if usage.timings else {}),
     }
 
 

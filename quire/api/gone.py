@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from quire.base.errors import ShuttingDown, TimedOut
+from quire.base.errors import QuireError, ShuttingDown, TimedOut
 
 T = TypeVar("T")
 
@@ -40,22 +40,25 @@ class Deadline:
 
 async def until_gone(
     work: Coroutine[Any, Any, T],
-    receive: Receive,
+    receive: Receive | None,
     *,
     over: asyncio.Future[None],
     deadline: Deadline,
+    cut: asyncio.Future[QuireError] | None = None,
 ) -> T:
     """The result of `work`, cancelled when the caller leaves, `over` is set, or time is over.
 
-    Raises ClientGone, ShuttingDown and TimedOut for these three, else what `work` raises. The
-    request's body must have been read before.
+    Raises ClientGone, ShuttingDown and TimedOut for these three, the error that `cut` is set to,
+    else what `work` raises. The request's body must have been read before. receive: None where
+    nobody is there to leave.
     """
-    watch = asyncio.ensure_future(_disconnected(receive))
+    watch = None if receive is None else asyncio.ensure_future(_disconnected(receive))
     late = (
         f"the request ran for its whole time limit of {deadline.limit_s} s (--request-timeout); "
         "ask for fewer tokens, or try again when less is asked"
     )
-    return await _first_of(work, watch, over=over, limit_s=deadline.left_s(), late=late)
+    left_s = deadline.left_s()
+    return await _first_of(work, watch, over=over, limit_s=left_s, late=late, cut=cut)
 
 
 async def body_in_time(
@@ -78,14 +81,17 @@ async def _first_of(
     over: asyncio.Future[None],
     limit_s: float | None,
     late: str,
+    cut: asyncio.Future[QuireError] | None = None,
 ) -> T:
     task = asyncio.ensure_future(work)
     waiting: list[asyncio.Future[Any]] = [task] if watch is None else [task, watch]
-    ends: set[asyncio.Future[Any]] = {*waiting, over}
+    ends: set[asyncio.Future[Any]] = {*waiting, over} if cut is None else {*waiting, over, cut}
     try:
         await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        if cut is not None and cut.done():
+            raise cut.result()
         if over.done():
             raise ShuttingDown("the server is shutting down and ended this request; try again")
         if watch is not None and watch.done():

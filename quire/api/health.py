@@ -1,7 +1,8 @@
 """GET /health and /metrics: whether the server does what it should, and what it did.
 
 Health is progress, not presence: 200 only in state "ready", and only while steps advance if work
-is pending; else 503 with the state ("starting", "ready", "draining", "dead") and the reason.
+is pending; else 503 with the state ("starting", "ready", "paused", "draining",
+"dead") and the reason.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import errno
 import ipaddress
 import os
 import socket
+import ssl
 
 from quire.base.errors import SettingError
 from quire.config.groups import ServerConfig
@@ -51,6 +52,24 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
     return listening
 
 
+def check_tls(config: ServerConfig) -> None:
+    """Read certificate and key as the server will. Raises SettingError saying what is wrong."""
+    if config.tls_cert is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise SettingError(
+            f"the certificate {config.tls_cert} cannot be used ({error}); give PEM files that "
+            "belong together, the key without a password (--tls-cert, --tls-key)"
+        ) from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`. A name other than localhost counts as not."""
     if host == "localhost":
@@ -61,10 +80,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, *, scheme: str = "http") -> str:
     """The address as a URL, with the port that was taken."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _why(error: OSError, config: ServerConfig) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.api.fields import SAMPLING, flag
+from quire.api.structured import grammar_asked_for
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from quire.base.show import show
@@ -44,6 +45,7 @@ def sampling_of(
                 "true for chats)",
                 param="logprob_token_ids",
             )
+    fields["structured_outputs"] = grammar_asked_for(given)
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"])
     return defaults.changed(logprobs=logprobs, **fields).resolve()

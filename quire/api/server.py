@@ -4,8 +4,9 @@
 
 While the engine starts, /health says so and requests get 503. SIGTERM or SIGINT: nothing new is
 taken (503), what is open may finish for grace_s, then gets an error; exit 0. A second signal exits
-at once. The engine's death: every open stream gets an error event, /health says "dead" for a
-moment, exit 1. Knows no route. Always holds: each wait after the end has begun has a limit.
+at once. SIGHUP: the tenants file is read again. The engine's death: every open stream gets an error
+event, /health says "dead" for a moment, exit 1. Knows no route. Always
+holds: each wait after the end has begun has a limit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
@@ -26,9 +28,10 @@ import uvloop
 from quire.api.app import build_app
 from quire.api.connection import Connection
 from quire.api.serving import Engine, Serving
+from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
-from quire.config.tenants import Tenant
+from quire.config.tenants import Tenant, needs_restart
 from quire.obs.metrics import Metrics
 
 EXIT_DONE = 0
@@ -39,6 +42,8 @@ _LAST_WORDS_S = 3.0
 # After the engine's death /health answers for so long, so that whoever watches sees why.
 _LINGER_S = 1.0
 _KEEP_ALIVE_S = 75
+# How often the tenants file is looked at.
+_LOOK_S = 2.0
 # Threads for what would hold up the event loop: large bodies, long prompts (lanes.py has others).
 _NUM_THREADS = 4
 # After so long a thread lets go of the interpreter lock to another that wants it. Python's 5 ms,
@@ -62,14 +67,23 @@ def run(
     *,
     announce: Callable[[], None],
     tenants: Sequence[Tenant] | None = None,
+    read_tenants: Callable[[], Sequence[Tenant]] | None = None,
+    tenants_file: str | None = None,
 ) -> int:
     """Serve until told to stop; the exit code. `announce` is called when requests are taken.
+
+    read_tenants: reads the tenants anew, where there is a file of them: tenants_file, which is
+    looked at every few seconds.
 
     Raises what kept the engine from starting.
     """
     sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(engine, config, listening, log, announce, tenants).run())
+        return runner.run(
+            _Life(
+                engine, config, listening, log, announce, tenants, read_tenants, tenants_file
+            ).run()
+        )
 
 
 class _Life:
@@ -81,6 +95,8 @@ class _Life:
         log: Log,
         announce: Callable[[], None],
         tenants: Sequence[Tenant] | None,
+        read_tenants: Callable[[], Sequence[Tenant]] | None,
+        tenants_file: str | None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -88,6 +104,10 @@ class _Life:
         self._log = log
         self._announce = announce
         self._tenants = tenants
+        self._read_tenants = read_tenants
+        self._tenants_file = tenants_file
+        self._looking: asyncio.Task[None] | None = None
+        self._rereading: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -96,11 +116,20 @@ class _Life:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         serving = self._new_serving()
+        if self._read_tenants is not None:
+            read = self._read_tenants
+            loop.add_signal_handler(signal.SIGHUP, lambda: self._on_hangup(serving, read))
+            if self._tenants_file is not None:
+                self._looking = asyncio.ensure_future(
+                    self._look(self._tenants_file, lambda: self._on_hangup(serving, read))
+                )
         server = _server(serving)
         http = asyncio.ensure_future(server.serve(sockets=[self._listening]))
         try:
             return await self._serve(serving, http)
         finally:
+            if self._looking is not None:
+                self._looking.cancel()
             server.should_exit = True
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
             serving.lanes.close()
@@ -169,6 +198,48 @@ class _Life:
             os._exit(128 + number)  # the engine process ends with us: its standard input closes
         self._stop.set()
 
+    async def _look(self, file: str, on_change: Callable[[], None]) -> None:
+        """Call `on_change` when the file has become another."""
+        known = await asyncio.to_thread(_mark_of, file)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            mark = await asyncio.to_thread(_mark_of, file)
+            if mark != known and mark is not None:
+                known = mark
+                on_change()
+
+    def _on_hangup(self, serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None:
+        if self._rereading is None or self._rereading.done():
+            self._rereading = asyncio.ensure_future(reread(serving, read))
+
+
+def _mark_of(file: str) -> tuple[int, ...] | None:
+    """What changes with a file; None where it is not there (it may be being replaced)."""
+    try:
+        found = Path(file).expanduser().stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+async def reread(serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None:
+    """Know the tenants of a file that has changed; where that cannot be, those known stay."""
+    kept = "the tenants file was read again and nothing of it is taken up"
+    try:
+        tenants = await asyncio.to_thread(read)
+    except SettingError as error:
+        serving.log.error(kept, reason=str(error))
+        return
+    why = needs_restart(serving.tenants or (), tenants)
+    if why is not None:
+        serving.log.error(
+            kept, reason=f"{why}; weights, limits and who there is change by a restart"
+        )
+        return
+    serving.know(tenants)
+    num_keys = sum(len(tenant.key_digests) for tenant in tenants)
+    serving.log.event("the tenants file was read again", tenants=len(tenants), keys=num_keys)
+
 
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling: what a signal means is decided here."""
@@ -191,6 +262,8 @@ def _server(serving: Serving) -> _Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            ssl_certfile=serving.config.tls_cert,
+            ssl_keyfile=serving.config.tls_key,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )

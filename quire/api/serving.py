@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
-from quire.api.errors import shape_of
+from quire.api.auth import Keys
+from quire.api.errors import SlowReader, shape_of
 from quire.api.lanes import Lanes
+from quire.api.live import LiveRequests
+from quire.api.telling import Tellings
 from quire.base.cache_use import CacheReport
 from quire.base.errors import (
     ContextTooLong,
@@ -30,10 +34,13 @@ from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.card import Health, ModelCard
-from quire.engine.output import TextDelta
+from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+
+# Requests that wait while the server is paused.
+MOST_HELD = 1024
 
 
 class Engine(Protocol):
@@ -58,7 +65,10 @@ class Engine(Protocol):
         first_stream: int = 0,
         cache_salt: str = "",
         terms: Terms = DEFAULT_TERMS,
+        text_rules: TextRules = PLAIN_TEXT,
     ) -> AsyncIterator[TextDelta]: ...
+
+    def num_waiting(self, request_id: str) -> int: ...
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport: ...
 
@@ -70,7 +80,7 @@ class Engine(Protocol):
 class Serving:
     """One server process's state. Made and used in the event loop's thread.
 
-    tenants: of the tenants file, None without one.
+    tenants: of the tenants file, None without one. keys: who may ask, as of now.
     """
 
     def __init__(
@@ -81,11 +91,16 @@ class Serving:
         tenants: Sequence[Tenant] | None = None,
     ) -> None:
         self.config = config
-        self.tenants = tenants
+        self.know(tenants)
         self.metrics = metrics
         self.log = log
         self.lanes = Lanes()
+        self.live = LiveRequests()
+        self.tellings = Tellings(config.resume_memory_bytes)
         self.draining = False
+        self.num_held = 0
+        self._takes = asyncio.Event()
+        self._takes.set()
         loop = asyncio.get_running_loop()
         self.leaving: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
@@ -101,14 +116,52 @@ class Serving:
         num_keys += sum(len(tenant.key_digests) for tenant in self.tenants or ())
         return num_keys > 1 or (num_keys == 0 and self.config.insecure)
 
+    def know(self, tenants: Sequence[Tenant] | None) -> None:
+        """From now on these are the tenants; what was let in goes on."""
+        self.tenants = tenants
+        self.keys = Keys(self.config.api_key, tenants)
+
     def start(self, engine: Engine) -> None:
         """The engine is ready: take requests."""
         self._engine = engine
         engine.on_stats = self.metrics.see
 
-    def drain(self) -> None:
-        """Take nothing new; what is open goes on."""
+    @property
+    def paused(self) -> bool:
+        """Whether requests for tokens are held."""
+        return not self._takes.is_set()
+
+    def pause(self) -> None:
+        """Hold requests for tokens that come from now on; what runs goes on."""
+        if not self.draining:
+            self._takes.clear()
+
+    def refuse_new(self) -> None:
+        """Take nothing new, held requests neither, until `resume`."""
         self.draining = True
+        self._takes.set()
+
+    def resume(self) -> None:
+        """Take requests again, unless the server is being stopped."""
+        self._takes.set()
+        self.draining = self.leaving.done()
+
+    async def admitted(self) -> None:
+        """Wait while the server is paused. Raises OverloadedError where too many wait, or none may
+        go on."""
+        if self.paused:
+            if self.num_held >= MOST_HELD:
+                raise OverloadedError("the server is paused; try again later", retry_after_s=10.0)
+            self.num_held += 1
+            try:
+                await self._takes.wait()
+            finally:
+                self.num_held -= 1
+            self.engine()
+
+    def drain(self) -> None:
+        """Take nothing new, for good; what is open goes on."""
+        self.refuse_new()
         if not self.leaving.done():
             self.leaving.set_result(None)
 
@@ -142,11 +195,16 @@ class Serving:
                 pending=health.pending,
                 steps_total=health.steps_total,
             )
+        if self.paused and health.ok:
+            return replace(health, ok=False, state="paused", reason="an admin paused the server")
         return health
 
     def failed(self, error: QuireError) -> None:
         """A request ended in an error: count it."""
         self.metrics.error(type(error).__name__)
+        if isinstance(error, SlowReader):
+            self.metrics.slow_reader()
+            self.log.warning("stream cut", reason=str(error))
         if isinstance(error, TimedOut):
             self.metrics.timeout()
         elif isinstance(error, OverloadedError | ContextTooLong):

@@ -1,106 +1,224 @@
-"""Server-sent events: a request's chunks as they come, one `data:` line each, `[DONE]` at the end.
+"""A request's events to one connection: paced by its reader, with a sign of life in silence.
 
-The response begins with the first chunk, so a request that cannot be served is still answered by a
-status code. Writing waits while the socket is full: a slow reader holds back its own chunks (the
-tokens wait as numbers in this process, at most max_tokens a choice) and nobody else's. An error
-after the beginning is one event {"error": ...}; then the stream ends without `[DONE]`.
+The response begins with the first event, or with the first heartbeat, so a request that is refused
+at once is still answered by a status code. Writing waits while the socket is full: a slow reader
+holds back its own events and nobody else's. Its tokens wait as numbers in this process; where
+they become many, or the reader takes nothing for `stall_s`, it is cut. An error after the
+beginning is one event {"error": ...}; then the stream ends without `[DONE]`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import aclosing
-from typing import Any, Protocol
+from collections.abc import Mapping
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.answers import Answers, Usage
-from quire.api.errors import error_body
+from quire.api.answers import Answers
+from quire.api.errors import ReadElsewhere, ResumeGone, SlowReader
+from quire.api.events import HEARTBEAT, Events
 from quire.api.gone import Deadline, until_gone
+from quire.api.live import Live
 from quire.api.serving import Serving
+from quire.api.telling import Telling, most_waiting
 from quire.base.errors import QuireError
-from quire.engine.output import TextDelta
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_DONE = b"data: [DONE]\n\n"
+# Proxies that would gather events before they pass them on are asked not to.
+_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 # A reader that does not even take the last event within this time gets none.
 _LAST_WORD_S = 1.0
+_LOOK_S = 1.0
 
 
-class Chunks(Protocol):
-    """How an API writes the parts of a stream."""
+class _Paced(Response):
+    """Writes to one reader, and looks after it: heartbeats, and an end where it does not read.
 
-    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
+    cut: set to an error, it ends the writing.
+    """
 
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None: ...
+    def __init__(
+        self, serving: Serving, headers: Mapping[str, str], cut: asyncio.Future[QuireError]
+    ) -> None:
+        super().__init__(headers={**_HEADERS, **headers}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._serving = serving
+        self._cut = cut
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._started = self._ended = False
+        self._blocked_since_s: float | None = None
+        self._wrote_s = self._loop.time()
+        self._beat: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _watch(self, send: Send) -> None:
+        """Look after the reader from now on, until `_leave`."""
+        self._timer = self._loop.call_later(self._look_s, self._look, send)
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._beat is not None:
+            self._beat.cancel()
+
+    def _too_many_wait(self) -> bool:
+        """Whether what waits for the reader has become too much to keep."""
+        return False
+
+    @property
+    def _look_s(self) -> float:
+        config = self._serving.config
+        return min(_LOOK_S, config.heartbeat_s or _LOOK_S, config.stall_s / 2)
+
+    def _look(self, send: Send) -> None:
+        self._timer = self._loop.call_later(self._look_s, self._look, send)
+        config, now_s = self._serving.config, self._loop.time()
+        if self._blocked_since_s is not None:
+            blocked_s = now_s - self._blocked_since_s
+            if (blocked_s >= config.stall_s or self._too_many_wait()) and not self._cut.done():
+                self._cut.set_result(_too_slow(blocked_s))
+        elif config.heartbeat_s and now_s - self._wrote_s >= config.heartbeat_s:
+            self._beat = asyncio.ensure_future(self._write(send, HEARTBEAT))
+
+    async def _write(self, send: Send, events: bytes, *, more: bool = True) -> None:
+        async with self._turn:
+            if self._ended:
+                return
+            self._blocked_since_s = self._loop.time()
+            try:
+                if not self._started:
+                    self._started = True
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                    )
+                if events or not more:
+                    self._ended = not more
+                    await send({"type": "http.response.body", "body": events, "more_body": more})
+            finally:
+                self._blocked_since_s = None
+                self._wrote_s = self._loop.time()
+
+    async def _write_last(self, scope: Scope, send: Send, event: bytes) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await self._write(send, event, more=False)
+        except TimeoutError:  # the reader does not read: nothing can be said to it
+            abort = scope.get("quire.abort")
+            if abort is not None:
+                abort()
 
 
-class EventStream(Response):
-    """The streamed answers of one request."""
+class EventStream(_Paced):
+    """The streamed answers of one request; they end when their reader leaves."""
 
     def __init__(
         self,
         serving: Serving,
         answers: Answers,
-        chunks: Chunks,
+        events: Events,
         headers: Mapping[str, str],
         deadline: Deadline,
+        live: Live,
     ) -> None:
-        super().__init__(headers={**_HEADERS, **headers}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._serving = serving
+        super().__init__(serving, headers, live.cut)
         self._answers = answers
-        self._chunks = chunks
+        self._events = events
         self._deadline = deadline
-        self._started = False
+        self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def put(events: list[bytes], is_last: bool) -> None:
+            await self._write(send, b"".join(events), more=not is_last)
+
+        self._watch(send)
+        failure: QuireError | None = None
         try:
             await until_gone(
-                self._write_all(send),
+                self._events.tell(put),
                 receive,
                 over=self._serving.over,
                 deadline=self._deadline,
+                cut=self._live.cut,
             )
         except QuireError as error:
+            failure = error
             if not self._started:
                 raise
             self._serving.failed(error)
-            await self._write_last(send, error)
+            await self._write_last(scope, send, self._events.of_error(error))
+        finally:
+            self._leave()
+            self._serving.live.end(self._live, failure)
 
-    async def _write_all(self, send: Send) -> None:
-        async with aclosing(self._answers.deltas()) as deltas:
-            async for prompt, delta in deltas:
-                await self._write(send, await self._events(prompt, delta))
-        usage = self._chunks.of_usage(self._answers.usage)
-        last = _DONE if usage is None else _event(usage) + _DONE
-        await self._write(send, last, more=False)
+    def _too_many_wait(self) -> bool:
+        return self._answers.num_waiting > most_waiting(self._answers)
 
-    async def _events(self, prompt: int, delta: TextDelta) -> bytes:
-        """A delta's chunks; those that tell of a whole prompt are long: beside the loop."""
 
-        def events() -> bytes:
-            return b"".join(_event(chunk) for chunk in self._chunks.of_delta(prompt, delta))
+class FollowStream(_Paced):
+    """The events of a resumable request behind number `after`; it goes on when this reader leaves.
 
-        return await asyncio.to_thread(events) if delta.prompt_logprobs else events()
+    resumes: the stream has begun before, so the response begins at once. Raises ResumeGone where
+    those events are not kept.
+    """
 
-    async def _write(self, send: Send, events: bytes, *, more: bool = True) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        if events or not more:
-            await send({"type": "http.response.body", "body": events, "more_body": more})
+    def __init__(
+        self,
+        serving: Serving,
+        telling: Telling,
+        headers: Mapping[str, str],
+        *,
+        after: int = 0,
+        resumes: bool = False,
+    ) -> None:
+        journal = telling.journal
+        if not journal.first - 1 <= after <= journal.last:
+            raise ResumeGone(
+                f"the stream cannot go on behind event {after}: those behind {journal.first - 1} "
+                f"up to {journal.last} are kept; ask again from the beginning"
+            )
+        super().__init__(serving, headers, asyncio.get_running_loop().create_future())
+        self._telling = telling
+        self._after = after
+        self._resumes = resumes
 
-    async def _write_last(self, send: Send, error: QuireError) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._telling.attach(self._cut)
+        self._watch(send)
         try:
-            async with asyncio.timeout(_LAST_WORD_S):
-                await self._write(send, _event(error_body(error)), more=False)
-        except TimeoutError:
-            return  # the reader does not read; the server closes the connection
+            await until_gone(
+                self._follow(send),
+                receive,
+                over=self._telling.never,
+                deadline=Deadline(None),
+                cut=self._cut,
+            )
+        except (SlowReader, ReadElsewhere) as error:
+            # Not an event: the request goes on, and its events are what they are for any reader.
+            if isinstance(error, SlowReader):
+                self._serving.failed(error)
+            abort = scope.get("quire.abort")
+            if abort is not None:
+                abort()
+        finally:
+            self._leave()
+            self._telling.detach(self._cut)
+
+    async def _follow(self, send: Send) -> None:
+        journal, number = self._telling.journal, self._after
+        if self._resumes and self._telling.refusal is None:
+            await self._write(send, b"")
+        while events := await journal.after(number):
+            number = journal.last
+            await self._write(send, events)
+        refusal = self._telling.refusal
+        if refusal is not None and not self._started:
+            raise refusal
+        await self._write(send, b"", more=False)
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+def _too_slow(blocked_s: float) -> SlowReader:
+    return SlowReader(
+        f"the stream's reader took nothing for {blocked_s:.0f} s while what waited for it grew "
+        "(--stall-seconds), so it was cut; read faster, or ask for less"
+    )

@@ -62,7 +62,8 @@ async def _tokenized(request: Opened) -> bytes:
             "prompt and messages are both given; give one of them", param="messages"
         )
     if "messages" in given:
-        text, adds_special = await rendered(request), flag(given, "add_special_tokens")
+        text = (await rendered(request)).text
+        adds_special = flag(given, "add_special_tokens")
     else:
         text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
     return await request.beside(_tokens_json, engine, text, adds_special, with_strings)
@@ -115,4 +116,4 @@ def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
 
 
 async def _applied(request: Opened) -> bytes:
-    return msgspec.json.encode({"prompt": await rendered(request)})
+    return msgspec.json.encode({"prompt": (await rendered(request)).text})

@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse, Response
 
 _POINTER = """Quire serves a language model here, with OpenAI's API.
 
-POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /apply_template
-GET  /v1/models, /health, /metrics, /version
+POST /v1/chat/completions, /v1/completions, /generate, /tokenize, /detokenize, /apply_template
+GET  /v1/models, /v1/requests/ID, /health, /metrics, /version
 """
 
 

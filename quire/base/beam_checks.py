@@ -38,6 +38,10 @@ _MUST_BE_OFF: Mapping[str, tuple[Any, str]] = {
     "logit_bias": ({}, _CHANGES),
     "allowed_token_ids": (None, _CHANGES),
     "stop": ((), "beams end by tokens (end-of-text or stop_token_ids), not by text"),
+    "structured_outputs": (
+        None,
+        "beams go back and branch, which grammars are not followed through yet",
+    ),
     "logprob_token_ids": ((), "beams tell of likely tokens only (logprobs)"),
 }
 # What a caller who asks for beams gets where a field is not named: a model's own defaults for

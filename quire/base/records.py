@@ -205,6 +205,9 @@ class StepResult:
     mirostat_mus: Float32s = field(default_factory=lambda: NO_FLOATS)  # [E] or empty
     score_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
     scores: PromptScores | None = None
+    forced_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
+    forced_ids: Int32s = field(default_factory=lambda: NO_INTS)  # [F]
+    complete: Bools = field(default_factory=lambda: NO_BOOLS)  # [N] or empty
     errors: tuple[RowError, ...] = ()
 
 
@@ -265,10 +268,10 @@ class StepOutputs:
     """All that one update yields: plain rows as arrays, everything else as RequestOutputs.
 
     Row i of the arrays: request_ids[i] got token_ids[i], exactly one token, and goes on. An
-    event is the output of a request that got its first token, or that ended (its last token is
-    in the event). A request is in the rows or in the events, never in both, so a steady step
-    makes no object a request. `logprobs`, `top_ids`, `top_logprobs` and `listed_logprobs` are as
-    in StepResult; NaN in `logprobs` means that row asked for none.
+    event is the output of a request that got its first token or several, or that ended (its last
+    token is in the event). A request is in the rows or in the events, never in both, so a steady
+    step makes no object a request. `logprobs`, `top_ids`, `top_logprobs` and `listed_logprobs` are
+    as in StepResult; NaN in `logprobs` means that row asked for none.
 
     Iterating yields one RequestOutput a request (events first), for readers that do not mind
     the objects: a sender may ship the record as it is and let the reader's process iterate.
@@ -359,6 +362,7 @@ class EngineStats:
     preemptions_total: int = 0
     preemptions_moved_total: int = 0  # of those: their blocks went to the tier
     preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer
+    preemptions_for_turns_total: int = 0  # of those: somebody waited whose turn was long before
     preemptions_for_ceilings_total: int = 0  # of those: the tenant had more than it may
     preemption_cost_counts: tuple[int, ...] = ()  # by PREEMPTION_COSTS_MS, and one for beyond
     preemption_cost_ms_total: float = 0.0

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.base.beam_checks import BEAMS_OFF, check_beams
 from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, grammar_of
 from quire.base.parameter_checks import MAX_TOKEN_ID, number, texts, token_ids, whole
 from quire.base.show import show
 
@@ -67,6 +68,9 @@ class SamplingParams:
     of their tokens (of the raw logits); None computes n.
     use_beam_search: beams as in transformers, best_of (or n) of them, n told; with length_penalty
     and early_stopping (True, False or "never"); temperature must be 0.
+    structured_outputs: the answer is text of this grammar (quire.base.grammar makes them; an
+    object of vLLM's form, such as {"json": schema}, becomes one). A complete answer ends, whatever
+    min_tokens and ignore_eos say; one cut off by max_tokens or a stop string is not complete.
 
     Raises InvalidParameter when a value is outside of what is allowed.
     """
@@ -112,6 +116,7 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured_outputs: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _WHOLE_NUMBERS:
@@ -139,6 +144,8 @@ class SamplingParams:
         self._check_words_and_ids()
         self._check_mirostat_and_xtc()
         self._check_best_of()
+        if not isinstance(self.structured_outputs, Grammar | None):
+            self._settle("structured_outputs", grammar_of(self.structured_outputs))
         check_beams(self)
         if self.max_tokens == 0:
             self._check_no_output()

@@ -7,9 +7,13 @@ defaults belong to the engine and the model.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, grammar_of
 from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 
@@ -87,6 +91,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="never write this text; may be given repeatedly",
     )
+    section.add_argument(
+        "--structured-outputs",
+        type=_structured_outputs,
+        dest="structured_outputs",
+        default=argparse.SUPPRESS,
+        metavar="JSON",
+        help="what the answer may be: an object with one of json (a schema), json_object, regex, "
+        "choice, grammar (Lark or GBNF) and structural_tag; @FILE reads it from a file",
+    )
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +110,27 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         fields["stop"] = tuple(given["stop"])
     if "bad_words" in given:
         fields["bad_words"] = tuple(given["bad_words"])
+    if "structured_outputs" in given:
+        fields["structured_outputs"] = given["structured_outputs"]
     return fields
+
+
+def _structured_outputs(text: str) -> Grammar:
+    """A grammar, as argparse reads an argument."""
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        return grammar_of(json.loads(text), param="--structured-outputs")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be read: {error.strerror}; name a file"
+        ) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f'it is not JSON ({error}); write an object, such as {{"regex": "[0-9]+"}}'
+        ) from None
+    except InvalidParameter as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def a_count(text: str) -> int:

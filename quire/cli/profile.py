@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=16,
         metavar="NUM",
-        help="rows of the mixed step: all but one decode (default 16)",
+        help="rows that decode together, and rows of the mixed step (default 16)",
     )
     parser.add_argument(
         "--seconds",

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped; the exit code. Raises SettingError, ModelError or CapacityError."""
-    from quire.api.listen import listen, url_of
+    from quire.api.listen import check_tls, listen, url_of
     from quire.engine.launch import EngineProcess
 
     server = _with_key_of_environment(built(ServerConfig, arguments))
@@ -70,16 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         scheduler=built(SchedulerConfig, arguments),
         executor=built(ExecutorConfig, arguments),
     )
-    tenants = _tenants(engine.scheduler.tenants, server)
+    path = engine.scheduler.tenants
+    tenants = None if path is None else _tenants(path, server)
+    check_tls(server)
     listening = listen(server, has_tenants=tenants is not None)
     process = EngineProcess.launch(engine)
-    return _serve(server, engine, listening, process, url=url_of(listening), tenants=tenants)
+    url = url_of(listening, scheme="http" if server.tls_cert is None else "https")
+    return _serve(server, engine, listening, process, url=url, tenants=tenants)
 
 
-def _tenants(path: str | None, server: ServerConfig) -> tuple[Tenant, ...] | None:
-    """The tenants of a file, who must be able to come in; None without one."""
-    if path is None:
-        return None
+def _tenants(path: str, server: ServerConfig) -> tuple[Tenant, ...]:
+    """The tenants of a file, who must be able to come in."""
     tenants = read_tenants(path)
     for tenant in tenants:
         if not tenant.key_digests and not tenant.is_default:
@@ -133,7 +134,17 @@ def _serve(
             log.warning("standard output cannot be written", reason=str(error), address=url)
 
     try:
-        return run_server(client, server, listening, log, announce=announce, tenants=tenants)
+        path = config.scheduler.tenants
+        return run_server(
+            client,
+            server,
+            listening,
+            log,
+            announce=announce,
+            tenants=tenants,
+            read_tenants=None if path is None else lambda: _tenants(path, server),
+            tenants_file=path,
+        )
     finally:
         announced.set()
 

@@ -23,6 +23,12 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8")
 # The names of quire/scheduler/policies.py, which a room of this row does not read.
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
+# The names of quire/dialects/table.py, which a room of this row does not read.
+TOOL_PARSERS = (
+    *("auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek"),
+    *("kimi", "granite", "phi", "harmony", "json"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "kimi", "harmony")
 # The names checkpoints and other engines use.
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # The names of quire/quant/scheme.py, which a room of this row does not read.
@@ -88,6 +94,12 @@ class CacheConfig:
         "memory of the KV cache, as in 2GiB; default: a share of what the machine has free",
         flag="kv-cache-memory",
     )
+    kv_touch_ahead_bytes: int = setting(
+        1024**3,
+        "memory of KV blocks not used yet that is asked of the system while there is nothing to "
+        "do, so that prompts do not wait for it, as in 2GiB; 0: with first use",
+        flag="kv-touch-ahead",
+    )
     kv_cache_dtype: Literal["auto", "f32", "bf16", "int8", "float32", "bfloat16"] = setting(
         "auto",
         "precision of keys and values; int8: a scale for each head's row; auto: as --dtype",
@@ -111,6 +123,7 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        _at_least("kv_touch_ahead_bytes", self.kv_touch_ahead_bytes, 0)
         _at_least("kv_tier_bytes", self.kv_tier_bytes, 1)
         _one_of("kv_tier_fetch", self.kv_tier_fetch, ("cost", "always", "never"))
         if self.kv_tier_path == "":
@@ -252,12 +265,29 @@ class ServerConfig:
         (), "a key callers must show; may be repeated; default: QUIRE_API_KEY of the environment"
     )
     insecure: bool = setting(False, "listen beyond loopback without a key")
+    tls_cert: str | None = setting(
+        None, "PEM file with the certificate, and those between it and its root: speak HTTPS"
+    )
+    tls_key: str | None = setting(
+        None, "PEM file with the certificate's private key; default: it is in the same file"
+    )
     max_output_tokens: int | None = setting(
         None,
         "most output tokens a request may ask for; what it gets where it names none is cut to it",
     )
     unknown_fields: Literal["refuse", "warn"] = setting(
         "refuse", "what to do with request fields that are not known"
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: auto, as its chat template shows; none, calls stay text; "
+        "hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, kimi, granite, phi, "
+        "harmony, json",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "how it marks reasoning: auto, as its chat template shows; none, reasoning stays text; "
+        "think, mistral, seed, kimi, harmony",
     )
     trust_request_chat_template: bool = setting(
         False, "run chat templates that requests bring along: programs by whoever asks"
@@ -267,6 +297,28 @@ class ServerConfig:
     )
     request_timeout_s: float | None = setting(
         None, "seconds after which a request is ended; default: never", flag="request-timeout"
+    )
+    heartbeat_s: float = setting(
+        15.0,
+        "seconds of silence after which a stream gets a comment, so that nobody takes it for dead; "
+        "0: none",
+        flag="heartbeat-seconds",
+    )
+    stall_s: float = setting(
+        30.0,
+        "seconds after which a stream whose reader takes nothing is cut, its request with it",
+        flag="stall-seconds",
+    )
+    resume_s: float = setting(
+        60.0,
+        "seconds that a resumable stream waits for a reader that broke off, and is kept after its "
+        "end",
+        flag="resume-seconds",
+    )
+    resume_memory_bytes: int = setting(
+        64 * 1024 * 1024,
+        "memory for resumable streams, 1MiB each; 0: none is resumable",
+        flag="resume-memory",
     )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "largest request body, as in 8MiB", flag="max-body"
@@ -284,12 +336,20 @@ class ServerConfig:
             raise SettingError(
                 "an API key is empty (--api-key, QUIRE_API_KEY); give one that is not, or none"
             )
+        if self.tls_key is not None and self.tls_cert is None:
+            raise SettingError("tls_key is given without tls_cert; give the certificate too")
         if self.max_output_tokens is not None:
             _at_least("max_output_tokens", self.max_output_tokens, 1)
         _one_of("unknown_fields", self.unknown_fields, ("refuse", "warn"))
+        _one_of("tool_call_parser", self.tool_call_parser, TOOL_PARSERS)
+        _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         _at_least("grace_s", self.grace_s, 0)
         if self.request_timeout_s is not None:
             _at_least("request_timeout_s", self.request_timeout_s, 0.001)
+        _at_least("heartbeat_s", self.heartbeat_s, 0)
+        _at_least("stall_s", self.stall_s, 0.01)
+        _at_least("resume_s", self.resume_s, 0)
+        _at_least("resume_memory_bytes", self.resume_memory_bytes, 0)
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
         _at_least("watchdog_s", self.watchdog_s, 0.001)
 

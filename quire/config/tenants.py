@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ class Tenant:
         return "" if self.is_default else self.name
 
 
+# What is checked at the edge alone; all else the engine was told at its start.
+_OF_THE_EDGE = frozenset(
+    {"key_digests", "priority", "priority_min", "priority_max", "isolate_cache", "is_admin"}
+)
+
 # The default tenant where no file says otherwise: nothing is bounded.
 ONLY_TENANT = Tenant(name=DEFAULT_TENANT, priority_min=-MAX_PRIORITY)
 
@@ -98,6 +103,24 @@ def read_tenants(path: str) -> tuple[Tenant, ...]:
         return _tenants(_document(file, raw))
     except (ValueError, InvalidParameter) as error:
         raise SettingError(f"the tenants file {path}: {error}") from error
+
+
+def needs_restart(told: Sequence[Tenant], now: Sequence[Tenant]) -> str | None:
+    """What of `now` an engine that was told `told` cannot take up while it runs; None if nothing.
+
+    Keys, priorities, isolation and who is an admin can change; who there is, and weights and
+    limits, cannot.
+    """
+    before, after = ({one.name: one for one in tenants} for tenants in (told, now))
+    if before.keys() != after.keys():
+        name = sorted(before.keys() ^ after.keys())[0]
+        return f"tenant {name} is {'gone' if name in before else 'new'}"
+    for name, tenant in after.items():
+        for one in fields(Tenant):
+            was, is_now = getattr(before[name], one.name), getattr(tenant, one.name)
+            if one.name not in _OF_THE_EDGE and was != is_now:
+                return f"{one.name} of tenant {name} was {show(was)} and is {show(is_now)}"
+    return None
 
 
 def _document(file: Path, raw: bytes) -> dict[str, Any]:

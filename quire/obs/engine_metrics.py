@@ -148,11 +148,13 @@ def _preemptions(stats: EngineStats) -> Iterable[Metric]:
     yield by_way
     by_reason = CounterMetricFamily(
         "quire_preemptions_by_reason",
-        "Requests preempted, by what their KV blocks were wanted for",
+        "Requests preempted, by what their KV blocks or slots were wanted for",
         labels=("reason",),
     )
-    by_reason.add_metric(("answer",), total - prompts - ceilings)
+    turns = stats.preemptions_for_turns_total
+    by_reason.add_metric(("answer",), total - prompts - turns - ceilings)
     by_reason.add_metric(("prompt",), prompts)
+    by_reason.add_metric(("turn",), turns)
     by_reason.add_metric(("ceiling",), ceilings)
     yield by_reason
     counts = stats.preemption_cost_counts or (0,) * (len(PREEMPTION_COSTS_MS) + 1)

@@ -100,6 +100,9 @@ class Metrics:
             "Requests whose client went away before the answer was complete",
             registry=registry,
         )
+        self._slow_readers = Counter(
+            "quire_slow_readers", "Streams cut because their reader did not read", registry=registry
+        )
         self._responses = Counter(
             "quire_http_responses",
             "HTTP responses, by route and status",
@@ -188,6 +191,10 @@ class Metrics:
     def disconnect(self) -> None:
         """A client went away before its answer was complete."""
         self._disconnects.inc()
+
+    def slow_reader(self) -> None:
+        """A stream was cut because its reader did not read."""
+        self._slow_readers.inc()
 
     def opened(self) -> None:
         """An HTTP request arrived."""

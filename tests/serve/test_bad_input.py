@@ -201,7 +201,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "20",
     ),
     "an unknown field": (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "temperature"),
-    "a field not served": (
+    "a tool without a function": (
         CHAT,
         {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
         400,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,3 +215,21 @@ def test_a_file_that_cannot_be_honoured_ends_the_start_in_words(
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_key_is_exchanged_without_a_restart(tiny: Path, tmp_path: Path, signalled: bool) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(TENANTS)
+    flags = ("--tenants", str(file), "--threads", "1")
+    with RunningServer(tiny, *flags) as server, Tenant(server, "small-key").stream() as running:
+        running.next()
+        file.write_text(TENANTS.replace("small-key", "other-key"))
+        if signalled:
+            server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: "read again" in server.stderr(), "the file is read again")
+        assert Tenant(server, "small-key").post()[0] == 401
+        assert Tenant(server, "floor-key").post()[0] == 200
+        running.next()  # what was let in goes on
+        running.close()
+        server.until(lambda: Tenant(server, "other-key").post()[0] == 200, "its place is free")

@@ -23,7 +23,7 @@ from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.card import Health, ModelCard
-from quire.engine.output import TextDelta
+from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.requests import make_requests
 from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
@@ -49,12 +49,13 @@ TIMES = RequestTimes(arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0,
 
 
 class ByteTokenizer:
-    """One id a byte; no begin-of-text token unless told."""
+    """One id a byte; no begin-of-text token unless told. marks: special tokens."""
 
-    def __init__(self, bos: int | None = None) -> None:
+    def __init__(self, bos: int | None = None, marks: tuple[str, ...] = ()) -> None:
         self._bos = bos
         self.special_tokens: dict[str, str] = {}
-        self.special_ids = frozenset(() if bos is None else (bos,))
+        self.marks = {mark: 200 + at for at, mark in enumerate(marks)}
+        self.special_ids = frozenset((() if bos is None else (bos,)) + tuple(self.marks.values()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         before = [self._bos] if add_special_tokens and self._bos is not None else []
@@ -62,6 +63,9 @@ class ByteTokenizer:
 
     def least_tokens(self, text: str) -> int:
         return len(text.encode(errors="surrogatepass"))
+
+    def token_id(self, token: str) -> int | None:
+        return self.marks.get(token)
 
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode(errors="replace")
@@ -99,6 +103,7 @@ class Asked:
     request_id: str
     cache_salt: str
     terms: Terms = DEFAULT_TERMS
+    text_rules: TextRules = PLAIN_TEXT
 
 
 class FakeEngine:
@@ -140,6 +145,7 @@ class FakeEngine:
         self.cache_use: CacheUse | None = None
         self.num_prefixes_asked: list[int] = []
         self.num_flushes = 0
+        self.waiting = 0
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
         self.num_prefixes_asked.append(num_prefixes)
@@ -162,6 +168,9 @@ class FakeEngine:
             steps_total=1,
         )
 
+    def num_waiting(self, request_id: str) -> int:
+        return self.waiting
+
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         make_requests(self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0)
 
@@ -174,6 +183,7 @@ class FakeEngine:
         first_stream: int = 0,
         cache_salt: str = "",
         terms: Terms = DEFAULT_TERMS,
+        text_rules: TextRules = PLAIN_TEXT,
     ) -> AsyncIterator[TextDelta]:
         self.asked.append(
             Asked(
@@ -182,6 +192,7 @@ class FakeEngine:
                 request_id=request_id,
                 cache_salt=cache_salt,
                 terms=terms,
+                text_rules=text_rules,
             )
         )
         complete = False
@@ -195,6 +206,8 @@ class FakeEngine:
                 for index in range(sampling.n):
                     self.num_deltas += 1
                     delta = self._delta(at, text, first_stream + index, len(prompt_ids), sampling)
+                    if text_rules.counts_chars:
+                        delta = replace(delta, token_chars=(len(text),))
                     if at == index == 0 and sampling.prompt_logprobs is not None:
                         delta = replace(delta, prompt_logprobs=self._scored(prompt_ids))
                     yield delta
@@ -289,9 +302,11 @@ class Reply:
     @property
     def events(self) -> list[Any]:
         """The data of each server-sent event; "[DONE]" as text."""
-        lines = [line for line in self.body.decode().split("\n\n") if line]
-        assert all(line.startswith("data: ") for line in lines), lines
-        data = [line.removeprefix("data: ") for line in lines]
+        events = [event for event in self.body.decode().split("\n\n") if event]
+        lines = [event.split("\n") for event in events if not event.startswith(":")]
+        assert all(line[0].startswith("id: ") and len(line) == 2 for line in lines), lines
+        assert all(line[1].startswith("data: ") for line in lines), lines
+        data = [line[1].removeprefix("data: ") for line in lines]
         return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 

@@ -53,7 +53,7 @@ def test_any_other_value_is_refused_naming_the_field_and_why(name: str) -> None:
     assert UNSERVED[name].why in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("store", 0), ("top_a", False), ("suffix", " ")])
+@pytest.mark.parametrize(("name", "value"), [("store", 0), ("top_a", False), ("functions", " ")])
 def test_a_value_that_only_looks_like_the_default_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter):
         given({name: value})
@@ -83,7 +83,7 @@ def test_told_to_warn_unknown_fields_are_left_out_and_named() -> None:
 
 def test_warning_does_not_loosen_fields_that_are_known_and_not_served() -> None:
     with pytest.raises(InvalidParameter):
-        known_fields({"tools": [{"type": "function"}]}, CHAT, warn_unknown=True)
+        known_fields({"functions": [{"name": "f"}]}, CHAT, warn_unknown=True)
 
 
 def test_a_header_of_odd_names_is_printable_ascii_and_bounded() -> None:

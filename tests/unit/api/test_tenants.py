@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from quire.api.server import reread
+from quire.base.errors import SettingError
 from quire.base.terms import Terms
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 from tests.unit.api.fake_engine import Reply, Site
@@ -139,3 +143,40 @@ def test_with_tenants_a_page_without_a_key_stays_out() -> None:
         return await Site(tenants=TENANTS).post(PATH, {"prompt": "a"})
 
     assert asyncio.run(exchange()).status == 401
+
+
+def after_reading_again(read: Any) -> tuple[list[int], str]:
+    """Statuses of an old key and a new one of `batch` once its file was read again, and the log."""
+
+    async def exchange() -> tuple[list[int], str]:
+        site = Site(tenants=TENANTS, api_key=("root",))
+        await reread(site.serving, read)
+        body = {"prompt": "a", "priority": 4}
+        replies = [await site.post(PATH, body, headers=key(name)) for name in ("b", "new")]
+        return [reply.status for reply in replies], site.log.getvalue()
+
+    return asyncio.run(exchange())
+
+
+def test_a_file_read_again_changes_keys_from_the_next_request_on() -> None:
+    tenants = (ONLY_TENANT, SEARCH, replace(BATCH, key_digests=(key_digest("new"),)), OPERATOR)
+    statuses, log = after_reading_again(lambda: tenants)
+    assert statuses == [401, 200]
+    assert "read again" in log
+    assert key_digest("new") not in log
+
+
+def test_a_file_that_is_wrong_or_changes_limits_is_not_taken_up() -> None:
+    def is_wrong() -> Sequence[Tenant]:
+        raise SettingError("the tenants file t.toml: it is not TOML")
+
+    bounded = replace(BATCH, key_digests=(key_digest("new"),), max_running=2)
+    for read, reason in (
+        (is_wrong, "it is not TOML"),
+        (lambda: (ONLY_TENANT, SEARCH, bounded, OPERATOR), "max_running of tenant batch"),
+        (lambda: (ONLY_TENANT, SEARCH, BATCH), "tenant operator is gone"),
+    ):
+        statuses, log = after_reading_again(read)
+        assert statuses == [200, 401]
+        assert reason in log
+        assert "nothing of it is taken up" in log

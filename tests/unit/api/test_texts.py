@@ -236,10 +236,12 @@ def test_a_model_whose_only_template_is_broken_still_completes() -> None:
     assert ask("/tokenize", engine, prompt="a").status == 200
 
 
-def test_tools_are_rendered_but_a_chat_refuses_them() -> None:
+def test_tools_are_rendered_and_a_chat_takes_them() -> None:
     assert ask("/apply_template", messages=SAID, tools=TOOLS).json["prompt"].startswith("[look]")
     assert bytes(ask("/tokenize", messages=SAID, tools=TOOLS).json["tokens"]).startswith(b"[look]")
-    refused(ask("/v1/chat/completions", messages=SAID, tools=TOOLS), "tools", "/apply_template")
+    assert ask("/v1/chat/completions", messages=SAID, tools=TOOLS).status == 200
+    told_of_none = {"messages": SAID, "tools": TOOLS, "tool_choice": "none"}
+    assert not ask("/apply_template", **told_of_none).json["prompt"].startswith("[look]")
     assert ask("/v1/chat/completions", messages=SAID, tools=[], tool_choice="auto").status == 200
 
 

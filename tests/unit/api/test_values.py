@@ -173,8 +173,8 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("stream_options", {"stream": True, "stream_options": {"include_usage": 1}}),
     ("stream_options", {"stream": True, "stream_options": {"other": True}}),
     ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": ""}}]}),
+    ("response_format", {"response_format": {"type": "yaml"}}),
     ("tool_choice", {"tool_choice": "required"}),
 ]  # fmt: skip
 

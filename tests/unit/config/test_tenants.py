@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import SettingError
-from quire.config.tenants import MAX_FILE_BYTES, Tenant, read_tenants
+from quire.config.tenants import MAX_FILE_BYTES, Tenant, needs_restart, read_tenants
 
 ALL = """
 [tenants.search]
@@ -159,3 +159,25 @@ def test_a_file_that_is_not_there_too_large_or_no_text_is_refused(tmp_path: Path
     file.write_bytes(b"\xff")
     with pytest.raises(SettingError, match="not UTF-8"):
         read_tenants(str(file))
+
+
+@pytest.mark.parametrize(
+    ("was", "is_now", "said"),
+    [
+        ('"key-3"', '"key-5", "key-6"', None),
+        ("priority = -3", "priority = 0", None),
+        ("isolate_cache = true", "isolate_cache = false", None),
+        ("admin = true", "admin = false", None),
+        ("weight = 2", "weight = 3", "weight of tenant search was 2.0 and is 3.0"),
+        ("kv_floor_blocks = 10", "", "kv_floor_blocks of tenant search was 10 and is null"),
+        ("max_running = 4", "max_running = 5", "max_running of tenant search was 4 and is 5"),
+        ("[tenants.batch]", "[tenants.lot]", "tenant batch is gone"),
+        ("[tenants.batch]", '[tenants.new]\nkeys = ["k"]\n[tenants.batch]', "tenant new is new"),
+    ],
+)
+def test_keys_and_what_the_edge_checks_can_change_and_nothing_else(
+    was: str, is_now: str, said: str | None, tmp_path: Path
+) -> None:
+    before = read(tmp_path, ALL)
+    assert was in ALL
+    assert needs_restart(before, read(tmp_path, ALL.replace(was, is_now))) == said

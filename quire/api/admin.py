@@ -1,0 +1,64 @@
+"""/admin: pause, resume and drain a server that goes on, for admins (auth.py guards the paths).
+
+Paused, requests for tokens wait at the edge, and what runs goes on; drained, nothing new is taken
+(503). Resume ends both. Knows no engine. Always holds: a server that is being stopped by a signal
+is not resumed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.serving import Serving
+from quire.base.errors import InvalidParameter
+
+
+class Admin:
+    """The routes."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def get(self, request: Request) -> Response:
+        """What is taken now, and how many requests are open and held."""
+        return self._told()
+
+    async def pause(self, request: Request) -> Response:
+        """Requests for tokens wait from now on."""
+        await _no_body(request)
+        self._serving.pause()
+        return self._told()
+
+    async def drain(self, request: Request) -> Response:
+        """Nothing new is taken; what is open goes on."""
+        await _no_body(request)
+        self._serving.refuse_new()
+        return self._told()
+
+    async def resume(self, request: Request) -> Response:
+        """As before a pause or a drain."""
+        await _no_body(request)
+        self._serving.resume()
+        return self._told()
+
+    def _told(self) -> Response:
+        serving = self._serving
+        told = {
+            "object": "server",
+            "paused": serving.paused,
+            "draining": serving.draining,
+            "open_requests": serving.live.num_open,
+            "held_requests": serving.num_held,
+        }
+        return Response(
+            msgspec.json.encode(told),
+            headers={"cache-control": "no-store"},
+            media_type="application/json",
+        )
+
+
+async def _no_body(request: Request) -> None:
+    if request.query_params or (await request.body()).strip() not in (b"", b"{}"):
+        raise InvalidParameter("this was sent with parameters; it takes none: leave them out")

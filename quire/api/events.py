@@ -1,0 +1,82 @@
+"""Server-sent events of one request, as bytes: numbered, one `data:` line each, `[DONE]` last.
+
+An event's `id:` is the request's id and the event's number from 1, so whoever has read one knows
+all that is needed to go on behind it. Knows no socket. Always holds: the same deltas give the same
+bytes, whoever reads them and in how many parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.api.answers import Answers, Usage
+from quire.api.errors import ResumeGone, error_body
+from quire.base.errors import QuireError
+from quire.base.show import show
+from quire.engine.output import TextDelta
+
+HEARTBEAT = b": waiting\n\n"
+MAX_ID_CHARS = 256
+_MAX_DIGITS = 15
+
+
+class Chunks(Protocol):
+    """How an API writes the parts of a stream."""
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None: ...
+
+
+Put = Callable[[list[bytes], bool], Awaitable[None]]
+
+
+class Events:
+    """Writes the events of one request."""
+
+    def __init__(self, answers: Answers, chunks: Chunks, request_id: str) -> None:
+        self._answers = answers
+        self._chunks = chunks
+        self._prefix = f"id: {request_id}:".encode()
+        self._number = 0
+
+    async def tell(self, put: Put) -> None:
+        """Hand all events to `put`, those of a delta together, and with the last of all True."""
+        async with aclosing(self._answers.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                # What tells of a whole prompt is long: beside the loop.
+                if delta.prompt_logprobs:
+                    await put(await asyncio.to_thread(self._of_delta, prompt, delta), False)
+                else:
+                    await put(self._of_delta(prompt, delta), False)
+        usage = self._chunks.of_usage(self._answers.usage)
+        last = [] if usage is None else [self._event(msgspec.json.encode(usage))]
+        await put([*last, self._event(b"[DONE]")], True)
+
+    def of_error(self, error: QuireError) -> bytes:
+        """The event an error is told by."""
+        return self._event(msgspec.json.encode(error_body(error)))
+
+    def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        chunks = self._chunks.of_delta(prompt, delta)
+        return [self._event(msgspec.json.encode(chunk)) for chunk in chunks]
+
+    def _event(self, line: bytes) -> bytes:
+        self._number += 1
+        return b"%b%d\ndata: %b\n\n" % (self._prefix, self._number, line)
+
+
+def place_of(event_id: str) -> tuple[str, int]:
+    """(request id, number) of a Last-Event-ID. Raises ResumeGone where it is none of ours."""
+    request_id, _, number = event_id.rpartition(":")
+    is_number = number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS
+    if not request_id or not is_number or len(event_id) > MAX_ID_CHARS:
+        raise ResumeGone(
+            f"Last-Event-ID is {show(event_id)}; send the `id` of an event of the stream"
+        )
+    return request_id, int(number)

@@ -1,0 +1,126 @@
+"""POST /generate: token ids in, token ids out, streamed or whole.
+
+For callers who tokenize themselves. All that chooses tokens is as for completions; `stop` strings
+and grammars too, which are about the text of these ids. Knows no text. Always holds: the ids told
+are those the usage counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.answers import Choice, Prompt, Usage
+from quire.api.fields import GENERATE
+from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.prompts import checked_ids
+from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
+from quire.api.serving import Serving
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+from quire.engine.output import TextDelta
+from quire.engine.token_text import TokenText
+
+
+class Ids:
+    """The route."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def post(self, request: Request) -> Response:
+        """Answer one request."""
+        return await generate(
+            self._serving, request, honoured=GENERATE, prefix="gen", read=read_job
+        )
+
+
+async def read_job(asked: Asked) -> Job:
+    """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
+    given, engine = asked.given, asked.engine
+    tokens = given.get("tokens")
+    if not isinstance(tokens, list):
+        raise InvalidParameter(
+            f"tokens is {show(tokens)}; a list of token ids is allowed", param="tokens"
+        )
+    sampling = sampling_of(given, engine.default_sampling(), logprobs=given.get("logprobs"))
+    token_ids = checked_ids(engine, tokens, param="tokens")
+    chosen = limited(
+        sampling,
+        default_tokens=COMPLETION_TOKENS,
+        room_tokens=engine.card.max_model_len - len(token_ids),
+        cap_tokens=asked.config.max_output_tokens,
+    )
+    writer = IdsWriter(
+        asked.envelope,
+        wants_logprobs=chosen.logprobs is not None,
+        include_usage=asked.include_usage,
+    )
+    return Job(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
+
+
+class IdsWriter:
+    """`generation` objects, whole and in chunks. For one answer."""
+
+    def __init__(self, envelope: Envelope, *, wants_logprobs: bool, include_usage: bool) -> None:
+        self._wants_logprobs = wants_logprobs
+        self._include_usage = include_usage
+        self._frame = {
+            "id": envelope.id,
+            "object": "generation",
+            "created": envelope.created_s,
+            "model": envelope.model,
+            "system_fingerprint": envelope.fingerprint,
+        }
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        written = [
+            {
+                "index": index,
+                "tokens": choice.token_ids,
+                **self._logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                "seed": choice.seed,
+            }
+            for index, choice in enumerate(choices[0])
+        ]
+        return {**self._frame, "choices": written, "usage": usage_json(usage)}
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """One chunk: the ids that are new."""
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "tokens": delta.token_ids,
+            **self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
+        yield {**self._frame, "choices": [choice]}
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """The chunk with the usage, if it was asked for."""
+        if not self._include_usage:
+            return None
+        return {**self._frame, "choices": [], "usage": usage_json(usage)}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        """Of each token its own, and of the most probable ids where more were asked for."""
+        if not self._wants_logprobs:
+            return {}
+        return {
+            "logprobs": [max(token.logprob, _LEAST) for token in tokens],
+            "top_logprobs": [
+                {str(other.token_id): max(other.logprob, _LEAST) for other in token.top}
+                for token in tokens
+            ],
+        }
+
+
+# JSON has no minus infinity; the other routes write it so too.
+_LEAST = -9999.0

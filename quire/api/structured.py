@@ -1,0 +1,86 @@
+"""What an answer is to look like: response_format and structured_outputs become a grammar.
+
+OpenAI's field and vLLM's, which may not both be given. Checks their form only: whether a grammar
+can be used is told by its compiler, before the first token. A schema is followed whether `strict`
+is true, false or left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, grammar_of, json_object, json_schema, structural_tag
+from quire.base.show import show
+
+_FORMAT = "response_format"
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+_SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
+
+
+def grammar_asked_for(given: Mapping[str, Any]) -> Grammar | None:
+    """The grammar of a request's fields; None where any text will do.
+
+    Raises InvalidParameter naming the field.
+    """
+    asked, options = given.get(_FORMAT), given.get("structured_outputs")
+    of_format = None if asked is None else _of_response_format(asked)
+    if options is None:
+        return of_format
+    if of_format is not None:
+        raise InvalidParameter(
+            f"{_FORMAT} and structured_outputs both say what the answer is to be; give one",
+            param="structured_outputs",
+        )
+    return grammar_of(options)
+
+
+def _of_response_format(asked: Any) -> Grammar | None:
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind not in _TYPES:
+        raise InvalidParameter(
+            f"{_FORMAT} is {show(asked)}; an object with a type is allowed, one of "
+            f"{', '.join(_TYPES)}",
+            param=_FORMAT,
+        )
+    if kind == "structural_tag":
+        return structural_tag(asked, param=_FORMAT)
+    extra = asked.keys() - {"type", *(("json_schema",) if kind == "json_schema" else ())}
+    if extra:
+        raise InvalidParameter(
+            f"{_FORMAT} of type {kind} has {show(min(extra))}, which it does not take; leave it "
+            "out",
+            param=_FORMAT,
+        )
+    if kind == "text":
+        return None
+    return json_object(param=_FORMAT) if kind == "json_object" else _of_json_schema(asked)
+
+
+def _of_json_schema(asked: Mapping[str, Any]) -> Grammar:
+    named = asked.get("json_schema")
+    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
+        raise InvalidParameter(
+            f"{_FORMAT}.json_schema is {show(named)}; an object with a schema (an object) is "
+            "needed",
+            param=_FORMAT,
+        )
+    for name, value in named.items():
+        if name not in _SCHEMA_FIELDS:
+            raise InvalidParameter(
+                f"{_FORMAT}.json_schema has {show(name)}; name, description, schema and strict "
+                "are allowed",
+                param=_FORMAT,
+            )
+        if name == "strict" and not isinstance(value, bool | None):
+            raise InvalidParameter(
+                f"{_FORMAT}.json_schema.strict is {show(value)}; true or false is allowed",
+                param=_FORMAT,
+            )
+        if name in ("name", "description") and not isinstance(value, str | None):
+            raise InvalidParameter(
+                f"{_FORMAT}.json_schema.{name} is {show(value)}; a text is allowed",
+                param=_FORMAT,
+            )
+    return json_schema(named["schema"], param=_FORMAT)

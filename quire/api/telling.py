@@ -1,0 +1,177 @@
+"""Resumable streams: a request's events are told into a journal, whoever reads them and when.
+
+A reader that breaks off may come back within `resume_s`, on any connection, while the request runs
+or when it has ended. Without a reader for longer, a request that runs is ended. Knows no HTTP.
+Always holds: at most `most` journals are kept; where all of them are of requests that run, another
+stream is served without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from quire.api.errors import ReadElsewhere, ReaderGone, SlowReader
+from quire.api.gone import Deadline, until_gone
+from quire.api.journal import MOST_BYTES, Journal
+from quire.base.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.api.answers import Answers
+    from quire.api.events import Events
+    from quire.api.live import Live
+    from quire.api.serving import Serving
+
+# Numbers that may wait for a reader: tokens, and log-probabilities told with each.
+_MOST_NUMBERS = 65_536
+_LOOK_S = 1.0
+
+
+def most_waiting(answers: Answers) -> int:
+    """How many deltas of a request may wait for its reader."""
+    sampling = answers.prompts[0].sampling
+    return _MOST_NUMBERS // (1 + (sampling.logprobs or 0) + len(sampling.logprob_token_ids))
+
+
+class Telling:
+    """One request's events, told until they end. Made in the event loop.
+
+    refusal: the error, where the request failed before its first event. never: a future that is
+    never set.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        answers: Answers,
+        events: Events,
+        deadline: Deadline,
+        live: Live,
+    ) -> None:
+        self.id = live.id
+        self.live = live
+        self.journal = Journal()
+        self.refusal: QuireError | None = None
+        self._loop = asyncio.get_running_loop()
+        self.never: asyncio.Future[None] = self._loop.create_future()
+        self._serving = serving
+        self._answers = answers
+        self._events = events
+        self._deadline = deadline
+        self._reader: asyncio.Future[QuireError] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._task = asyncio.ensure_future(self._run())
+
+    def attach(self, reader: asyncio.Future[QuireError]) -> None:
+        """A reader is there; the one before it is cut."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(
+                ReadElsewhere("the stream was resumed on another connection, and goes on there")
+            )
+        self._reader = reader
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def detach(self, reader: asyncio.Future[QuireError]) -> None:
+        """A reader has left; where it was the last, time begins to run."""
+        if self._reader is not reader:
+            return
+        self._reader = None
+        self._expire()
+
+    def _expire(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = self._loop.call_later(self._serving.config.resume_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """Nobody came back."""
+        if self.journal.ended:
+            self._serving.tellings.drop(self.id)
+            return
+        limit_s = self._serving.config.resume_s
+        self.live.end_with(
+            ReaderGone(f"the stream's reader left and did not come back within {limit_s:g} s")
+        )
+
+    async def _run(self) -> None:
+        failure: QuireError | None = None
+        look = asyncio.ensure_future(self._look())
+        try:
+            with self._serving.request(counts=True):
+                await until_gone(
+                    self._events.tell(self._put),
+                    None,
+                    over=self._serving.over,
+                    deadline=self._deadline,
+                    cut=self.live.cut,
+                )
+        except QuireError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 (a fault of ours, told like any other)
+            self._serving.log.error("stream failed", request=self.id, kind=type(error).__name__)
+            failure = QuireError(f"internal error ({type(error).__name__}); the log has it")
+        finally:
+            look.cancel()
+            if failure is not None:
+                self._fail(failure)
+            self._serving.live.end(self.live, failure)
+            self.journal.end()
+            if self._reader is None:
+                self._expire()
+
+    def _fail(self, failure: QuireError) -> None:
+        if self.journal.last == 0:
+            self.refusal = failure
+        else:
+            self._serving.failed(failure)
+            self.journal.put_last(self._events.of_error(failure))
+        if isinstance(failure, ReaderGone):
+            self._serving.log.warning("stream ended", request=self.id, reason=str(failure))
+
+    async def _put(self, events: list[bytes], _: bool) -> None:
+        for event in events:
+            await self.journal.put(event)
+
+    async def _look(self) -> None:
+        """End the request where too much waits because the journal is full."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            most = most_waiting(self._answers)
+            if self.journal.is_full and self._answers.num_waiting > most:
+                self.live.end_with(
+                    SlowReader(
+                        f"more than {most} tokens waited for the stream's reader, and no more are "
+                        "kept; read faster, or come back sooner"
+                    )
+                )
+
+
+class Tellings:
+    """The resumable streams of one server, by request id."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes // MOST_BYTES
+        self._all: OrderedDict[str, Telling] = OrderedDict()
+
+    def has_room(self) -> bool:
+        """Whether one more may be kept; the one that ended first makes room."""
+        if len(self._all) < self._most:
+            return True
+        ended = next((id_ for id_, one in self._all.items() if one.journal.ended), None)
+        if ended is not None:
+            self.drop(ended)
+        return ended is not None
+
+    def add(self, telling: Telling) -> None:
+        """Keep one; `has_room` was asked."""
+        self._all[telling.id] = telling
+
+    def find(self, request_id: str) -> Telling | None:
+        """The one of a request, if it is kept."""
+        return self._all.get(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget one; who reads it reads on."""
+        self._all.pop(request_id, None)

@@ -1,0 +1,81 @@
+"""A server on a real socket whose model says what a script makes it say: nothing is computed.
+
+    with ScriptedServer("hermes template", [["Hel", "lo"], [...]]) as server: ...
+
+The edge, uvicorn and the connection are those of `quire serve`; the engine is the scripted one.
+Each request takes the next of the scripts; the last serves all that follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from quire.api.server import _server
+from quire.api.serving import Serving
+from quire.base.log import Log
+from quire.config.groups import ServerConfig
+from quire.obs.metrics import Metrics
+from quire.text.chat_template import ChatTemplate
+from tests.unit.api.fake_engine import CARD, FakeEngine
+
+GIVE_UP_S = 60.0
+
+
+class TurningEngine(FakeEngine):
+    """Says another script each time it is asked."""
+
+    def __init__(self, template: str, scripts: Sequence[Sequence[str]]) -> None:
+        super().__init__(*scripts[0], card=replace(CARD, max_model_len=8192))
+        self.template = ChatTemplate({"default": template}, variables={})
+        self._scripts = [tuple(script) for script in scripts]
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        self.script = self._scripts[min(len(self.asked), len(self._scripts) - 1)]
+        async for delta in super().generate(*args, **options):
+            yield delta
+
+
+class ScriptedServer:
+    """Runs in a thread of its own; ready once entered."""
+
+    def __init__(self, template: str, scripts: Sequence[Sequence[str]], **settings: Any) -> None:
+        self.engine: TurningEngine
+        self.url = ""
+        self._made = (template, scripts)
+        self._settings = settings
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self) -> ScriptedServer:
+        self._thread.start()
+        assert self._ready.wait(GIVE_UP_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join(GIVE_UP_S)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.engine = TurningEngine(*self._made)
+        serving = Serving(ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO()))
+        serving.start(self.engine)
+        server = _server(serving)
+        self._stop = lambda: setattr(server, "should_exit", True)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            self._loop.call_soon(self._ready.set)
+            await server.serve(sockets=[listening])

@@ -1,0 +1,64 @@
+"""/generate over real sockets: the ids a completion would have, streamed and whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import RunningServer
+
+ASKED = {"tokens": [5, 9, 11], "seed": 3, "max_tokens": 24, "ignore_eos": True, "n": 2}
+
+
+def test_streamed_and_whole_ids_are_those_of_a_completion(server: RunningServer) -> None:
+    status, whole = server.post("/generate", {**ASKED, "logprobs": 2})
+    assert status == 200
+    ids = [choice["tokens"] for choice in whole["choices"]]
+    assert [len(tokens) for tokens in ids] == [24, 24]
+    assert whole["usage"]["completion_tokens"] == 48
+    for choice in whole["choices"]:
+        assert len(choice["logprobs"]) == len(choice["top_logprobs"]) == 24
+        assert all(len(top) >= 2 for top in choice["top_logprobs"])
+    fields = {name: value for name, value in ASKED.items() if name != "tokens"}
+    completion = server.post("/v1/completions", {**fields, "prompt": ASKED["tokens"]})[1]
+    texts = [
+        server.post("/detokenize", {"tokens": tokens, "skip_special_tokens": True})[1]["prompt"]
+        for tokens in ids
+    ]
+    assert [choice["text"] for choice in completion["choices"]] == texts
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    with server.stream("/generate", ASKED) as reader:
+        *chunks, done = list(reader)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["tokens"]
+    assert [streamed[0], streamed[1]] == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tokens": "text"}, "tokens"),
+        ({"tokens": []}, "tokens"),
+        ({"tokens": [1, -1]}, "tokens"),
+        ({"tokens": [1, True]}, "tokens"),
+        ({"tokens": [1.0]}, "tokens"),
+        ({}, "tokens"),
+        ({"prompt": "a"}, "prompt"),
+        ({"tokens": [1], "temperature": float("inf")}, "temperature"),
+        ({"tokens": [1], "n": 10**9}, "n"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    if "temperature" in fields:
+        status, _, raw = server.request(
+            "POST", "/generate", b'{"tokens": [1], "temperature": 1e999}'
+        )
+        assert (status, f'"param":"{param}"'.encode() in raw) == (400, True)
+        return
+    status, body = server.post("/generate", fields)
+    assert (status, body["error"]["param"]) == (400, param)

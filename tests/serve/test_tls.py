@@ -1,0 +1,64 @@
+"""HTTPS over real sockets, and certificates that cannot be used."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from quire.api.listen import check_tls
+from quire.base.errors import SettingError
+from quire.config.groups import ServerConfig
+from tests.serve.running_server import GIVE_UP_S
+from tests.serve.scripted_server import ScriptedServer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate of localhost that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=GIVE_UP_S)
+    return cert, key
+
+
+def test_a_caller_who_trusts_the_certificate_is_answered(files: tuple[str, str]) -> None:
+    cert, key = files
+    context = ssl.create_default_context(cafile=cert)
+    with ScriptedServer("{{ messages }}", [["a", "b"]], tls_cert=cert, tls_key=key) as server:
+        port = urlsplit(server.url).port
+        caller = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=GIVE_UP_S)
+        try:
+            caller.request("POST", "/v1/completions", json.dumps({"prompt": "a", "stream": True}))
+            assert caller.getresponse().read().endswith(b"data: [DONE]\n\n")
+        finally:
+            caller.close()
+        plain = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+        try:
+            plain.request("GET", "/version")
+            with pytest.raises((ConnectionError, http.client.HTTPException)):
+                plain.getresponse()
+        finally:
+            plain.close()
+
+
+def test_files_that_cannot_be_used_are_told_in_words(
+    files: tuple[str, str], tmp_path: Path
+) -> None:
+    cert, key = files
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("rubbish")
+    check_tls(ServerConfig(tls_cert=cert, tls_key=key))
+    for one, other in ((str(rubbish), key), (cert, str(rubbish)), (cert, None), ("/no", key)):
+        with pytest.raises(SettingError, match="cannot be used"):
+            check_tls(ServerConfig(tls_cert=one, tls_key=other))
+    with pytest.raises(SettingError, match="without tls_cert"):
+        ServerConfig(tls_key=key)

@@ -1,0 +1,183 @@
+"""What answers are held to: grammars of tools and of an answer's form, as the engine gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.base.grammar import Grammar
+from quire.text.chat_template import ChatTemplate
+from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
+
+llguidance = pytest.importorskip("llguidance")
+
+BYTES = llguidance.LLTokenizer("byte")
+HERMES = "{{ messages }}{{ tools }}{# <tool_call> #}"
+THINKS = HERMES + "{# </think> #}"
+OPENED = THINKS + "<think>"
+CODER = "{{ messages }}{{ tools }}{# <function= <parameter= #}"
+LLAMA = "{{ messages }}{{ tools }}{# <|python_tag|> #}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "required": ["a"]}},
+}
+
+
+def tool(name: str = "weather", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
+
+
+def ask(
+    template: str = HERMES, *, script: str = "x", marks: tuple[str, ...] = (), **body: Any
+) -> tuple[Reply, Grammar | None]:
+    engine = FakeEngine(script, card=replace(CARD, max_model_len=1024))
+    engine.template = ChatTemplate({"default": template}, variables={})
+    engine.tokenizer = ByteTokenizer(marks=marks)
+
+    async def exchange() -> Reply:
+        settings = body.pop("settings", {})
+        messages = [{"role": "user", "content": "hi"}]
+        return await Site(engine, **settings).post(
+            "/v1/chat/completions", {"messages": messages, **body}
+        )
+
+    reply = asyncio.run(exchange())
+    held = engine.asked[0].sampling.structured_outputs if engine.asked else None
+    return reply, held
+
+
+def allows(held: Grammar | None, text: str) -> bool:
+    assert held is not None
+    matcher = llguidance.LLMatcher(BYTES, llguidance.LLMatcher.grammar_from_lark(held.text))
+    assert not matcher.is_error(), matcher.get_error()
+    ids = list(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def call(name: str = "weather", **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def test_a_required_call_is_held_to_its_schema() -> None:
+    _, held = ask(tools=[tool(), tool("now", parameters=None)], tool_choice="required")
+    assert allows(held, call(city="Oslo"))
+    assert allows(held, f"{call(city='Oslo')}\n{call('now')}")
+    assert not allows(held, call(city=7))
+    assert not allows(held, "words")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "now"}},
+        {"type": "function", "name": "now"},
+    ],
+)
+def test_a_named_function_is_called_once_and_no_other(choice: dict[str, Any]) -> None:
+    _, held = ask(tools=[tool(), tool("now")], tool_choice=choice)
+    assert allows(held, call("now", city="a"))
+    assert not allows(held, f"{call('now', city='a')}\n{call('now', city='a')}")
+    assert not allows(held, call(city="a"))
+
+
+def test_allowed_tools_are_shown_all_and_called_some() -> None:
+    for mode in ("auto", "required"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        _, held = ask(tools=[tool(), tool("now")], tool_choice=choice)
+        assert allows(held, call("now", city="a"))
+        assert not allows(held, call(city="a"))
+        assert allows(held, "words") == (mode == "auto")
+
+
+def test_parallel_calls_can_be_forbidden() -> None:
+    for choice in ("auto", "required"):
+        asked = {"tools": [tool()], "tool_choice": choice, "parallel_tool_calls": False}
+        _, held = ask(**asked)
+        assert allows(held, call(city="a"))
+        assert not allows(held, f"{call(city='a')}\n{call(city='a')}")
+
+
+def test_strict_functions_are_held_to_their_schemas_and_others_to_objects() -> None:
+    _, held = ask(tools=[tool(strict=True), tool("now")])
+    assert allows(held, "words")
+    assert allows(held, call(city="Oslo"))
+    assert not allows(held, call(town="Oslo"))
+    assert allows(held, call("now", town="Oslo"))
+    _, held = ask(tools=[tool(), tool("now")])
+    assert held is None
+
+
+def test_reasoning_may_come_before_what_is_held() -> None:
+    _, held = ask(THINKS, tools=[tool()], tool_choice="required")
+    assert allows(held, f"<think>so</think>\n\n{call(city='a')}")
+    _, held = ask(OPENED, tools=[tool()], tool_choice="required")
+    assert allows(held, f"so</think>{call(city='a')}")
+    assert not allows(held, call(city="a"))
+    _, held = ask(OPENED, response_format=FORMAT)
+    assert allows(held, 'so</think>\n\n{"a": 1}')
+    assert not allows(held, '{"a": 1}')
+    for form in ({"regex": "[0-9]+/\n?"}, {"choice": ["12/", "x"]}):
+        _, held = ask(OPENED, structured_outputs=form)
+        assert allows(held, "so</think>12/")
+        assert not allows(held, "so</think>y")
+
+
+def test_an_answer_s_form_goes_with_tools() -> None:
+    _, held = ask(tools=[tool()], response_format=FORMAT)
+    assert allows(held, '{"a": 1}')
+    assert allows(held, call(city="a"))
+    assert not allows(held, "words")
+    _, held = ask(tools=[tool()], tool_choice="none", response_format=FORMAT)
+    assert held is not None
+    assert held.kind == "json_schema"
+
+
+def test_dialects_without_json_write_calls_that_must_come_in_json() -> None:
+    text = call(city="Oslo")
+    reply, held = ask(CODER, script=text, tools=[tool()], tool_choice="required")
+    assert allows(held, text)
+    (made,) = reply.json["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+
+
+@pytest.mark.parametrize(
+    ("template", "body", "param"),
+    [
+        (CODER, {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CODER, {"tools": [tool(strict=True)]}, "tools"),
+        (CODER, {"response_format": FORMAT}, "response_format"),
+        (LLAMA, {"response_format": FORMAT}, "response_format"),
+        (HERMES, {"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs"),
+        (OPENED, {"tools": [], "structured_outputs": {"grammar": 'start: "a"'}},
+         "structured_outputs"),
+        (HERMES, {"tool_choice": "required", "settings": {"tool_call_parser": "none"}},
+         "tool_choice"),
+        (HERMES, {"tool_choice": "required", "use_beam_search": True, "temperature": 0, "n": 2},
+         "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_what_no_grammar_can_hold_is_refused_by_name(
+    template: str, body: dict[str, Any], param: str
+) -> None:
+    reply, _ = ask(template, **{"tools": [tool()], **body})
+    assert reply.status == 400, reply.body
+    assert reply.error["param"] == param
+
+
+def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
+    marks = ("<tool_call>", "</tool_call>")
+    _, held = ask(marks=marks, tools=[tool()], tool_choice="required")
+    assert held is not None
+    assert "<[200]>" in held.text
+    assert "<tool_call>" not in held.text

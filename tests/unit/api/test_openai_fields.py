@@ -1,0 +1,159 @@
+"""Each field of OpenAI's own request types is honoured, refused by name or known to be harmless.
+
+The types are those of the installed client, so a field that OpenAI adds turns this red.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import typing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion_types
+from openai.types.chat import completion_create_params as chat_types
+
+from quire.api.fields import CHAT, COMPLETIONS, NO_EFFECT, UNSERVED
+from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
+
+CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "stream"}
+COMPLETION_FIELDS = {*typing.get_type_hints(completion_types.CompletionCreateParamsBase), "stream"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+# What would change an answer, and is not served: the value, and a word of the reason.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "audio": ({"voice": "alloy", "format": "mp3"}, "text only"),
+    "function_call": ({"name": "f"}, "tool_choice"),
+    "functions": ([{"name": "f"}], "tools"),
+    "modalities": (["text", "audio"], "text only"),
+    "moderation": ({"model": "any"}, "moderated"),
+    "prediction": ({"type": "content", "content": "x"}, "predicted"),
+    "service_tier": ("priority", "one tier"),
+    "store": (True, "not stored"),
+    "verbosity": ("low", "verbosity"),
+    "web_search_options": ({}, "searches nothing"),
+}
+
+
+def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> Reply:
+    async def exchange() -> Reply:
+        return await Site(engine).post(path, body)
+
+    return asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_FIELDS))
+def test_every_field_of_openais_chats_has_a_place_in_the_table(name: str) -> None:
+    assert (name in CHAT) + (name in NO_EFFECT) + (name in UNSERVED) == 1
+    assert (name in UNSERVED) == (name in REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(COMPLETION_FIELDS))
+def test_every_field_of_openais_completions_has_a_place_in_the_table(name: str) -> None:
+    assert (name in COMPLETIONS) + (name in NO_EFFECT) + (name in UNSERVED) == 1
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    value, word = REFUSED[name]
+    reply = post("/v1/chat/completions", {"messages": MESSAGES, name: value})
+    assert reply.status == 400
+    assert reply.error["param"] == name
+    assert word in reply.error["message"]
+    assert post("/v1/chat/completions", {"messages": MESSAGES, name: None}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metadata", {"a": "b"}),
+        ("prompt_cache_key", "k"),
+        ("prompt_cache_options", {"mode": "implicit", "ttl": "30m"}),
+        ("prompt_cache_retention", "24h"),
+        ("safety_identifier", "me"),
+        ("user", "me"),
+        ("store", False),
+        ("service_tier", "auto"),
+        ("modalities", ["text"]),
+        ("verbosity", "medium"),
+        ("reasoning_effort", "none"),
+        ("response_format", {"type": "text"}),
+        ("stream_options", None),
+    ],
+)
+def test_what_cannot_change_an_answer_is_accepted(name: str, value: Any) -> None:
+    assert post("/v1/chat/completions", {"messages": MESSAGES, name: value}).status == 200
+
+
+def test_the_last_tokens_of_a_prompt_are_kept_where_that_is_asked_for() -> None:
+    for prompt in ("abcdef", list(b"abcdef")):
+        engine = FakeEngine()
+        body = {"prompt": prompt, "truncate_prompt_tokens": 4}
+        assert post("/v1/completions", body, engine).status == 200
+        assert bytes(engine.asked[0].prompt_ids) == b"cdef"
+    engine = FakeEngine()
+    long = {"prompt": "x" * 100 + "y", "truncate_prompt_tokens": -1, "max_tokens": 10}
+    reply = post("/v1/completions", long, engine)
+    assert reply.json["usage"]["prompt_tokens"] == CARD.max_model_len - 10
+    assert engine.asked[0].prompt_ids[-1] == ord("y")
+    engine = FakeEngine()
+    chat = {"messages": MESSAGES, "truncate_prompt_tokens": 3}
+    assert post("/v1/chat/completions", chat, engine).status == 200
+    assert len(engine.asked[0].prompt_ids) == 3
+    for bad in (0, -2, 1.5, "4", True):
+        reply = post("/v1/completions", {"prompt": "abc", "truncate_prompt_tokens": bad})
+        assert (reply.status, reply.error["param"]) == (400, "truncate_prompt_tokens")
+    reply = post("/v1/completions", {"prompt": "abc", "truncate_prompt_tokens": 2, "echo": True})
+    assert reply.error["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(
+    ("marks", "written"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+         "<|fim_prefix|>def f(<|fim_suffix|>): pass<|fim_middle|>"),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+         "<fim_prefix>def f(<fim_suffix>): pass<fim_middle>"),
+        (("[PREFIX]", "[SUFFIX]"), "[SUFFIX]): pass[PREFIX]def f("),
+        (("<fim_prefix>", "<fim_suffix>"), None),
+        ((), None),
+    ],
+)  # fmt: skip
+def test_a_suffix_is_written_with_the_marks_the_vocabulary_has(
+    marks: tuple[str, ...], written: str | None
+) -> None:
+    engine = FakeEngine(card=replace(CARD, max_model_len=200))
+    engine.tokenizer = ByteTokenizer(marks=marks)
+    reply = post("/v1/completions", {"prompt": "def f(", "suffix": "): pass"}, engine)
+    if written is None:
+        assert (reply.status, reply.error["param"]) == (400, "suffix")
+        assert "<|fim_prefix|>" in reply.error["message"]
+    else:
+        assert reply.status == 200
+        assert bytes(engine.asked[0].prompt_ids).decode() == written
+
+
+@pytest.mark.parametrize(
+    "more", [{"suffix": 5}, {"suffix": "x", "echo": True}, {"suffix": "x", "prompt": [1, 2]}]
+)
+def test_a_suffix_goes_with_text_alone(more: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = ByteTokenizer(marks=("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+    reply = post("/v1/completions", {"prompt": "a", **more}, engine)
+    assert (reply.status, reply.error["param"]) == (400, "suffix")
+    assert post("/v1/completions", {"prompt": "a", "suffix": ""}).status == 200
+
+
+def test_timings_are_told_in_usage_where_they_are_asked_for() -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "abc", "n": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
+        assert "timings" not in post(path, body).json["usage"]
+        told = post(path, {**body, "return_timings": True}).json["usage"]["timings"]
+        assert told == {"queue_ms": 1.0, "first_token_ms": 2.0, "total_ms": 10.0}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        events = post(path, {**body, **stream, "return_timings": True}).events
+        assert events[-2]["usage"]["timings"] == told
+        assert post(path, {**body, "return_timings": 1}).status == 400
