@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 
 # Each imports what it needs, so that one part runs where another's packages are missing.
-PARTS = ("groups", "paging", "preemption", "prefix", "warm")
+PARTS = ("groups", "paging", "plots", "preemption", "prefix", "warm")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.memory.plots import plot_groups
 from quire.base.clock import Clock
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str]) -> None:
         "shapes": [asdict(used) for used in found],
     }
     asked.out.write_text(json.dumps(content, indent=1) + "\n")
+    plot_groups(content, asked.out.with_suffix(".png"))
 
 
 def _say(what: str, **fields: object) -> None:

@@ -18,22 +18,17 @@ import asyncio
 import hashlib
 import json
 import shutil
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.checkpoints import random_checkpoint
+from bench.memory.plots import plot_preemption
+from bench.memory.processes import Runs, add_places, child, fill_places, median
 from quire.bench.local import LocalEngine
-from quire.bench.machine import machine_card
 from quire.bench.workloads import WORKLOADS, Ask, draw_ids
 
-SHAPE = "qwen3-0.6b"
-ROOM_FOR_ALL = {"w3": "uncut", "long": "alone"}
 MODES = {"w3": ("uncut", "cut", "tier"), "long": ("alone", "cut", "tier")}
 # Conversations of so many turns; a turn adds so many tokens to what was said before.
 CONVERSATIONS, TURNS, BEGINNING, ADDED, ANSWER = 6, 3, 1536, 48, 16
@@ -111,31 +106,12 @@ async def one_run(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def child(args: argparse.Namespace, load: str, mode: str) -> Any:
-    """`one_run` in a fresh process, with an empty tier."""
-    shutil.rmtree(args.tier, ignore_errors=True)
-    command = [sys.executable, "-m", "bench.memory", "preemption", "--load", load, "--mode", mode]
-    command += ["--model", args.model, "--tier", args.tier, "--pack-cache", args.pack_cache]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    shutil.rmtree(args.tier, ignore_errors=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of each load and mode, and the ratios the goals speak of."""
     told: dict[str, Any] = {}
     for load, modes in MODES.items():
-        rates = {
-            mode: statistics.median(found)
-            for mode in modes
-            if (
-                found := [
-                    run["tokens_per_s"]
-                    for run in runs
-                    if (run["load"], run["mode"]) == (load, mode)
-                ]
-            )
-        }
+        medians = {mode: median(runs, "tokens_per_s", load=load, mode=mode) for mode in modes}
+        rates = {mode: rate for mode, rate in medians.items() if rate is not None}
         if rates:
             told[load] = {"tokens_per_s": rates}
             for mode in ("cut", "tier"):
@@ -148,34 +124,26 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.memory preemption", description=__doc__)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--tier", default="")
-    parser.add_argument("--pack-cache", default="")
+    add_places(parser, out=Path("bench/results/preemption.json"))
     parser.add_argument("--runs", default=",".join(f"{k}:{m}" for k in MODES for m in MODES[k]))
-    parser.add_argument("--out", type=Path, default=Path("bench/results/preemption.json"))
     parser.add_argument("--load", choices=tuple(MODES), help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.load:
         print(json.dumps(asyncio.run(one_run(args))))
         return
-    checkpoint = random_checkpoint(SHAPE)
-    args.model = args.model or str(checkpoint)
-    args.tier = args.tier or str(checkpoint.parent / "tier-preemption")
-    args.pack_cache = args.pack_cache or str(checkpoint.parent / "packed")
-    content: dict[str, Any] = {"runs": []}
-    if args.out.exists():
-        content = json.loads(args.out.read_text())
+    fill_places(args, "preemption")
+    runs = Runs("preemption", args.out, summary)
     for name in args.runs.split(","):
         load, _, mode = name.partition(":")
-        run = child(args, load, mode)
+        shutil.rmtree(args.tier, ignore_errors=True)
+        run = child(args, "preemption", "--load", load, "--mode", mode)
+        shutil.rmtree(args.tier, ignore_errors=True)
         shown = ("took_s", "tokens_per_s", "preemptions", "preemptions_moved", "fetched_blocks")
         print(name, {key: round(run[key], 2) for key in shown})
-        content["runs"].append(run)
-        answers = {one["answers"] for one in content["runs"] if one["load"] == load}
+        answers = {one["answers"] for one in (*runs.all, run) if one["load"] == load}
         if len(answers) > 1:
             raise SystemExit(f"{load}: answers differ between runs; nothing is told of wrong ones")
-        content |= {"bench": "memory preemption", "machine": machine_card()}
-        content["summary"] = summary(content["runs"])
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(json.dumps(content["summary"], indent=1))
+        runs.add(run)
+    plot_preemption(runs.content, args.out.with_suffix(".png"))
+    runs.tell()

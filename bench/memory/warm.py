@@ -17,25 +17,21 @@ import asyncio
 import json
 import os
 import shutil
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.checkpoints import random_checkpoint
+from bench.memory.plots import plot_tier
+from bench.memory.processes import Run, Runs, add_places, child, fill_places, median
 from quire.bench.local import LocalEngine
-from quire.bench.machine import machine_card
 from quire.bench.workloads import Ask, draw_ids
 
 KINDS = ("cold", "fill", "warm", "dropped")
 OWN_TOKENS = 16  # behind the beginning, different each time
 OUTPUT_TOKENS = 8
 SAVED_WITHIN_S = 30.0
-SHAPE = "qwen3-0.6b"
 
 
 def prompt(num_tokens: int, vocab_size: int, *, beginning: int, end: int) -> tuple[int, ...]:
@@ -93,24 +89,20 @@ def drop(folder: Path) -> None:
         os.close(descriptor)
 
 
-def child(args: argparse.Namespace, kind: str, number: int, *, same: bool = False) -> Any:
+def in_child(args: argparse.Namespace, kind: str, number: int, *, same: bool = False) -> Run:
     """`one_run` in a fresh process."""
-    command = [sys.executable, "-m", "bench.memory", "warm", "--kind", kind, "--model", args.model]
-    command += ["--prompt", str(args.prompt), "--tier", args.tier, "--number", str(number)]
-    command += ["--kv-mib", str(args.kv_mib), "--pack-cache", args.pack_cache]
-    done = subprocess.run(
-        command + ["--same"] * same, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    flags = ["--kind", kind, "--prompt", str(args.prompt), "--number", str(number)]
+    return child(args, "warm", *flags, "--kv-mib", str(args.kv_mib), *["--same"] * same)
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of each kind, and how much sooner the tier's are than the cold one."""
     told: dict[str, Any] = {}
     for kind in KINDS:
-        times = [run["first_token_s"] for run in runs if run["kind"] == kind]
-        if times:
-            told[kind] = {"first_token_s": statistics.median(times), "runs": len(times)}
+        first_token_s = median(runs, "first_token_s", kind=kind)
+        if first_token_s is not None:
+            count = sum(run["kind"] == kind for run in runs)
+            told[kind] = {"first_token_s": first_token_s, "runs": count}
     if "cold" in told:
         for kind in ("warm", "dropped"):
             if kind in told:
@@ -121,13 +113,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.memory warm", description=__doc__)
-    parser.add_argument("--model", default="")
+    add_places(parser, out=Path("bench/results/tier-warm.json"))
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--kv-mib", type=int, default=1024)
-    parser.add_argument("--tier", default="")
-    parser.add_argument("--pack-cache", default="")
     parser.add_argument("--runs", default="cold,fill,warm,dropped")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/tier-warm.json"))
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--same", action="store_true", help=argparse.SUPPRESS)
@@ -135,39 +124,32 @@ def main(arguments: list[str]) -> None:
     if args.kind:
         print(json.dumps(asyncio.run(one_run(args))))
         return
-    checkpoint = random_checkpoint(SHAPE)
-    args.model = args.model or str(checkpoint)
-    args.tier = args.tier or str(checkpoint.parent / "tier-warm")
-    args.pack_cache = args.pack_cache or str(checkpoint.parent / "packed")
-    content: dict[str, Any] = {"runs": []}
-    if args.out.exists():
-        content = json.loads(args.out.read_text())
+    fill_places(args, "warm")
+    runs = Runs("warm", args.out, summary)
     for kind in args.runs.split(","):
         if kind == "fill":
             shutil.rmtree(args.tier, ignore_errors=True)
         if kind == "dropped":
             drop(Path(args.tier))
         # Each warm run has an end of its own; the first is also computed, to hold them together.
-        number = sum(run["kind"] == kind for run in content["runs"])
-        run = child(args, kind, number)
+        number = sum(run["kind"] == kind for run in runs.all)
+        run = in_child(args, kind, number)
         print(kind, f"{run['first_token_s']:.3f} s, {run['fetched_blocks']} blocks fetched")
         if kind in ("warm", "dropped"):
             if run["fetched_blocks"] < args.prompt // int(run["about"]["block_size"]) - 1:
                 raise SystemExit(f"only {run['fetched_blocks']} blocks came from the tier")
-            computed = _computed(args, content, number)
+            computed = _computed(args, runs.content, number)
             if run["token_ids"] != computed:
                 raise SystemExit(f"the tier's tokens differ: {run['token_ids']}, {computed}")
-        content["runs"].append(run)
-        content |= {"bench": "memory warm", "machine": machine_card(), "prompt": args.prompt}
-        content["summary"] = summary(content["runs"])
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(json.dumps(content["summary"], indent=1))
+        runs.add(run, prompt=args.prompt)
+    plot_tier(runs.content, args.out.with_suffix(".png"))
+    runs.tell()
 
 
 def _computed(args: argparse.Namespace, content: dict[str, Any], number: int) -> list[int]:
     """The tokens of warm prompt `number`, computed without a tier; each once."""
     known = content.setdefault("computed", {})
     if str(number) not in known:
-        known[str(number)] = child(args, "cold", number, same=True)["token_ids"]
+        known[str(number)] = in_child(args, "cold", number, same=True)["token_ids"]
     tokens: list[int] = known[str(number)]
     return tokens

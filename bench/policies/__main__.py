@@ -6,7 +6,11 @@
 `table` writes bench/results/policies-SCENE.json and PNG: every policy at every speed, the goals
 told to the engine (which may then refuse early), and two policies with goals kept back. `piece`
 replays the beginning of the trace on the real engine and in the simulator, one policy after the
-other, and adds to bench/results/policies-piece.json, so that it can be done in parts.
+other, and adds to bench/results/policies-piece.json after each. `forecast` holds the predicted
+time to the first token, by which requests are refused early, against what came of it.
+
+Both can be stopped at any time: begun again with the same settings, they go on after the last run
+that was complete (`table` keeps those in a file beside its result until it is done).
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import outside
+from bench.policies.forecast import held, held_text
 from bench.policies.goals import goals_text, read_goals
+from bench.policies.part import Part
 from bench.policies.piece import agreement, measure_piece, piece_text
 from bench.policies.scenes import MAX_TOKENS, RESULTS, SCENES, TRACE, Scene
 from quire.bench.machine import machine_card
@@ -59,12 +65,17 @@ def main() -> None:
     piece.add_argument("--kv-cache-memory", default="4GiB")
     piece.add_argument("--quantization", default="auto")
     piece.add_argument("--shorter", type=float, default=1.0, help="divide all lengths by this")
+    piece.add_argument("--again", action="store_true", help="also what is known already")
     piece.add_argument("--out", type=Path, default=RESULTS / "policies-piece.json")
+    foretold = kinds.add_parser("forecast", help="predicted first tokens against actual ones")
+    foretold.add_argument("--scene", choices=SCENES, default="accelerator")
+    foretold.add_argument("--policies", default="fcfs,sjf,fair")
+    foretold.add_argument("--speeds", help="as in 1,2,4 (default: the scene's)")
+    foretold.add_argument("--max-requests", type=int, help="the first so many (default: all)")
+    foretold.add_argument("--goal", type=float, help="seconds (default: the scene's)")
+    foretold.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.kind == "table":
-        _table(args)
-    else:
-        _piece(args)
+    {"table": _table, "piece": _piece, "forecast": _forecast}[args.kind](args)
 
 
 def _asks(scene: Scene, *, told: bool) -> Asks:
@@ -93,15 +104,33 @@ def _table(args: argparse.Namespace) -> None:
         light_every=args.light,
         light_speed=scene.light_speed,
     )
-    outcome = compare(question, machine, config, progress=Progress())
-    # Where the engine may refuse, means are of those it took: orders are compared without.
+    out = args.out or RESULTS / f"policies-{scene.name}.json"
+    part = Part(out.with_suffix(".part.json"), {"scene": scene.text, "settings": vars(args)})
+    outcome = compare(
+        question,
+        machine,
+        config,
+        progress=Progress(),
+        known=part.known("told"),
+        on_run=part.keeper("told"),
+    )
+    # Where the engine may refuse, means are of those it took: orders are compared without. Nor
+    # may a full queue refuse: as many wait then under any order, so that their mean wait is one.
     orders = replace(
         question,
         asks=_asks(scene, told=False),
         policies=tuple(name for name in question.policies if name in ("fcfs", "sjf")),
         light_every=0,
     )
-    open_ended = compare(orders, machine, config, progress=Progress())
+    endless = replace(config.scheduler, max_queued_requests=len(trace))
+    open_ended = compare(
+        orders,
+        machine,
+        replace(config, scheduler=endless),
+        progress=Progress(),
+        known=part.known("open-ended"),
+        on_run=part.keeper("open-ended"),
+    )
     jobs, _ = jobs_of(trace, speed=speeds[len(speeds) // 2], asks=question.asks)
     began_s = time.process_time()
     simulate(jobs, question.asks, machine, config)
@@ -113,9 +142,9 @@ def _table(args: argparse.Namespace) -> None:
         "requests_per_minute": 60 * len(jobs) / (time.process_time() - began_s),
     }
     outcome["goals"] = read_goals(outcome)
-    out = args.out or RESULTS / f"policies-{scene.name}.json"
     out.write_text(json.dumps(outcome, indent=1) + "\n")
     plot_policies(outcome, out.with_suffix(".png"))
+    part.remove()
     print(summaries_text(outcome))
     print("\ngoals kept back, nothing refused early\n" + summaries_text(open_ended))
     print(goals_text(outcome["goals"]))
@@ -141,24 +170,51 @@ def _piece(args: argparse.Namespace) -> None:
         "kv_cache_memory": args.kv_cache_memory,
         "quantization": args.quantization,
     }
-    outcome = measure_piece(
+    asked = settings | {"shorter": args.shorter, "seconds": args.seconds, "speed": args.speed}
+    asked |= {"shape": args.shape, "max_tokens": args.max_tokens}
+    was = known.get("settings", {})
+    runs = known["runs"] if all(was.get(name) == value for name, value in asked.items()) else {}
+    policies = [name for name in args.policies.split(",") if args.again or name not in runs]
+
+    def keep(outcome: dict[str, Any]) -> None:
+        outcome["settings"] |= asked
+        runs.update(outcome["runs"])
+        whole = {**outcome, "runs": runs, "agreement": agreement(runs)}
+        whole |= {"bench": "policies, a real piece", "machine": machine_card()}
+        args.out.write_text(json.dumps(whole, indent=1) + "\n")
+        print(piece_text(whole), flush=True)
+
+    if not policies:
+        print(f"all of {args.policies} are in {args.out}; --again measures them again")
+        return
+    measure_piece(
         trace,
         shape=args.shape,
         settings=settings,
-        policies=args.policies.split(","),
+        policies=policies,
         speed=args.speed,
         asks=Asks(max_tokens=args.max_tokens, max_model_len=16_384),
         goals=Goals(ttft_s=10.0, tpot_s=0.5),
         profile=known.get("profile"),
         progress=Progress(),
+        on_policy=keep,
     )
-    outcome["settings"] |= {"shorter": args.shorter, "seconds": args.seconds}
-    if known.get("settings") == outcome["settings"]:
-        outcome["runs"] = {**known["runs"], **outcome["runs"]}
-    outcome |= {"bench": "policies, a real piece", "machine": machine_card()}
-    outcome["agreement"] = agreement(outcome["runs"])
-    args.out.write_text(json.dumps(outcome, indent=1) + "\n")
-    print(piece_text(outcome))
+
+
+def _forecast(args: argparse.Namespace) -> None:
+    scene = SCENES[args.scene]
+    trace = read_trace(outside(TRACE), max_requests=args.max_requests)
+    speeds = tuple(map(float, args.speeds.split(","))) if args.speeds else scene.speeds
+    asks, goal_s = _asks(scene, told=False), args.goal or scene.goals.ttft_s
+    rows = []
+    for policy in args.policies.split(","):
+        for speed in speeds:
+            rows.append(held(trace, scene, policy, speed, asks, goal_s))
+            print(held_text(rows[-1]), flush=True)
+    out = args.out or RESULTS / f"forecast-{scene.name}.json"
+    about = {"bench": "policies, forecast", "scene": scene.text, "goal_s": goal_s}
+    about |= {"num_requests": len(trace), "machine": machine_card()}
+    out.write_text(json.dumps(about | {"runs": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ weights serves: what it says is of no matter here, and answers end where the tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from bench.checkpoints import random_checkpoint
@@ -45,15 +46,29 @@ def measure_piece(
     goals: Goals,
     profile: Mapping[str, Any] | None,
     progress: Progress,
-) -> dict[str, Any]:
-    """The result object. profile: of this model here, measured now where there is none."""
+    on_policy: Callable[[dict[str, Any]], None],
+) -> None:
+    """on_policy is told the result object as it stands, after each policy.
+
+    profile: of this model here, measured now where there is none."""
     config = engine_config({**settings, "model": str(random_checkpoint(shape))})
     profile = profile or measure_machine(config, progress=progress)
     machine = machine_of(profile)
     jobs, left_out = jobs_of(trace, speed=speed, asks=asks)
     progress.say("packing the weights")
     engine = assemble(config, clock=Clock(), report=_tell)
-    runs = {}
+    runs: dict[str, Any] = {}
+    outcome = {
+        "settings": {
+            "shape": shape,
+            "speed": speed,
+            "num_requests": len(jobs),
+            "left_out": left_out,
+            **dict(settings),
+        },
+        "profile": dict(profile),
+        "runs": runs,
+    }
     with closing(engine.core.runner):
         for policy in policies:
             progress.say(f"{policy}: {len(jobs)} requests in {jobs[-1].arrival_ms / 1e3:.0f} s")
@@ -78,23 +93,18 @@ def measure_piece(
                 hash_key=bytes(16),
                 cost=machine.linear if limits.step_budget_ms else None,
             )
-            run = run_real(engine, jobs, asks, scheduler=scheduler)
+            told = partial(_told, progress, policy, len(jobs))
+            run = run_real(engine, jobs, asks, scheduler=scheduler, on_progress=told)
             runs[policy] = {
                 "real": summary_of(run, jobs, goals),
                 "simulated": _simulated(jobs, asks, machine, own, goals),
             }
+            on_policy(outcome)
     progress.clear()
-    return {
-        "settings": {
-            "shape": shape,
-            "speed": speed,
-            "num_requests": len(jobs),
-            "left_out": left_out,
-            **dict(settings),
-        },
-        "profile": dict(profile),
-        "runs": runs,
-    }
+
+
+def _told(progress: Progress, policy: str, number: int, arrived: int) -> None:
+    progress.say(f"{policy}: {arrived} of {number} requests have come")
 
 
 def _simulated(

@@ -211,10 +211,16 @@ def _filled(file: Path, *, peers: tuple[str, ...], pairs_each: int = MIN_PAIRS) 
     record = Record(file, SUBJECT, {"cpu": "a processor", "cores": 2, "memory_gb": 8})
     for peer in peers:
         record.content["checks"][peer] = {"ok": True}
-        record.content["engines"][peer] = {"scheme": "int9", "kv_dtype": "<Type: 'uint8_t'>"}
+        record.content["engines"][peer] = {
+            "scheme": "int9",
+            "kv_dtypes": {"w3": "<Type: 'uint8_t'>"},
+        }
         for _ in range(pairs_each):
             record.add_pair(_pair(peer, 30.0, 10.0 if peer == "openvino" else 20.0))
-    record.content["engines"]["quire"] = {"scheme": "bf16", "kv_dtype": "bf16"}
+    record.content["engines"]["quire"] = {
+        "scheme": "bf16",
+        "kv_dtypes": {"w1": "bf16", "w3": "int8"},
+    }
     record.save()
     return record
 
@@ -273,6 +279,7 @@ def test_the_readme_tells_the_strongest_peer_and_nothing_that_may_not_be_told(
     _filled(tmp_path / "cpu-b.json", peers=("openvino", "llama.cpp"))
     told = readme_table.table()
     assert "20 (llama.cpp: int9, KV uint8_t)" in told
+    assert "tokens/s, KV int8 |" in told
     assert "1.50x (1.50 to 1.50)" in told
     assert "25 %" in told
 

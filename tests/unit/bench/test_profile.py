@@ -26,14 +26,15 @@ def outcome() -> dict[str, Any]:
 def test_each_step_tells_the_programs_own_counts(outcome: dict[str, Any]) -> None:
     program = program_of("")
     num_ops = sum(map(len, program.segments.values()))
-    shapes = {
-        "decode": StepShape([1], [40]),
-        "prefill": StepShape([64], [0]),
-        "mixed": StepShape([1, 1, 62], [40, 40, 0]),
-    }
-    assert [step["name"] for step in outcome["steps"]] == list(shapes)
-    for step in outcome["steps"]:
-        cost, kinds = step_cost(program, shapes[step["name"]]), step["kinds"]
+    shapes = [
+        ("decode", StepShape([1], [40])),
+        ("prefill", StepShape([64], [0])),
+        ("decode", StepShape([1, 1, 1], [40, 40, 40])),
+        ("mixed", StepShape([1, 1, 62], [40, 40, 0])),
+    ]
+    assert [step["name"] for step in outcome["steps"]] == [name for name, _ in shapes]
+    for step, (_, shape) in zip(outcome["steps"], shapes, strict=True):
+        cost, kinds = step_cost(program, shape), step["kinds"]
         computed = [one for one in kinds if "operations" in one]
         assert sum(one["num_ops"] for one in computed) == num_ops
         assert sum(one["memory_bytes"] for one in computed) == cost.memory_bytes
@@ -54,6 +55,7 @@ def test_the_text_has_limits_steps_and_advice(outcome: dict[str, Any]) -> None:
     text = profile_text(outcome)
     for words in ("the machine allows", "2 threads", "decode: 1 row at depth 40", "of its floor"):
         assert words in text
+    assert "decode: 3 rows at depth 40" in text
     assert "mixed: 2 rows at depth 40 + 62 tokens at depth 0" in text
 
 

@@ -1,0 +1,77 @@
+"""The forecast behind early refusal, held against what came: in the simulator, nobody refused.
+
+When a request is taken its time to the first token is foretold, as it would be to refuse it; what
+comes of it is noted. Told are the error's median, how much is foretold for what comes, and of a
+wish for the first token within so many seconds: who would have been refused though it was kept, and
+who would have been taken though it was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from bench.policies.scenes import Scene
+from quire.obs.trace import Arrival
+from quire.scheduler.scheduler import Scheduler
+from quire.sim.compare import with_policy
+from quire.sim.load import Asks, jobs_of
+from quire.sim.run import simulate
+
+
+def held(
+    trace: Sequence[Arrival], scene: Scene, policy: str, speed: float, asks: Asks, goal_s: float
+) -> dict[str, Any]:
+    """One policy at one speed: plain numbers."""
+    jobs, _ = jobs_of(trace, speed=speed, asks=asks)
+    config = with_policy(scene.config(), policy)
+    config = replace(
+        config, scheduler=replace(config.scheduler, max_queued_requests=max(len(jobs), 1))
+    )
+    foretold_ms: dict[float, float] = {}
+
+    def taken(number: int, scheduler: Scheduler) -> None:
+        found_ms = scheduler.foretell_ms(str(number))
+        if found_ms is not None:
+            foretold_ms[jobs[number].arrival_ms] = found_ms
+
+    run = simulate(jobs, asks, scene.machine(), config, on_taken=taken)
+    pairs = [
+        (foretold_ms[one.job.arrival_ms] / 1e3, (one.first_token_ms - one.job.arrival_ms) / 1e3)
+        for one in run.ended
+        if one.job.arrival_ms in foretold_ms
+    ]
+    predicted, actual = np.array(pairs).T
+    return {"policy": policy, "speed": speed, **held_against(predicted, actual, goal_s)}
+
+
+def held_against(predicted: Any, actual: Any, goal_s: float) -> dict[str, Any]:
+    """Seconds against seconds, one each a request."""
+    ratio = predicted / actual
+    would_refuse, missed = predicted > goal_s, actual > goal_s
+    return {
+        "num": len(actual),
+        "actual_p50_s": float(np.median(actual)),
+        "ratio_p10_p50_p90": [float(one) for one in np.percentile(ratio, [10, 50, 90])],
+        "relative_error_p50": float(np.median(np.abs(ratio - 1.0))),
+        "error_p50_s": float(np.median(np.abs(predicted - actual))),
+        "missed_share": float(np.mean(missed)),
+        "refused_share": float(np.mean(would_refuse)),
+        "refused_wrongly_share": float(np.mean(would_refuse & ~missed)),
+        "taken_wrongly_share": float(np.mean(~would_refuse & missed)),
+    }
+
+
+def held_text(found: dict[str, Any]) -> str:
+    """A line."""
+    low, middle, high = found["ratio_p10_p50_p90"]
+    return (
+        f"{found['policy']} at speed {found['speed']:g}: first token after "
+        f"{found['actual_p50_s']:.2f} s (p50); foretold is {low:.2f} to {high:.2f} of it, "
+        f"{middle:.2f} in the middle; refused {100 * found['refused_share']:.1f} % "
+        f"({100 * found['refused_wrongly_share']:.1f} % wrongly), taken wrongly "
+        f"{100 * found['taken_wrongly_share']:.1f} %"
+    )

@@ -1,0 +1,34 @@
+"""What bench.policies adds up by itself: runs kept until all are made, predictions held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.policies.forecast import held_against
+from bench.policies.part import Part
+
+
+def test_runs_of_the_same_question_are_known_again_and_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "table.part.json"
+    first = Part(path, {"speeds": (1, 2)})
+    keep = first.keeper("told")
+    keep({"policy": "fcfs", "speed": 1.0})
+    keep({"policy": "fcfs", "speed": 2.0})
+    again = Part(path, {"speeds": (1, 2)})
+    assert [run["speed"] for run in again.known("told")] == [1.0, 2.0]
+    assert again.known("open-ended") == ()
+    assert Part(path, {"speeds": (1, 3)}).known("told") == ()
+    again.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forecast_is_held_against_what_came() -> None:
+    found = held_against(np.array([1.0, 4.0, 6.0, 9.0]), np.array([2.0, 4.0, 4.0, 18.0]), 5.0)
+    assert found["relative_error_p50"] == pytest.approx(0.5)
+    assert found["refused_share"] == pytest.approx(0.5)
+    assert found["refused_wrongly_share"] == pytest.approx(0.25)
+    assert found["taken_wrongly_share"] == 0.0
+    assert found["missed_share"] == pytest.approx(0.25)
