@@ -34,7 +34,15 @@ from bench.peers.convert import (
 )
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
-from bench.record import HEADLINES, MIN_PAIRS, TOOL_SUFFIX, Record, RecordMismatch, Subject
+from bench.record import (
+    HEADLINES,
+    MIN_PAIRS,
+    TOOL_SUFFIX,
+    Record,
+    RecordMismatch,
+    Subject,
+    kv_dtype_of,
+)
 from bench.token_check import agreement, greedy_tokens
 from quire.bench.floor import program_of
 from quire.bench.limits import machine_limits, peak_gflops
@@ -165,7 +173,8 @@ class Comparison:
     ) -> None:
         told.pop("pid", None)
         entry = self._record.content["engines"].setdefault(peer, {"settings": {}})
-        entry |= {key: value for key, value in told.items() if key != "scheme"}
+        entry |= {key: value for key, value in told.items() if key not in ("scheme", "kv_dtype")}
+        entry.setdefault("kv_dtypes", {})[workload] = told["kv_dtype"]
         entry["scheme"] = scheme if peer != "quire" else str(told["scheme"])
         entry["settings"][workload] = settings
 
@@ -230,7 +239,7 @@ def summary_text(record: Record) -> str:
                     "-" if share is None else f"{100 * share:.0f} %",
                     f"{entry['quire_read_gb_per_s']:.1f}",
                     "/".join(f"{entry.get(f'{side}_own_cores', 0):.1f}" for side in _SIDES),
-                    str(record.content["engines"].get(peer, {}).get("kv_dtype", "")),
+                    kv_dtype_of(record.content["engines"].get(peer, {}), workload),
                 )
             )
     lines = [table(headings, rows)]

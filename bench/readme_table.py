@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.record import kv_dtype_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -23,13 +26,23 @@ def _load(name: str) -> dict[str, Any] | None:
 
 
 def _startup_rows(result: dict[str, Any]) -> list[str]:
-    rows = []
-    names = {"box": "model in the box", "llama-0.6b": "0.6B bf16, random weights, page cache"}
-    for start in result["starts"]:
-        rows.append(
-            f"| process start to first streamed token, {names[start['model']]} | "
-            f"{start['first_token_s']:.2f} s | {start['goal_first_token_s']:.1f} s |"
-        )
+    starts = {start["model"]: start for start in result["starts"]}
+    told = {
+        "model in the box": ("box",),
+        "0.6B bf16, random weights, page cache; with `--pack-cache`": (
+            "qwen3-0.6b",
+            "qwen3-0.6b, packed before",
+        ),
+    }
+
+    def seconds(names: Sequence[str], key: str, digits: int) -> str:
+        return "; ".join(f"{starts[name][key]:.{digits}f} s" for name in names)
+
+    rows = [
+        f"| process start to first streamed token, {what} | "
+        f"{seconds(names, 'first_token_s', 2)} | {seconds(names, 'goal_first_token_s', 1)} |"
+        for what, names in told.items()
+    ]
     if "installed_mb" in result:
         rows.append(
             f"| installed, with all dependencies and bytecode | {result['installed_mb']:.0f} MB | "
@@ -140,11 +153,11 @@ def _comparison() -> list[str]:
             peer = min(told, key=lambda one: float(told[one]["ratio"]["median"]))
             entry, engines = told[peer], record["engines"]
             ratio, share = entry["ratio"], entry.get("quire_floor_share")
-            scheme = f"{engines[peer]['scheme']}, KV {_plain(engines[peer]['kv_dtype'])}"
+            scheme = f"{engines[peer]['scheme']}, KV {_plain(kv_dtype_of(engines[peer], workload))}"
             rows.append(
                 f"| {subject['shape']} {subject['precision']}, {name} "
                 f"| {entry['quire']['median']:.0f} tokens/s, KV "
-                f"{_plain(engines['quire']['kv_dtype'])} "
+                f"{_plain(kv_dtype_of(engines['quire'], workload))} "
                 f"| {entry['other']['median']:.0f} ({peer}: {scheme}) "
                 f"| {ratio['median']:.2f}x ({ratio['least']:.2f} to {ratio['most']:.2f}) "
                 f"| {'' if share is None else f'{100 * share:.0f} %'} |"

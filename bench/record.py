@@ -147,6 +147,11 @@ class Record:
         return peer, entries[peer]
 
 
+def kv_dtype_of(engine: Mapping[str, Any], workload: str) -> str:
+    """In what precision an engine kept keys and values in a workload."""
+    return str(engine.get("kv_dtypes", {}).get(workload, ""))
+
+
 def _medians(pairs: list[dict[str, Any]], headline: str) -> dict[str, Any]:
     quire = [float(pair["quire"]["rates"][headline]) for pair in pairs]
     other = [float(pair["other"]["rates"][headline]) for pair in pairs]

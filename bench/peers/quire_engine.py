@@ -26,6 +26,7 @@ class Quire:
         self._runner = asyncio.Runner()
         self._engine = LocalEngine(model, {"num_threads": threads, **settings})
         self._runner.run(self._engine.__aenter__())
+        self._runner.run(self._engine.settle())
         described = self._engine.description
         scheme = described["quantization"]
         return {

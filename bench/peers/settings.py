@@ -25,19 +25,19 @@ GRID = MappingProxyType(
         },
         "llama.cpp": {
             "one": {"-fa": ["on", "off"], "-ub": [512, 2048]},
-            "many": {"-fa": ["on", "off"], "-ub": [128, 512, 2048], "--kv-unified": [True]},
+            "many": {"-fa": ["on", "off"], "-ub": [512, 2048], "--kv-unified": [True]},
         },
         "openvino": {
             "one": {"max_num_batched_tokens": [2048], "KV_CACHE_PRECISION": ["u8", "bf16"]},
             "many": {
-                "max_num_batched_tokens": [128, 256, 512, 2048],
+                "max_num_batched_tokens": [256, 2048],
                 "dynamic_split_fuse": [True, False],
                 "KV_CACHE_PRECISION": ["u8", "bf16"],
             },
         },
         "vllm": {
             "one": {"max_num_batched_tokens": [2048]},
-            "many": {"max_num_batched_tokens": [128, 512, 2048]},
+            "many": {"max_num_batched_tokens": [512, 2048]},
         },
         "transformers": {"one": {"batch_size": [1]}, "many": {"batch_size": [16]}},
     }
