@@ -10,12 +10,11 @@ import pytest
 
 from quire.program.ops import DType
 from tests.exact.rig import AloneRuns, Model
+from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_mistral import MISTRAL
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
-
-VOCAB_SIZE = 307
 
 
 @pytest.fixture(scope="session")

@@ -43,10 +43,20 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.move_cost import Choice
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.vocabulary import Vocabulary
 from quire.transfer.disk import DiskStore, TierFolder
 from quire.transfer.segment import segment_bytes
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
-from tests.exact.workload import ALONE, ALONE_WITH_BEAMS, MAX_MODEL_LEN, Arrival, Case, Settings
+from tests.exact.workload import (
+    ALONE,
+    ALONE_WITH_BEAMS,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    Arrival,
+    Case,
+    Settings,
+)
 
 MAX_STEPS = 20_000
 MAX_ROWS = 512
@@ -107,6 +117,8 @@ class Outcome:
     searched: bool  # beams
     search_preempted: bool
     scored: bool
+    structured: bool  # an answer follows a grammar
+    jumped: bool  # and tokens that were certain came with others
     rescored: bool  # preempted with a part of its prompt scored, and gone on from there
     problems: list[str]
     plans: list[tuple[StepPlan, StepResult]]
@@ -233,6 +245,8 @@ def run_case(
         rescored=any(
             admission.scores_from for plan, _ in runner.steps for admission in plan.admissions
         ),
+        structured=any(request.sampling.structured_outputs for request in case.requests),
+        jumped=any(len(result.forced_ids) for _, result in runner.steps),
         problems=problems,
         plans=runner.steps,
     )
@@ -251,7 +265,38 @@ def make_runner(
         max_samples=settings.max_samples,
         overlap=settings.plans_in_flight > 1,
         mover=make_mover(executor, settings) if settings.tier_blocks else None,
+        matchers=GRAMMARS,
+        jump_ahead=settings.jump_ahead,
     )
+
+
+def _token_bytes() -> list[bytes]:
+    """What the ids of the models' random tokens stand for: 0 and 1 nothing, then printable ASCII,
+    then pairs and longer pieces, so that most texts can be cut in several ways."""
+    letters = [bytes([code]) for code in range(32, 127)]
+    pairs = [one + other for one in letters[65:85] for other in letters[65:91]]
+    pieces = [b'{"', b'"}', b'": ', b', "', b"true", b"false", b"null", *pairs]
+    return ([b"", b"<end>", *letters, *pieces] + [b""] * VOCAB_SIZE)[:VOCAB_SIZE]
+
+
+def _encode(text: str) -> list[int]:
+    """The longest token first, as no model here has a tokenizer of its own."""
+    raw, ids, place = text.encode(), [], 0
+    while place < len(raw):
+        token = max((t for t in TOKEN_IDS if raw.startswith(t, place)), key=len)
+        ids.append(TOKEN_IDS[token])
+        place += len(token)
+    return ids
+
+
+TOKEN_BYTES = _token_bytes()
+TOKEN_IDS = {token: id_ for id_, token in enumerate(TOKEN_BYTES) if id_ > 1 and token}
+GRAMMARS = GrammarCompiler(
+    lambda: Vocabulary(
+        token_bytes=TOKEN_BYTES, special_ids=frozenset({0, 1}), eos_ids=(1,), encode=_encode
+    ),
+    now_ms=lambda: 0.0,
+)
 
 
 class TemporaryStore(DiskStore):

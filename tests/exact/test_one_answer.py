@@ -34,6 +34,8 @@ GOALS = {
     "searched": 0.2,
     "search_preempted": 0.03,
     "scored": 0.8,
+    "structured": 0.4,
+    "jumped": 0.3,
     "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
 }
 MAX_SHOWN = 10

@@ -113,6 +113,13 @@ class DrawsNoiseByRow(_Executor):
         return super().sample(logits, replace(batch, streams=batch.streams + rows))
 
 
+class TakesAnothersMask(_Executor):
+    """Rows that follow grammars get each other's masks."""
+
+    def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
+        return super().sample(logits, replace(batch, masks=np.roll(batch.masks, 1, axis=0)))
+
+
 class ScoresBySlice(_Executor):
     """Logits are shifted by the largest of the slice, a neighbour's: scores are rounded by it."""
 
@@ -162,6 +169,16 @@ class KeepsStaleEntries(ModelRunner):
                 table_blocks=plan.table_blocks[:-1],
             )
         return super()._run(plan)
+
+
+class TellsTheWrongOrder(ModelRunner):
+    """Tokens that are certain are told in another order."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = super()._run(plan)
+        if len(result.forced_ids) > 1:
+            return replace(result, forced_ids=np.roll(result.forced_ids, 1))
+        return result
 
 
 class TakesOutputForPrompt(ModelRunner):
@@ -238,6 +255,7 @@ def test_a_trunk_that_splits_k_by_the_number_of_rows_is_found(
         WritesWhereItShouldNot,
         ScoresBySlice,
         ScoresTheSliceBefore,
+        TakesAnothersMask,
     ],
 )
 def test_a_fault_planted_in_the_executor_is_found(
@@ -254,6 +272,7 @@ def test_a_fault_planted_in_the_executor_is_found(
         TakesOutputForPrompt,
         ForgetsMirostat,
         SharesMirostat,
+        TellsTheWrongOrder,
     ],
 )
 def test_a_fault_planted_in_the_runner_is_found(

@@ -13,12 +13,32 @@ from typing import Any
 
 import numpy as np
 
+from quire.base.grammar import choice, grammar, json_object, json_schema, regex
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.scheduler.policies import POLICY_NAMES
 from quire.scheduler.tenants import TenantLimits
 
 MAX_MODEL_LEN = 512
+VOCAB_SIZE = 307
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "is_here": {"type": "boolean"},
+        "years": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "is_here", "years"],
+    "additionalProperties": False,
+}
+GRAMMARS = (
+    json_schema(_PERSON),
+    json_object(),
+    regex("[a-f]{2}-[0-9]+"),
+    regex("(ab|cd)*"),
+    choice(["yes", "yesterday", "no"]),
+    grammar('start: "the list: " item (", " item)*\nitem: /[a-z]{1,3}/ "!"'),
+)
 BLOCK_SIZES = (16, 16, 16, 32)
 THREADS = (1, 1, 1, 1, 2, 3)  # several on a busy machine mostly wait for each other
 
@@ -38,6 +58,7 @@ class Settings:
     policy: str = "fcfs"
     tier_blocks: int = 0  # places of a disk tier, which is used whenever it can be
     tenants: tuple[TenantLimits, ...] = ()
+    jump_ahead: bool = True  # where grammars leave no choice; alone each token is a step
 
 
 # Alone: room for everything, the whole prompt in one step, nothing shared, one thread.
@@ -50,6 +71,7 @@ ALONE = Settings(
     plans_in_flight=1,
     prefix_caching=False,
     num_threads=1,
+    jump_ahead=False,
 )
 
 
@@ -160,9 +182,15 @@ def _arrival(
     rarely, rules = random.Random(f"rare {number}.{caller}"), NO_RULES
     if rarely.random() < 0.5:
         sampling, rules = _with_rare(rarely, sampling, prompt, vocab_size)
+    structured = random.Random(f"structured {number}.{caller}")
+    if structured.random() < 0.3 and sampling.max_tokens != 0:
+        sampling = _with_grammar(structured, sampling)
+        rules = replace(rules, banned_sequences=())  # what is allowed must not be banned
     drawn_tokens = rng.randint(10, 32)
     max_tokens = drawn_tokens if sampling.max_tokens is None else sampling.max_tokens
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
+    if sampling.structured_outputs is not None:  # other stop tokens may be all that is allowed
+        stop_ids = (1,) if sampling.min_tokens else tuple(dict.fromkeys((1, *stop_ids)))
     at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
     asked = random.Random(f"asked {number}.{caller}")
     wishes: dict[str, Any] = {
@@ -298,6 +326,21 @@ def _with_rare(
         banned.append((rng.randrange(vocab_size),))
     rules = TokenRules(banned_sequences=tuple(banned), breaker_ids=tuple(few[: rng.randint(0, 2)]))
     return sampling.changed(**fields), rules
+
+
+def _with_grammar(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
+    """The answer follows a grammar: with much that is certain, with little, one that may end early,
+    one that goes on for ever. Some ask for log-probabilities, which leaves nothing certain."""
+    grammar = rng.choice(GRAMMARS)
+    return replace(
+        sampling,
+        structured_outputs=grammar,
+        allowed_token_ids=None,
+        no_repeat_ngram_size=0,
+        min_tokens=rng.choice((0, 0, 3)),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=rng.choice((None, None, None, sampling.logprobs)),
+    )
 
 
 def _ids(rng: random.Random, vocab_size: int, count: int) -> list[int]:
