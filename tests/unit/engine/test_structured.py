@@ -16,7 +16,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, choice, grammar, json_schema, regex
 from quire.base.records import FinishReason
 from quire.engine import assemble
-from quire.structured import compiler as compiling
+from quire.structured import source as written
 
 SCHEMA = {
     "type": "object",
@@ -198,7 +198,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_the_others_go_on(llm: LLM)
 
 
 def test_while_a_grammar_compiles_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = compiling.llguidance_grammar
+    plain = written.llguidance_grammar
     slow = regex("slow[0-9]")
 
     def source(asked: Grammar, names: frozenset[str]) -> str:
@@ -206,7 +206,7 @@ def test_while_a_grammar_compiles_others_are_served(monkeypatch: pytest.MonkeyPa
             time.sleep(1.0)
         return plain(asked, names)
 
-    monkeypatch.setattr(compiling, "llguidance_grammar", source)
+    monkeypatch.setattr(written, "llguidance_grammar", source)
     with LLM(max_num_seqs=4, num_threads=1) as llm:
         sampling = SamplingParams(max_tokens=12, seed=1)
         answers = llm.generate(PROMPTS[:2], [sampling.changed(structured_outputs=slow), sampling])
