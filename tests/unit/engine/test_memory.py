@@ -16,14 +16,15 @@ from bench.checkpoints import tokenizer_json
 from quire.bench.floor import program_of
 from tests.tiny_models import write_tiny_llama
 
-# 106 M elements of weights, and 128 KiB of f32 keys and values a token: 2,048 tokens fill 256 MiB.
-# The interpreter and its modules alone are 28 MiB, which smaller models could not hide.
+# 106 M elements of weights, and 128 KiB of f32 keys and values a token: 2,560 tokens fill 320 MiB.
+# The interpreter and its modules alone are 28 MiB, and a step's rows of this wide a model 20:
+# smaller caches could not hide them.
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 32, "head_dim": 128,
     "num_key_value_heads": 32, "vocab_size": 512, "num_hidden_layers": 4,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-KV_TOKENS = 2048
+KV_TOKENS = 2560
 MOST = 1.15
 LIMIT_S = 300
 
@@ -36,7 +37,7 @@ def sampling(**more):
     return SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True, **more)
 
 with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
-    prompts = [[(at * number) % 500 + 5 for at in range(1, 225)] for number in range(1, 9)]
+    prompts = [[(at * number) % 500 + 5 for at in range(1, 225)] for number in range(1, 11)]
     llm.generate(prompts, sampling(logprobs=5))
     llm.generate(prompts[:4], sampling(prompt_logprobs=5, top_p=0.9, repetition_penalty=1.2))
     llm.generate([prompt[:100] for prompt in prompts], sampling(n=2))
@@ -83,7 +84,7 @@ def test_an_engine_at_work_holds_little_beside_weights_and_cache(
     most = most_held(model, settings | precision)
     needed = program.weight_bytes + kv_bytes
     print(f"{most} bytes held, {needed} of weights and cache: {most / needed:.3f} times")
-    assert needed > 350e6
+    assert needed > 430e6
     assert needed < most <= MOST * needed  # less: the cache was not filled
 
 
