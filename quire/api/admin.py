@@ -1,8 +1,9 @@
 """/admin: pause, resume and drain a server that goes on, for admins (auth.py guards the paths).
 
 Paused, requests for tokens wait at the edge, and what runs goes on; drained, nothing new is taken
-(503). Resume ends both. Knows no engine. Always holds: a server that is being stopped by a signal
-is not resumed.
+(503). Resume ends both. The log's level is this process's: the engine's logs its start and what
+goes wrong. Knows no engine. Always holds: a server that is being stopped by a signal is not
+resumed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.body import read_object
 from quire.api.serving import Serving
 from quire.base.errors import InvalidParameter
+from quire.base.log import LEVELS
+from quire.base.show import show
 
 
 class Admin:
@@ -43,6 +47,19 @@ class Admin:
         self._serving.resume()
         return self._told()
 
+    async def log_level(self, request: Request) -> Response:
+        """From now on what is worth less is not logged."""
+        limit_bytes = self._serving.config.max_body_bytes
+        body, _ = await read_object(request, limit_bytes=limit_bytes)
+        if request.query_params or body.keys() != {"level"}:
+            raise InvalidParameter('the body must have "level" and nothing else, and no parameters')
+        if body["level"] not in LEVELS:
+            raise InvalidParameter(
+                f"level is {show(body['level'])}; {', '.join(LEVELS)} are allowed", param="level"
+            )
+        self._serving.log.level = body["level"]
+        return self._told()
+
     def _told(self) -> Response:
         serving = self._serving
         told = {
@@ -51,6 +68,7 @@ class Admin:
             "draining": serving.draining,
             "open_requests": serving.live.num_open,
             "held_requests": serving.num_held,
+            "log_level": serving.log.level,
         }
         return Response(
             msgspec.json.encode(told),

@@ -178,6 +178,12 @@ class Answers:
         )
 
     @property
+    def first_token_ms(self) -> float | None:
+        """From arrival in the engine to the first token of any choice; None before there is one."""
+        timings = self._timings()
+        return None if timings is None else timings.first_token_ms
+
+    @property
     def num_waiting(self) -> int:
         """Deltas that have come and were not taken yet."""
         return sum(self._engine.num_waiting(self._id_of(at)) for at in range(len(self.prompts)))

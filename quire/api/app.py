@@ -6,6 +6,8 @@ errors, counters) in edge.py. Always holds: nothing is served but what is listed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,15 +23,15 @@ from quire.api.models import Models
 from quire.api.requests import Requests
 from quire.api.serving import Serving
 from quire.api.texts import Texts
-from quire.api.version import show_pointer, show_version
+from quire.api.version import Pointer, show_version
 
 
 def build_app(serving: Serving) -> ASGIApp:
     """The application a server runs."""
-    completions, chat = Completions(serving), Chat(serving)
-    ids, admin = Ids(serving), Admin(serving)
-    cache, requests = Cache(serving), Requests(serving)
-    models, watch, texts = Models(serving), Watch(serving), Texts(serving)
+    completions, chat, ids = Completions(serving), Chat(serving), Ids(serving)
+    requests, texts = Requests(serving), Texts(serving)
+    models, watch = Models(serving), Watch(serving)
+    pointer = Pointer(serving.config.root_path)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -46,6 +48,30 @@ def build_app(serving: Serving) -> ASGIApp:
         Route("/v1/requests/{id}/stream", requests.stream, methods=["GET"]),
         Route("/health", watch.health, methods=["GET"]),
         Route("/metrics", watch.metrics, methods=["GET"]),
+        Route("/version", show_version, methods=["GET"]),
+        Route("/", pointer.show, methods=["GET"]),
+    ]
+    if serving.config.admin_port is None:
+        routes += _admin_routes(serving)
+    return Edge(_routed(routes), serving)
+
+
+def build_admin_app(serving: Serving) -> ASGIApp:
+    """The application at --admin-port."""
+    watch = Watch(serving)
+    routes = [
+        *_admin_routes(serving),
+        Route("/health", watch.health, methods=["GET"]),
+        Route("/metrics", watch.metrics, methods=["GET"]),
+        Route("/version", show_version, methods=["GET"]),
+    ]
+    return Edge(_routed(routes), serving, for_admins=True)
+
+
+def _admin_routes(serving: Serving) -> list[Route]:
+    """What auth.ADMIN_PATHS guards."""
+    cache, admin = Cache(serving), Admin(serving)
+    return [
         Route("/v1/cache", cache.get, methods=["GET"]),
         Route("/v1/cache/flush", cache.flush, methods=["POST"]),
         Route("/reset_prefix_cache", cache.flush, methods=["POST"]),
@@ -54,11 +80,12 @@ def build_app(serving: Serving) -> ASGIApp:
         Route("/admin/pause", admin.pause, methods=["POST"]),
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/resume", admin.resume, methods=["POST"]),
-        Route("/version", show_version, methods=["GET"]),
-        Route("/", show_pointer, methods=["GET"]),
+        Route("/admin/log-level", admin.log_level, methods=["PUT"]),
     ]
-    router = Router(routes, redirect_slashes=False, default=_nothing_here)
-    return Edge(_Raising(router), serving)
+
+
+def _routed(routes: Sequence[Route]) -> ASGIApp:
+    return _Raising(Router(routes, redirect_slashes=False, default=_nothing_here))
 
 
 class _Raising:

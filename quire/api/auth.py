@@ -5,13 +5,17 @@ nothing of the traffic: "/", "/health", "/version". /metrics needs a key, becaus
 asked here; Prometheus sends one with `authorization: {credentials: KEY}`. Without keys all is open
 (the server then listens on loopback only, unless told --insecure).
 
-A key of --api-key is the default tenant's and opens everything. A key of the tenants file is its
-tenant's; what tells of everybody (ADMIN_PATHS) then needs an admin's. Always holds: who asks is
-known before anything else of a request is read.
+A key of --api-key is the default tenant's; a key of the tenants file is its tenant's. What changes
+things for everybody, and what tells of everybody's prompts (ADMIN_PATHS), is for a key of the admin
+key file and for tenants that are admins; where there is no such file, also for a key of --api-key,
+or for anybody where there are no keys, but on this machine only. Always holds: who asks is known
+before anything else of a request is read; no path of an admin is open to another machine without a
+key that says so.
 """
 
 from __future__ import annotations
 
+import enum
 import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,48 +25,85 @@ from quire.base.errors import NotAuthorized
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
-# What tells of everybody's requests, and what changes things for everybody.
-ADMIN_PATHS = ("/admin", "/metrics", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
+# What changes things for everybody, or tells of everybody's prompts.
+ADMIN_PATHS = ("/admin", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
+# What counts everybody's requests: a tenant's key does not open it, unless it is an admin.
+COUNTING_PATHS = ("/metrics",)
+
+
+class Admin(enum.Enum):
+    """Where a caller is an admin."""
+
+    NOWHERE = enum.auto()
+    HERE = enum.auto()  # on this machine, and where an admin's listener was asked
+    ANYWHERE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. is_admin: may ask for what tells of everybody. key: the digest of the key shown,
-    empty where none is needed."""
+    """Who asks. sees_all: may ask for what counts everybody's requests. key: the digest of the key
+    shown, empty where none is needed."""
 
     tenant: Tenant = ONLY_TENANT
-    is_admin: bool = True
+    sees_all: bool = True
+    admin: Admin = Admin.HERE
     key: bytes = b""
-
-
-ANYBODY = Caller()
 
 
 class Keys:
     """The configured keys. Only digests of equal length are compared, all of them every time.
 
-    tenants: of the tenants file, the default one first; None where there is no file.
+    tenants: of the tenants file, the default one first; None where there is no file. admin_keys:
+    of the admin key file, empty where there is none.
     """
 
-    def __init__(self, keys: Iterable[str], tenants: Sequence[Tenant] | None = None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str],
+        tenants: Sequence[Tenant] | None = None,
+        admin_keys: Iterable[str] = (),
+    ) -> None:
         default = tenants[0] if tenants else ONLY_TENANT
-        self._callers: list[tuple[bytes, Caller]] = []
+        admins = [bytes.fromhex(key_digest(key)) for key in admin_keys]
+        plain = Admin.NOWHERE if admins else Admin.HERE
+        # An admin's first: where it is another's too, it counts as that.
+        self._callers = [(key, Caller(default, True, Admin.ANYWHERE, key)) for key in admins]
         for key in keys:
             digest = bytes.fromhex(key_digest(key))
-            self._callers.append((digest, Caller(default, True, digest)))
+            self._callers.append((digest, Caller(default, True, plain, digest)))
         for tenant in tenants or ():
+            admin = Admin.ANYWHERE if tenant.is_admin else Admin.NOWHERE
             for known in tenant.key_digests:
                 digest = bytes.fromhex(known)
-                self._callers.append((digest, Caller(tenant, tenant.is_admin, digest)))
+                self._callers.append((digest, Caller(tenant, tenant.is_admin, admin, digest)))
+        self._has_callers = len(self._callers) > len(admins)
+        self._has_admins = bool(admins)
+        self._anybody = Caller(default, True, plain)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._callers)
+        """Whether a caller needs one."""
+        return self._has_callers
 
-    def check(self, path: str, authorization: bytes | None) -> Caller:
-        """Who asks for `path`; raises NotAuthorized or NotAdmin where they may not."""
-        if not self._callers or path in OPEN_PATHS:
-            return ANYBODY
+    def check(self, path: str, authorization: bytes | None, *, is_here: bool = True) -> Caller:
+        """Who asks for `path`; raises NotAuthorized or NotAdmin where they may not.
+
+        is_here: the caller is on this machine, or asks where only that can be.
+        """
+        if path in OPEN_PATHS:
+            return self._anybody
+        guarded = is_guarded(path)
+        needs_key = self._has_callers or (guarded and self._has_admins)
+        caller = self._known(authorization) if needs_key else self._anybody
+        if guarded:
+            _check_admin(caller, is_here=is_here)
+        elif _is_below(path, COUNTING_PATHS) and not caller.sees_all:
+            raise NotAdmin(
+                f"this path counts everybody's requests, and tenant {caller.tenant.name} is not an "
+                "admin; use a key of --api-key, or set `admin = true` for the tenant"
+            )
+        return caller
+
+    def _known(self, authorization: bytes | None) -> Caller:
         if authorization is None:
             raise NotAuthorized("no API key was sent; send `Authorization: Bearer KEY`")
         scheme, _, key = authorization.partition(b" ")
@@ -74,14 +115,27 @@ class Keys:
         matches = [hmac.compare_digest(sent, digest) for digest, _ in self._callers]
         if not any(matches):
             raise NotAuthorized("the API key is not one of this server's keys; check it")
-        caller = self._callers[matches.index(True)][1]
-        if not caller.is_admin and _tells_of_everybody(path):
-            raise NotAdmin(
-                f"this path tells of everybody's requests, and tenant {caller.tenant.name} is not "
-                "an admin; use a key of --api-key, or set `admin = true` for the tenant"
-            )
-        return caller
+        return self._callers[matches.index(True)][1]
 
 
-def _tells_of_everybody(path: str) -> bool:
-    return any(path == admin or path.startswith(f"{admin}/") for admin in ADMIN_PATHS)
+def is_guarded(path: str) -> bool:
+    """Whether a path is for admins."""
+    return _is_below(path, ADMIN_PATHS)
+
+
+def _check_admin(caller: Caller, *, is_here: bool) -> None:
+    if caller.admin is Admin.ANYWHERE or (caller.admin is Admin.HERE and is_here):
+        return
+    why = (
+        "the key that was sent is not an admin's"
+        if caller.admin is Admin.NOWHERE
+        else "it was asked from another machine, or through a proxy or a Unix socket"
+    )
+    raise NotAdmin(
+        f"this path is for admins, and {why}; use a key of --admin-key-file or of a tenant with "
+        "`admin = true`, or ask from the machine itself at --admin-port"
+    )
+
+
+def _is_below(path: str, tops: tuple[str, ...]) -> bool:
+    return any(path == top or path.startswith(f"{top}/") for top in tops)

@@ -23,13 +23,18 @@ _SCHEMES = ("http://", "https://")
 class Callers:
     """The check of one server."""
 
-    def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
+    def __init__(self, config: ServerConfig, *, has_keys: bool, for_admins: bool = False) -> None:
         self._is_open = not has_keys
-        self._is_local = is_loopback(config.host)
+        # A browser cannot be pointed at a Unix socket; whatever leads there answers for the Host.
+        is_local = is_loopback(config.host) and config.uds is None
+        self._is_local = is_local or for_admins
         self._host = config.host.lower()
 
-    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Return if a request with these headers may be answered; raise ForeignPage if not."""
+    def check(self, headers: Iterable[tuple[bytes, bytes]], *, may_ask: bool = False) -> None:
+        """Return if a request with these headers may be answered; raise ForeignPage if not.
+
+        may_ask: its Origin is one that --cors-origin lets in.
+        """
         if not self._is_open:
             return
         found = {name: value.decode("latin-1").strip().lower() for name, value in headers}
@@ -39,10 +44,12 @@ class Callers:
                 f"the request's Host is {show(host)}; this server has no key and is asked as "
                 "localhost or by its loopback address only; ask it so, or start it with --api-key"
             )
-        if origin is not None and origin not in [scheme + (host or "") for scheme in _SCHEMES]:
+        own = [scheme + (host or "") for scheme in _SCHEMES]
+        if origin is not None and origin not in own and not may_ask:
             raise ForeignPage(
                 f"the request comes from a page of {show(origin)}; this server has no key and "
-                "answers no pages but its own; start it with --api-key to let pages with the key in"
+                "answers no pages but its own; start it with --api-key to let pages with the key "
+                "in, or with --cors-origin to let that page ask (but for what admins may)"
             )
 
     def _is_ours(self, host: str) -> bool:

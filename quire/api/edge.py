@@ -1,8 +1,9 @@
 """The outermost layer of each request: keys, errors as JSON, one log line, counters.
 
-Log lines carry the route, never a raw path, a prompt or a key. /health and /metrics, which are
-polled, are logged only when they fail. Always holds: each HTTP request is counted once, with a
-status; 499 stands for a caller who left before there was one.
+What every route would have to do is done here and in what this hands out to: who may ask (auth.py,
+callers.py, cors.py), what is told of it (access.py). Always holds: each HTTP request is counted
+once, with a status; 499 stands for a caller who left before there was one; the path that is
+checked is the path that is served.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from collections.abc import Iterable
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.api.answers import Answers
+from quire.api.access import PREFLIGHT, AccessLog
 from quire.api.callers import Callers
+from quire.api.cors import Cors, Headers
 from quire.api.errors import MethodNotAllowed, UnknownRoute, error_response
 from quire.api.gone import ClientGone
+from quire.api.listen import is_loopback
 from quire.api.serving import Serving
 from quire.base.errors import QuireError
-from quire.config.tenants import Tenant
 
-_POLLED = frozenset({"/health", "/metrics"})
-# What a log line calls parts of a request's state.
-_SHOWN = {"name": "name", "trace": "trace"}
+# What proxies say of whom they ask for: who asks is not who is connected.
+_OF_PROXIES = frozenset(
+    {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"}
+)
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 _GONE = 499
@@ -34,31 +37,47 @@ _FAULT = 500
 
 
 class Edge:
-    """Wraps the routes."""
+    """Wraps the routes. for_admins: they are served where only this machine can ask."""
 
-    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, serving: Serving, *, for_admins: bool = False) -> None:
         self._app = app
         self._serving = serving
-        self._callers = Callers(serving.config, has_keys=bool(serving.keys))
+        self._for_admins = for_admins
+        config = serving.config
+        self._callers = Callers(config, has_keys=bool(serving.keys), for_admins=for_admins)
+        self._cors = Cors(() if for_admins else config.cors_origin)
+        self._access = AccessLog(serving.log, config.access_log)
+        self._prefix = config.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        strip_prefix(scope, self._prefix)
         name = own_name(scope["headers"])
-        exchange = _Exchange(send, name)
+        origin = self._cors.origin_of(scope)
+        exchange = _Exchange(send, name, self._cors.headers(origin))
         scope["state"] = {"key": b"", "name": name, "trace": trace_of(scope["headers"])}
         started_s = time.monotonic()
         self._serving.metrics.opened()
         try:
             with self._serving.request(counts=scope["method"] == "POST"):
-                await self._answer(scope, receive, exchange)
+                await self._answer(scope, receive, exchange, origin)
         finally:
             self._note(scope, exchange, took_ms=(time.monotonic() - started_s) * 1e3)
 
-    async def _answer(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, exchange: _Exchange, origin: str | None
+    ) -> None:
         try:
-            self._callers.check(scope["headers"])
-            caller = self._serving.keys.check(scope["path"], _authorization(scope))
+            self._callers.check(scope["headers"], may_ask=origin is not None)
+            preflight = self._cors.preflight(scope, origin)
+            if preflight is not None:  # before keys: browsers send none with it
+                exchange.route = PREFLIGHT
+                await preflight(scope, receive, exchange.send)
+                return
+            caller = self._serving.keys.check(
+                scope["path"], _authorization(scope), is_here=self._for_admins or is_here(scope)
+            )
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
             await self._app(scope, receive, exchange.send)
         except ClientGone:
@@ -92,56 +111,60 @@ class Edge:
         await response(scope, receive, exchange.send)
 
     def _note(self, scope: Scope, exchange: _Exchange, *, took_ms: float) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")
+        route = exchange.route or getattr(scope.get("route"), "path", "unknown")
         status = exchange.status or _FAULT  # none began, and the caller did not leave
         self._serving.metrics.answered(route=route, status=status)
-        if route in _POLLED and status < 400:
-            return
-        fields: dict[str, str | int | float] = {
-            "request": exchange.request_id,
-            "method": scope["method"],
-            "route": route,
-            "status": status,
-            "took_ms": round(took_ms, 1),
-        }
-        state = scope["state"]
-        fields |= {name: state[key] for name, key in _SHOWN.items() if state.get(key)}
-        tenant = state.get("tenant")
-        if isinstance(tenant, Tenant) and not tenant.is_default:
-            fields["tenant"] = tenant.name
-        answers = scope["state"].get("answers")
-        if isinstance(answers, Answers):
-            usage = answers.usage
-            fields |= {
-                "prompt_tokens": usage.prompt_tokens,
-                "cached_tokens": usage.cached_tokens,
-                "output_tokens": usage.completion_tokens,
-                "finish": answers.finish_reasons,
-            }
-        self._serving.log.event("request", **fields)
+        self._access.note(
+            scope["state"],
+            request_id=exchange.request_id,
+            method=scope["method"],
+            route=route,
+            status=status,
+            took_ms=took_ms,
+        )
 
 
 class _Exchange:
     """Passes messages on and remembers the status; 0 until the response has begun.
 
-    name: what the caller calls the request; `x-request-id` then says that, else our id.
+    name: what the caller calls the request; `x-request-id` then says that, else our id. further:
+    headers of every answer. route: where no route has answered, what to call what did.
     """
 
-    def __init__(self, send: Send, name: str) -> None:
+    def __init__(self, send: Send, name: str, further: Headers) -> None:
         self.status = 0
         self.request_id = ""
+        self.route = ""
         self._send = send
         self._name = name.encode("ascii")
+        self._further = further
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             ids = [value for name, value in message["headers"] if name == b"x-request-id"]
             self.request_id = ids[0].decode("ascii") if ids else ""
+            headers = [*message["headers"], *self._further]
             if self._name:
-                kept = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
-                message = {**message, "headers": [*kept, (b"x-request-id", self._name)]}
+                headers = [pair for pair in headers if pair[0] != b"x-request-id"]
+                headers.append((b"x-request-id", self._name))
+            message = {**message, "headers": headers}
         await self._send(message)
+
+
+def strip_prefix(scope: Scope, prefix: str) -> None:
+    """Take what a proxy left before the path away; without it the path is as it was asked."""
+    path = scope["path"]
+    if prefix and (path == prefix or path.startswith(prefix + "/")):
+        scope["path"] = path[len(prefix) :] or "/"
+
+
+def is_here(scope: Scope) -> bool:
+    """Whether whoever asks is on this machine, as far as can be told: no proxy has passed it on."""
+    client = scope.get("client")
+    if client is None or not is_loopback(client[0]):
+        return False
+    return not any(name in _OF_PROXIES for name, _ in scope["headers"])
 
 
 def own_name(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -1,8 +1,9 @@
-"""The socket to listen on: checked and taken before anything is loaded.
+"""The sockets to listen on: checked and taken before anything is loaded.
 
 Standard library only, so that a wrong port is told at once. Always holds: an address beyond
 loopback is taken only with a key or by explicit word; what is returned already listens, so nobody
-else can take it while the model loads.
+else can take it while the model loads; a file is removed only where it is a socket that nobody
+listens at, or our own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import ipaddress
 import os
 import socket
 import ssl
+import stat
+from contextlib import suppress
+from pathlib import Path
 
 from quire.base.errors import SettingError
 from quire.config.groups import ServerConfig
@@ -25,19 +29,49 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
     has_tenants: callers are known by keys of a tenants file.
     """
     has_keys = bool(config.api_key) or has_tenants
+    if config.uds is not None:
+        return _listen_at_path(Path(config.uds).expanduser(), has_keys=has_keys)
     if not has_keys and not config.insecure and not is_loopback(config.host):
         raise SettingError(
             f"host {config.host} is reachable from other machines and no key is set; give one "
             "with --api-key or a file of --tenants, or --insecure to let anybody in, or listen on "
             "127.0.0.1"
         )
+    return _listen_at(config.host, config.port, flag="--port")
+
+
+def listen_for_admins(config: ServerConfig) -> socket.socket | None:
+    """The socket of --admin-port, which only this machine reaches; None without one."""
+    if config.admin_port is None:
+        return None
+    return _listen_at("127.0.0.1", config.admin_port, flag="--admin-port")
+
+
+class SocketFile:
+    """The file of a listening socket, where it is a Unix socket and has one."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        is_unix = listening.family == socket.AF_UNIX
+        self._path: str | None = listening.getsockname() if is_unix else None
+        self._inode = None if self._path is None else _inode_of(self._path)
+
+    def remove(self) -> None:
+        """Remove it; another that has taken its place stays."""
+        if self._path is None:
+            return
+        with suppress(FileNotFoundError):
+            if _inode_of(self._path) == self._inode:
+                os.unlink(self._path)
+
+
+def _listen_at(host: str, port: int, *, flag: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise SettingError(
-            f"host {config.host!r} cannot be resolved ({error.strerror}); give an address of this "
+            f"host {host!r} cannot be resolved ({error.strerror}); give an address of this "
             "machine, as 127.0.0.1"
         ) from error
     listening = socket.socket(family, kind, protocol)
@@ -47,9 +81,70 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
-        raise SettingError(_why(error, config)) from error
+        raise SettingError(_why(error, host, port, flag)) from error
     listening.setblocking(False)
     return listening
+
+
+def _listen_at_path(path: Path, *, has_keys: bool) -> socket.socket:
+    """A Unix socket. Who may write to its file may connect: as the umask says, and without a key
+    nobody but owner and group."""
+    try:
+        _clear(path)
+        listening = _bound(path, hides=0 if has_keys else 0o007)
+    except OSError as error:
+        raise SettingError(
+            f"uds {path}: no socket can be made there ({error.strerror or error}); give a path of "
+            "at most 107 bytes in a folder that this user may write to"
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+def _bound(path: Path, *, hides: int) -> socket.socket:
+    """A socket that listens at `path`. hides: bits that its mode does not have."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # While nothing else runs in this process; a mode set after binding would come too late.
+    umask = os.umask(0)
+    os.umask(umask | hides)
+    try:
+        listening.bind(str(path))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(umask)
+    return listening
+
+
+def _clear(path: Path) -> None:
+    """Remove the socket of a server that is gone; raises SettingError where it is another thing."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise SettingError(
+            f"uds {path}: there is a file that is no socket; move it away, or give another path"
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+        asked.setblocking(False)
+        try:
+            asked.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:  # so many wait to be let in that no more fit
+            pass
+    raise SettingError(
+        f"uds {path} is in use; stop what listens there, or give another path with --uds"
+    )
+
+
+def _inode_of(path: str) -> tuple[int, int]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
 
 
 def check_tls(config: ServerConfig) -> None:
@@ -82,19 +177,21 @@ def is_loopback(host: str) -> bool:
 
 def url_of(listening: socket.socket, *, scheme: str = "http") -> str:
     """The address as a URL, with the port that was taken."""
+    if listening.family == socket.AF_UNIX:
+        return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _why(error: OSError, config: ServerConfig) -> str:
+def _why(error: OSError, host: str, port: int, flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {config.port} on {config.host} is in use; stop what listens there, or give "
-            "another with --port (0 takes a free one)"
+            f"port {port} on {host} is in use; stop what listens there, or give another with "
+            f"{flag} (0 takes a free one)"
         )
     if error.errno == errno.EACCES:
-        return f"port {config.port} may not be taken by this user; give one from 1024 with --port"
+        return f"port {port} may not be taken by this user; give one from 1024 with {flag}"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{config.host} is not an address of this machine; give one of its own with --host"
+        return f"{host} is not an address of this machine; give one of its own with --host"
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return f"cannot listen on {config.host} port {config.port}: {reason}"
+    return f"cannot listen on {host} port {port}: {reason}"

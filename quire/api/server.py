@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
-from quire.api.app import build_app
+from quire.api.app import build_admin_app, build_app
 from quire.api.connection import Connection
 from quire.api.serving import Engine, Serving
 from quire.base.errors import SettingError
@@ -66,24 +67,22 @@ def run(
     log: Log,
     *,
     announce: Callable[[], None],
+    for_admins: socket.socket | None = None,
     tenants: Sequence[Tenant] | None = None,
     read_tenants: Callable[[], Sequence[Tenant]] | None = None,
     tenants_file: str | None = None,
 ) -> int:
     """Serve until told to stop; the exit code. `announce` is called when requests are taken.
 
-    read_tenants: reads the tenants anew, where there is a file of them: tenants_file, which is
-    looked at every few seconds.
+    for_admins: the socket of --admin-port. read_tenants: reads the tenants anew, where there is a
+    file of them: tenants_file, which is looked at every few seconds.
 
     Raises what kept the engine from starting.
     """
     sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(
-            _Life(
-                engine, config, listening, log, announce, tenants, read_tenants, tenants_file
-            ).run()
-        )
+        life = _Life(engine, config, log, announce, tenants, read_tenants, tenants_file)
+        return runner.run(life.run(listening, for_admins))
 
 
 class _Life:
@@ -91,7 +90,6 @@ class _Life:
         self,
         engine: StartingEngine,
         config: ServerConfig,
-        listening: socket.socket,
         log: Log,
         announce: Callable[[], None],
         tenants: Sequence[Tenant] | None,
@@ -100,7 +98,6 @@ class _Life:
     ) -> None:
         self._engine = engine
         self._config = config
-        self._listening = listening
         self._log = log
         self._announce = announce
         self._tenants = tenants
@@ -109,7 +106,7 @@ class _Life:
         self._looking: asyncio.Task[None] | None = None
         self._rereading: asyncio.Task[None] | None = None
 
-    async def run(self) -> int:
+    async def run(self, listening: socket.socket, for_admins: socket.socket | None) -> int:
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
@@ -123,14 +120,17 @@ class _Life:
                 self._looking = asyncio.ensure_future(
                     self._look(self._tenants_file, lambda: self._on_hangup(serving, read))
                 )
-        server = _server(serving)
-        http = asyncio.ensure_future(server.serve(sockets=[self._listening]))
+        servers = [(_server(serving), listening)]
+        if for_admins is not None:
+            servers.append((_admin_server(serving), for_admins))
+        http = asyncio.ensure_future(_serve_all(servers))
         try:
             return await self._serve(serving, http)
         finally:
             if self._looking is not None:
                 self._looking.cancel()
-            server.should_exit = True
+            for server, _ in servers:
+                server.should_exit = True
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
             serving.lanes.close()
             await self._engine.close()
@@ -249,10 +249,29 @@ class _Server(uvicorn.Server):
         yield
 
 
+async def _serve_all(servers: Sequence[tuple[_Server, socket.socket]]) -> None:
+    """Run all of them until they are told to exit, or one ends by itself."""
+    running = [asyncio.ensure_future(server.serve(sockets=[at])) for server, at in servers]
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for server, _ in servers:
+        server.should_exit = True
+    await asyncio.gather(*running)
+
+
 def _server(serving: Serving) -> _Server:
+    config = serving.config
+    return _serves(build_app(serving), cert=config.tls_cert, key=config.tls_key)
+
+
+def _admin_server(serving: Serving) -> _Server:
+    """Plain HTTP: who asks does so on this machine, by an address that no certificate names."""
+    return _serves(build_admin_app(serving), cert=None, key=None)
+
+
+def _serves(app: ASGIApp, *, cert: str | None, key: str | None) -> _Server:
     return _Server(
         uvicorn.Config(
-            build_app(serving),
+            app,
             http=Connection,
             ws="none",
             lifespan="off",
@@ -262,8 +281,8 @@ def _server(serving: Serving) -> _Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            ssl_certfile=serving.config.tls_cert,
-            ssl_keyfile=serving.config.tls_key,
+            ssl_certfile=cert,
+            ssl_keyfile=key,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )

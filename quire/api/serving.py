@@ -31,6 +31,7 @@ from quire.base.log import Log
 from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.base.terms import DEFAULT_TERMS, Terms
+from quire.config.admin_keys import read_admin_keys
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.card import Health, ModelCard
@@ -91,6 +92,7 @@ class Serving:
         tenants: Sequence[Tenant] | None = None,
     ) -> None:
         self.config = config
+        self._admin_keys = read_admin_keys(config.admin_key_file)
         self.know(tenants)
         self.metrics = metrics
         self.log = log
@@ -119,7 +121,7 @@ class Serving:
     def know(self, tenants: Sequence[Tenant] | None) -> None:
         """From now on these are the tenants; what was let in goes on."""
         self.tenants = tenants
-        self.keys = Keys(self.config.api_key, tenants)
+        self.keys = Keys(self.config.api_key, tenants, self._admin_keys)
 
     def start(self, engine: Engine) -> None:
         """The engine is ready: take requests."""

@@ -28,6 +28,12 @@ async def show_version(request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def show_pointer(request: Request) -> Response:
-    """What is served here, in a few lines."""
-    return PlainTextResponse(_POINTER)
+class Pointer:
+    """What is served here, in a few lines. root_path: what stands before it all."""
+
+    def __init__(self, root_path: str) -> None:
+        self._text = _POINTER.replace(" /", f" {root_path}/")
+
+    async def show(self, request: Request) -> Response:
+        """The lines."""
+        return PlainTextResponse(self._text)

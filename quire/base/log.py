@@ -3,9 +3,9 @@
     2026-01-31T12:00:00.123Z info engine: ready model=box num_blocks=512 took_ms=310
 
 What is not printable is written as an escape, wherever it stands, so an event is always one line.
-Knows no levels to be configured and no global logger: a Log is handed to whoever reports. A line
-is written by one call, so lines of several processes on one stream do not mix. A line that cannot
-be written (the disk is full, the reader went away) is lost: what is reported on goes on.
+Knows no global logger: a Log is handed to whoever reports. A line is written by one call, so lines
+of several processes on one stream do not mix. A line that cannot be written (the disk is full, the
+reader went away) is lost: what is reported on goes on.
 """
 
 from __future__ import annotations
@@ -13,22 +13,36 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TextIO
 
 from quire.base.report import Field
 
+# From what is worth the least.
+LEVELS = ("info", "warning", "error")
+
 
 class Log:
-    """Writes events of one component to a text stream (standard error unless told)."""
+    """Writes events of one component to a text stream (standard error unless told).
+
+    level: what is worth less than this is not written.
+    """
 
     def __init__(self, component: str, stream: TextIO | None = None) -> None:
         self.component = component
+        self.level = LEVELS[0]
         self._stream = stream
 
     def event(self, what: str, **fields: Field) -> None:
         """Something happened as it should."""
         self._write("info", what, fields)
+
+    def event_as_json(self, what: str, fields: Mapping[str, Field]) -> None:
+        """As `event`, as an object of JSON: for programs that read lines."""
+        if self._writes("info"):
+            line = {"time": _stamp(), "level": "info", "component": self.component, "event": what}
+            self._put(json.dumps({**line, **fields}))
 
     def warning(self, what: str, **fields: Field) -> None:
         """Something is not as it should be, and the work goes on."""
@@ -38,17 +52,27 @@ class Log:
         """Something failed."""
         self._write("error", what, fields)
 
+    def _writes(self, level: str) -> bool:
+        return LEVELS.index(level) >= LEVELS.index(self.level)
+
     def _write(self, level: str, what: str, fields: dict[str, Field]) -> None:
-        now_s = time.time()
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
-        parts = [
-            f"{stamp}.{int(now_s * 1000) % 1000:03d}Z {level} {self.component}: {_escaped(what)}"
-        ]
+        if not self._writes(level):
+            return
+        parts = [f"{_stamp()} {level} {self.component}: {_escaped(what)}"]
         parts += [f"{name}={_show(value)}" for name, value in fields.items()]
+        self._put(" ".join(parts))
+
+    def _put(self, line: str) -> None:
         stream = sys.stderr if self._stream is None else self._stream
         with suppress(OSError):
-            stream.write(" ".join(parts) + "\n")
+            stream.write(line + "\n")
             stream.flush()
+
+
+def _stamp() -> str:
+    now_s = time.time()
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
+    return f"{seconds}.{int(now_s * 1000) % 1000:03d}Z"
 
 
 def _show(value: Field) -> str:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.cli.output import lose_output
+from quire.config.admin_keys import read_admin_keys
 from quire.config.flags import add_flags, built
 from quire.config.groups import (
     CacheConfig,
@@ -60,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped; the exit code. Raises SettingError, ModelError or CapacityError."""
-    from quire.api.listen import check_tls, listen, url_of
+    from quire.api.listen import SocketFile, check_tls, listen, listen_for_admins, url_of
     from quire.engine.launch import EngineProcess
 
+    _refuse_both(arguments)
     server = _with_key_of_environment(built(ServerConfig, arguments))
     engine = EngineConfig(
         model=built(ModelConfig, arguments),
@@ -73,10 +76,26 @@ def run(arguments: argparse.Namespace) -> int:
     path = engine.scheduler.tenants
     tenants = None if path is None else _tenants(path, server)
     check_tls(server)
+    read_admin_keys(server.admin_key_file)  # told now if it cannot be
+    for_admins = listen_for_admins(server)
     listening = listen(server, has_tenants=tenants is not None)
-    process = EngineProcess.launch(engine)
-    url = url_of(listening, scheme="http" if server.tls_cert is None else "https")
-    return _serve(server, engine, listening, process, url=url, tenants=tenants)
+    file = SocketFile(listening)
+    try:
+        process = EngineProcess.launch(engine)
+        urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
+        urls += [] if for_admins is None else [url_of(for_admins)]
+        sockets = (listening, for_admins)
+        return _serve(server, engine, sockets, process, urls=urls, tenants=tenants)
+    finally:
+        file.remove()
+
+
+def _refuse_both(arguments: argparse.Namespace) -> None:
+    """A Unix socket and an address say two things of where to listen."""
+    given = vars(arguments)
+    for name in ("host", "port"):
+        if given.get("uds") is not None and name in given:
+            raise SettingError(f"--uds and --{name} are both given; give one of them")
 
 
 def _tenants(path: str, server: ServerConfig) -> tuple[Tenant, ...]:
@@ -104,14 +123,23 @@ def _with_key_of_environment(server: ServerConfig) -> ServerConfig:
 def _serve(
     server: ServerConfig,
     config: EngineConfig,
-    listening: socket.socket,
+    sockets: tuple[socket.socket, socket.socket | None],
     process: EngineProcess,
     *,
-    url: str,
+    urls: Sequence[str],
     tenants: tuple[Tenant, ...] | None,
 ) -> int:
     log = Log("server")
-    log.event("loading", model=config.model.model or "the model in the box", address=url)
+    url, *admins = urls
+    log.event(
+        "loading",
+        model=config.model.model or "the model in the box",
+        address=url,
+        **({"admin_address": admins[0]} if admins else {}),
+    )
+    if "*" in server.cors_origin and not server.api_key and tenants is None:
+        log.warning("any page in a browser that reaches this server may use it: no key is set")
+    listening, for_admins = sockets
     # Only now, while the engine's own imports run beside ours.
     from quire.api.server import run as run_server
     from quire.engine.client import EngineClient
@@ -128,7 +156,7 @@ def _serve(
         for problem in _template_problems(client):
             log.warning("chat template cannot be used", reason=problem)
         try:
-            print(_block(client, url), flush=True)
+            print(_block(client, urls), flush=True)
         except OSError as error:  # requests are taken all the same
             lose_output()
             log.warning("standard output cannot be written", reason=str(error), address=url)
@@ -141,6 +169,7 @@ def _serve(
             listening,
             log,
             announce=announce,
+            for_admins=for_admins,
             tenants=tenants,
             read_tenants=None if path is None else lambda: _tenants(path, server),
             tenants_file=path,
@@ -149,7 +178,7 @@ def _serve(
         announced.set()
 
 
-def _block(client: EngineClient, url: str) -> str:
+def _block(client: EngineClient, urls: Sequence[str]) -> str:
     """What is served, where, in how much memory, and how long it took to get here."""
     card = client.card
     kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
@@ -158,7 +187,7 @@ def _block(client: EngineClient, url: str) -> str:
         f"context {card.max_model_len} tokens",
         *(f"memory   {note}" for note in client.notes),
         *(f"chats    not served: {why}" for why in _template_problems(client)),
-        f"address  {url}",
+        *(f"{what}  {url}" for what, url in zip(("address", "admin  "), urls, strict=False)),
         f"ready in {_age_s():.2f} s",
     ]
     return "\n".join(lines)

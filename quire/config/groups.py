@@ -7,6 +7,7 @@ depends on the model or the machine is checked where those are known.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -265,6 +266,28 @@ class ServerConfig:
         (), "a key callers must show; may be repeated; default: QUIRE_API_KEY of the environment"
     )
     insecure: bool = setting(False, "listen beyond loopback without a key")
+    uds: str | None = setting(
+        None, "listen on a Unix socket at this path, in place of an address and a port"
+    )
+    root_path: str = setting(
+        "", "what stands before every path where a proxy serves us below one, as in /llm"
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "let pages of this origin (as in https://app.example) ask, or of any (*); may be repeated; "
+        "default: none but our own",
+    )
+    admin_port: int | None = setting(
+        None,
+        "serve the admin routes at this port of 127.0.0.1, and there only; 0 takes a free one; "
+        "default: among the others, to this machine or an admin's key",
+    )
+    admin_key_file: str | None = setting(
+        None, "file of keys, one a line, that open the admin routes; no --api-key then does"
+    )
+    access_log: Literal["text", "json", "off"] = setting(
+        "text", "a line for each request that was answered: as other log lines, as JSON, or none"
+    )
     tls_cert: str | None = setting(
         None, "PEM file with the certificate, and those between it and its root: speak HTTPS"
     )
@@ -332,6 +355,14 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingError(f"port is {self.port}; 0 to 65535 is allowed")
+        if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
+            raise SettingError(f"admin_port is {self.admin_port}; 0 to 65535 is allowed")
+        if self.uds == "":
+            raise SettingError("uds is empty; give the path of a socket, or leave it out")
+        _check_root_path(self.root_path)
+        for origin in self.cors_origin:
+            _check_origin(origin)
+        _one_of("access_log", self.access_log, ("text", "json", "off"))
         if any(not key.strip() for key in self.api_key):
             raise SettingError(
                 "an API key is empty (--api-key, QUIRE_API_KEY); give one that is not, or none"
@@ -373,3 +404,29 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(map(str, allowed))
         raise SettingError(f"{name} is {value!r}; allowed: {listed}")
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+
+
+def _check_origin(origin: str) -> None:
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise SettingError(
+            f"cors_origin is {origin!r}; scheme, host and port as browsers send them are allowed, "
+            "as in https://app.example or http://localhost:3000 (small letters, no path, no slash "
+            "at the end), or * for any"
+        )
+
+
+def _check_root_path(path: str) -> None:
+    if path and not _PREFIX.fullmatch(path):
+        raise SettingError(
+            f"root_path is {path!r}; a path as in /llm is allowed, with a slash at its beginning "
+            "and none at its end"
+        )
+    if path == "/v1":
+        raise SettingError(
+            "root_path is /v1, with which our own paths begin; give what stands before it, if "
+            "anything does"
+        )

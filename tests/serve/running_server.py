@@ -38,10 +38,11 @@ class RunningServer:
         wait: bool = True,
         environment: dict[str, str] | None = None,
         files: int | None = None,
+        at: tuple[str, ...] = ("--port", "0"),
     ) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by kill)
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", *flags]
+        command = [sys.executable, "-m", "quire", "serve", str(model), *at, *flags]
         if files is not None:
             command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(
@@ -53,7 +54,8 @@ class RunningServer:
         )
         self.port = 0
         try:
-            self.port = int(self._eventually(r"address=http://[^:]+:(\d+)", self.stderr))
+            if "--port" in at:
+                self.port = int(self._eventually(r"address=http://[^:]+:(\d+)", self.stderr))
             if wait:
                 self._eventually(r"ready in ([0-9.]+) s", self.stdout)
         except BaseException:

@@ -349,6 +349,7 @@ class Site:
         part_bytes: int = 1 << 30,
         cut_short: bool = False,
         query: bytes = b"",
+        client: tuple[str, int] | None = ("127.0.0.1", 1),
     ) -> Reply:
         """One exchange. `gone`: when set, the caller leaves. `on_part` is awaited for each part.
 
@@ -389,7 +390,7 @@ class Site:
             "root_path": "",
             "query_string": query,
             "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
-            "client": ("127.0.0.1", 1),
+            "client": client,
             "server": ("127.0.0.1", 80),
         }
         await self.app(scope, receive, send)  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""Where a server listens beside a port: a Unix socket, admins' port, a path below a proxy's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=GIVE_UP_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(GIVE_UP_S)
+        self.sock.connect(str(self._path))
+
+
+def at_socket(path: Path, method: str, url: str, body: object = None) -> tuple[int, bytes]:
+    connection = _UnixConnection(path)
+    try:
+        connection.request(method, url, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_a_unix_socket_serves_streams_and_admins_have_a_port(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    flags = ("--admin-port", "0", "--root-path", "/llm", "--access-log", "json", "--threads", "1")
+    with RunningServer(tiny, *flags, at=("--uds", str(path))) as server:
+        assert f"address  unix:{path}" in server.stdout()
+        found = re.search(r"admin    http://127\.0\.0\.1:(\d+)", server.stdout())
+        assert found is not None
+        asked = {"prompt": "a", "max_tokens": 4, "ignore_eos": True, "stream": True}
+        status, body = at_socket(path, "POST", "/llm/v1/completions", asked)
+        assert status == 200
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert at_socket(path, "POST", "/admin/pause")[0] == 403
+        server.port = int(found[1])  # from here on it is admins who ask
+        assert server.request("POST", "/admin/pause")[0] == 200
+        assert json.loads(at_socket(path, "GET", "/health")[1])["state"] == "paused"
+        assert server.request("POST", "/admin/resume")[0] == 200
+        assert server.request("POST", "/v1/completions", {"prompt": "a"})[0] == 404
+        server.until(lambda: '"output_tokens": 4,' in server.stderr(), "a line of JSON")
+        lines = [json.loads(line) for line in server.stderr().splitlines() if line[0] == "{"]
+        assert [line["event"] for line in lines] == ["request"] * len(lines)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert not path.exists()
+
+
+def refused(*flags: str) -> str:
+    """What `quire serve` says of flags that it refuses before anything is loaded."""
+    command = [sys.executable, "-m", "quire", "serve", *flags]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=GIVE_UP_S, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    return ended.stderr
+
+
+def test_a_second_server_at_a_socket_is_told_and_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(str(path))
+        first.listen()
+        assert f"--uds {path} is in use" in refused("--uds", str(path))
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--uds", "/no/socket", "--port", "0"), "--uds and --port are both given"),
+        (("--uds", "/no/socket", "--host", "::1"), "--uds and --host are both given"),
+        (("--admin-key-file", "/no/file"), "the admin key file /no/file cannot be read"),
+        (("--cors-origin", "app.example"), "--cors-origin is 'app.example'"),
+        (("--root-path", "llm/"), "--root-path is 'llm/'"),
+    ],
+)
+def test_what_cannot_be_listened_to_is_one_line(flags: tuple[str, ...], words: str) -> None:
+    assert words in refused(*flags)

@@ -1,0 +1,100 @@
+"""The access log: one line a request, the same fields in each form, and never what was said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
+from tests.unit.api.fake_engine import Site
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+HEADERS = {
+    "authorization": "Bearer a-secret",
+    "x-request-id": "mine-1",
+    "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
+}
+SEARCH = Tenant(name="search", key_digests=(key_digest("a-secret"),))
+PATH = "/v1/completions"
+
+
+def logged(form: str, path: str = PATH, **fields: Any) -> tuple[list[str], str]:
+    """The log's lines after one request, and the id its answer carries."""
+
+    async def exchange() -> tuple[list[str], str]:
+        site = Site(tenants=(ONLY_TENANT, SEARCH), access_log=form)
+        body = {"prompt": "private words", **fields}
+        reply = await site.post(path, body, headers=HEADERS)
+        lines = site.log.getvalue().splitlines()
+        return lines, "" if reply.status != 200 or fields.get("stream") else reply.json["id"]
+
+    return asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_of_json_has_what_an_operator_asks_for(stream: bool) -> None:
+    lines, answer_id = logged("json", stream=stream)
+    assert len(lines) == 1
+    told = json.loads(lines[0])
+    took_ms = told.pop("took_ms")
+    assert isinstance(took_ms, float)
+    assert told.pop("time").endswith("Z")
+    request = told.pop("request")
+    assert request == answer_id if answer_id else request.startswith("cmpl-")
+    assert told == {
+        "level": "info",
+        "component": "test",
+        "event": "request",
+        "method": "POST",
+        "route": PATH,
+        "status": 200,
+        "name": "mine-1",
+        "trace": TRACE,
+        "tenant": "search",
+        "prompt_tokens": 13,
+        "cached_tokens": 2,
+        "output_tokens": 2,
+        "finish": "stop",
+        "ttft_ms": 2.0,
+    }
+
+
+def test_each_form_has_the_same_fields() -> None:
+    told = json.loads(logged("json")[0][0])
+    frame = {"time", "level", "component", "event"}
+    text = logged("text")[0][0].split("request ", 1)[1]
+    assert [part.split("=")[0] for part in text.split()] == [
+        name for name in told if name not in frame
+    ]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_form_has_words_or_keys(form: str) -> None:
+    for path in (PATH, "/private-path"):
+        (line,) = logged(form, path)[0]
+        assert "private" not in line
+        assert "secret" not in line
+        assert "Hello" not in line
+
+
+def test_off_writes_nothing_of_requests_and_goes_on_writing_what_fails() -> None:
+    async def exchange() -> str:
+        site = Site(access_log="off")
+        assert (await site.post(PATH, {"prompt": "a"})).status == 200
+        assert (await site.post(PATH, {"prompt": 5})).status == 400
+        assert site.log.getvalue() == ""
+        site.engine.fails_with = ValueError("a fault of ours")
+        assert (await site.post(PATH, {"prompt": "a"})).status == 500
+        return site.log.getvalue()
+
+    assert "request failed" in asyncio.run(exchange())
+
+
+def test_a_request_that_was_refused_has_a_line_with_its_status() -> None:
+    (line,) = logged("json", top_p=7)[0]
+    told = json.loads(line)
+    assert (told["status"], told["route"]) == (400, PATH)
+    assert "output_tokens" not in told
