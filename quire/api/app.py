@@ -20,6 +20,7 @@ from quire.api.edge import Edge
 from quire.api.health import Watch
 from quire.api.ids import Ids
 from quire.api.models import Models
+from quire.api.openapi import Document
 from quire.api.requests import Requests
 from quire.api.serving import Serving
 from quire.api.texts import Texts
@@ -28,10 +29,15 @@ from quire.api.version import Pointer, show_version
 
 def build_app(serving: Serving) -> ASGIApp:
     """The application a server runs."""
+    return Edge(_routed(routes_of(serving)), serving)
+
+
+def routes_of(serving: Serving) -> list[Route]:
+    """All that is served where callers ask; operations.py says what each is for."""
     completions, chat, ids = Completions(serving), Chat(serving), Ids(serving)
     requests, texts = Requests(serving), Texts(serving)
     models, watch = Models(serving), Watch(serving)
-    pointer = Pointer(serving.config.root_path)
+    document, pointer = Document(serving), Pointer(serving.config.root_path)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -49,21 +55,25 @@ def build_app(serving: Serving) -> ASGIApp:
         Route("/health", watch.health, methods=["GET"]),
         Route("/metrics", watch.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
+        Route("/openapi.json", document.get, methods=["GET"]),
+        Route("/docs", document.page, methods=["GET"]),
         Route("/", pointer.show, methods=["GET"]),
     ]
     if serving.config.admin_port is None:
         routes += _admin_routes(serving)
-    return Edge(_routed(routes), serving)
+    return routes
 
 
 def build_admin_app(serving: Serving) -> ASGIApp:
     """The application at --admin-port."""
-    watch = Watch(serving)
+    watch, document = Watch(serving), Document(serving)
     routes = [
         *_admin_routes(serving),
         Route("/health", watch.health, methods=["GET"]),
         Route("/metrics", watch.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
+        Route("/openapi.json", document.get, methods=["GET"]),
+        Route("/docs", document.page, methods=["GET"]),
     ]
     return Edge(_routed(routes), serving, for_admins=True)
 

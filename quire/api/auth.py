@@ -1,9 +1,10 @@
 """Who asks, and whether they may: bearer keys, compared in constant time.
 
 With keys configured every path needs one but those below, which load balancers ask and which tell
-nothing of the traffic: "/", "/health", "/version". /metrics needs a key, because it shows what is
-asked here; Prometheus sends one with `authorization: {credentials: KEY}`. Without keys all is open
-(the server then listens on loopback only, unless told --insecure).
+nothing of the traffic: "/", "/health", "/version", and the pages that say how to ask ("/docs",
+"/openapi.json"). /metrics needs a key, because it shows what is asked here; Prometheus sends one
+with `authorization: {credentials: KEY}`. Without keys all is open (the server then listens on
+loopback only, unless told --insecure).
 
 A key of --api-key is the default tenant's; a key of the tenants file is its tenant's. What changes
 things for everybody, and what tells of everybody's prompts (ADMIN_PATHS), is for a key of the admin
@@ -24,7 +25,7 @@ from quire.api.errors import NotAdmin
 from quire.base.errors import NotAuthorized
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
-OPEN_PATHS = frozenset({"/", "/health", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})
 # What changes things for everybody, or tells of everybody's prompts.
 ADMIN_PATHS = ("/admin", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
 # What counts everybody's requests: a tenant's key does not open it, unless it is an admin.
@@ -84,6 +85,12 @@ class Keys:
         """Whether a caller needs one."""
         return self._has_callers
 
+    def needed(self, path: str) -> bool:
+        """Whether who asks for `path` must show one."""
+        if path in OPEN_PATHS:
+            return False
+        return self._has_callers or (is_guarded(path) and self._has_admins)
+
     def check(self, path: str, authorization: bytes | None, *, is_here: bool = True) -> Caller:
         """Who asks for `path`; raises NotAuthorized or NotAdmin where they may not.
 
@@ -91,10 +98,8 @@ class Keys:
         """
         if path in OPEN_PATHS:
             return self._anybody
-        guarded = is_guarded(path)
-        needs_key = self._has_callers or (guarded and self._has_admins)
-        caller = self._known(authorization) if needs_key else self._anybody
-        if guarded:
+        caller = self._known(authorization) if self.needed(path) else self._anybody
+        if is_guarded(path):
             _check_admin(caller, is_here=is_here)
         elif _is_below(path, COUNTING_PATHS) and not caller.sees_all:
             raise NotAdmin(

@@ -16,6 +16,8 @@ import sys
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from quire.api.errors import HEAD_TOO_LARGE
+
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEAD_TIME_S = 30.0
@@ -122,7 +124,7 @@ class Connection(HttpToolsProtocol):
             f"the request's head is too large; at most {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} "
             "headers are allowed; send less"
         )
-        self._refuse(b"431 Request Header Fields Too Large", message, code="headers_too_large")
+        self._refuse(b"431 Request Header Fields Too Large", message, code=HEAD_TOO_LARGE.code)
 
     def _refuse(self, status: bytes, message: str, *, code: str | None) -> None:
         """Answer, then hear nothing more of this connection."""

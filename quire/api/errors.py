@@ -124,6 +124,9 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     QuireError: ErrorShape(status=500, type="server_error", code="internal_error"),
 }
 
+# What connection.py refuses before there is a request.
+HEAD_TOO_LARGE = ErrorShape(status=431, type="invalid_request_error", code="headers_too_large")
+
 
 def shape_of(error: QuireError) -> ErrorShape:
     """The row of an error's class, or of its nearest ancestor that has one."""

@@ -31,7 +31,7 @@ from quire.base.show import show
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 
-_STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
+STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:
             "stream_options is given without stream: true; leave it out", param="stream_options"
         )
     for name, value in options.items():
-        if name not in _STREAM_OPTIONS or not isinstance(value, bool | None):
+        if name not in STREAM_OPTIONS or not isinstance(value, bool | None):
             raise InvalidParameter(
                 f"stream_options has {show(name)}: {show(value)}; include_usage: true or false is "
                 "allowed",

@@ -129,6 +129,11 @@ class Serving:
         engine.on_stats = self.metrics.see
 
     @property
+    def loaded(self) -> Engine | None:
+        """The engine, once it is ready, whether requests are taken or not."""
+        return self._engine
+
+    @property
     def paused(self) -> bool:
         """Whether requests for tokens are held."""
         return not self._takes.is_set()

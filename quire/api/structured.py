@@ -15,7 +15,7 @@ from quire.base.grammar import Grammar, grammar_of, json_object, json_schema, st
 from quire.base.show import show
 
 _FORMAT = "response_format"
-_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
 
 
@@ -38,10 +38,10 @@ def grammar_asked_for(given: Mapping[str, Any]) -> Grammar | None:
 
 def _of_response_format(asked: Any) -> Grammar | None:
     kind = asked.get("type") if isinstance(asked, dict) else None
-    if kind not in _TYPES:
+    if kind not in FORMAT_TYPES:
         raise InvalidParameter(
             f"{_FORMAT} is {show(asked)}; an object with a type is allowed, one of "
-            f"{', '.join(_TYPES)}",
+            f"{', '.join(FORMAT_TYPES)}",
             param=_FORMAT,
         )
     if kind == "structural_tag":

@@ -17,7 +17,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
 MAX_TOOLS = 256
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 Mode = Literal["none", "auto", "required"]
 
@@ -113,7 +113,7 @@ def _checked(place: str, tool: Any) -> str:
             f"{place}.function is {show(function)}; an object with a name is needed", param="tools"
         )
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise InvalidParameter(
             f"{place}.function.name is {show(name)}; 1 to 128 letters, digits, '_', '-' and '.' "
             "are allowed",

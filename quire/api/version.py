@@ -15,16 +15,21 @@ _POINTER = """Quire serves a language model here, with OpenAI's API.
 
 POST /v1/chat/completions, /v1/completions, /generate, /tokenize, /detokenize, /apply_template
 GET  /v1/models, /v1/requests/ID, /health, /metrics, /version
+     /docs: a page of all of them; /openapi.json
 """
+
+
+def installed_version() -> str:
+    """The version of this package."""
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "unknown"  # run from a checkout that was never installed
 
 
 async def show_version(request: Request) -> Response:
     """The version of this server."""
-    try:
-        installed = version("quire")
-    except PackageNotFoundError:
-        installed = "unknown"  # run from a checkout that was never installed
-    content = msgspec.json.encode({"name": "quire", "version": installed})
+    content = msgspec.json.encode({"name": "quire", "version": installed_version()})
     return Response(content, media_type="application/json")
 
 

@@ -119,15 +119,15 @@ class SamplingParams:
     structured_outputs: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in _WHOLE_NUMBERS:
+        for name, low, high in WHOLE_NUMBERS:
             if getattr(self, name) is not None or name not in _MAY_BE_NONE:
                 self._settle(name, whole(name, getattr(self, name), low, high))
-        for name, least, most in _NUMBERS:
-            open_low = name in _MUST_BE_ABOVE
+        for name, least, most in NUMBERS:
+            open_low = name in MUST_BE_ABOVE
             self._settle(name, number(name, getattr(self, name), least, most, open_low=open_low))
         if self.top_n_sigma < 0:  # llama.cpp's way to say off
             self._settle("top_n_sigma", 0.0)
-        for name in _FLAGS:
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(
                     f"{name} is {show(getattr(self, name))}; true or false is allowed", param=name
@@ -323,9 +323,9 @@ FILTERS_OFF: Mapping[str, float] = {
     "eta_cutoff": 0.0,
     "xtc_probability": 0.0,
 }
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
 _MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of"})
-_WHOLE_NUMBERS = (
+WHOLE_NUMBERS = (
     ("n", 1, MAX_N),
     ("best_of", 1, MAX_N),
     ("top_k", -1, 2**31 - 1),
@@ -339,8 +339,8 @@ _WHOLE_NUMBERS = (
     ("no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS),
     ("mirostat", 0, 2),
 )
-_MUST_BE_ABOVE = frozenset({"top_p", "typical_p"})
-_NUMBERS = (
+MUST_BE_ABOVE = frozenset({"top_p", "typical_p"})
+NUMBERS = (
     ("temperature", 0.0, MAX_TEMPERATURE),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),

@@ -10,7 +10,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.api.app import build_app
@@ -29,6 +29,7 @@ from quire.engine.token_text import TokenText
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_work import Limits
+from tests.unit.api.said import Reply, check_said
 
 CARD = ModelCard(
     name="fake",
@@ -277,39 +278,6 @@ class FakeEngine:
         )
 
 
-@dataclass(slots=True)
-class Reply:
-    """A response as it was sent."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    parts: list[bytes] = field(default_factory=list)
-    complete: bool = False
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.parts)
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = self.json["error"]
-        return error
-
-    @property
-    def events(self) -> list[Any]:
-        """The data of each server-sent event; "[DONE]" as text."""
-        events = [event for event in self.body.decode().split("\n\n") if event]
-        lines = [event.split("\n") for event in events if not event.startswith(":")]
-        assert all(line[0].startswith("id: ") and len(line) == 2 for line in lines), lines
-        assert all(line[1].startswith("data: ") for line in lines), lines
-        data = [line[1].removeprefix("data: ") for line in lines]
-        return [item if item == "[DONE]" else json.loads(item) for item in data]
-
-
 class Site:
     """An app on a FakeEngine, called without sockets. Made inside a running loop."""
 
@@ -394,6 +362,8 @@ class Site:
             "server": ("127.0.0.1", 80),
         }
         await self.app(scope, receive, send)  # type: ignore[arg-type]
+        if reply.complete:
+            check_said(method, path.removeprefix(self.serving.config.root_path) or "/", reply)
         return reply
 
     def metric(self, name: str) -> float:

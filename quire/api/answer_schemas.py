@@ -1,0 +1,324 @@
+"""What answers look like, as JSON Schema: bodies, chunks of streams, and errors.
+
+The records that are told as they are (health, timings, cache) are read from their own types; what
+the writers of this room put together is said here, closed: the tests hold each answer they see to
+it, so a field that is added there is missed here at once. Knows no route.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.api.answers import Timings
+from quire.api.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
+from quire.base.cache_use import Miss, MissReason, OwnerUse, PrefixUse
+from quire.base.log import LEVELS
+from quire.base.records import FinishReason
+from quire.engine.card import Health
+
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+_ID: Schema = {"type": "integer"}
+# abort and error are told as errors.
+_REASONS = [str(reason) for reason in (FinishReason.STOP, FinishReason.LENGTH)]
+
+
+def answer_schemas() -> dict[str, Schema]:
+    """All of them by name."""
+    chunks = _chunks()
+    any_chunk = {"anyOf": [_ref(name) for name in chunks]}
+    others = {**_small(), **_records(), "AnyChunk": any_chunk, "Error": _error()}
+    return {**_answers(), **chunks, **others}
+
+
+def _whole(**properties: Schema) -> Schema:
+    """An object with all of these and nothing else."""
+    return object_of(properties, needed=tuple(properties))
+
+
+def _part(needed: dict[str, Schema], **optional: Schema) -> Schema:
+    """An object with all of `needed`, perhaps the optional ones, and nothing else."""
+    return object_of({**needed, **optional}, needed=tuple(needed))
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _frame(kind: str) -> dict[str, Schema]:
+    return {
+        "id": TEXT,
+        "object": {"const": kind},
+        "created": COUNT,
+        "model": TEXT,
+        "system_fingerprint": TEXT,
+    }
+
+
+def _ended() -> dict[str, Schema]:
+    """Why a choice ended, and the seed that makes it again."""
+    return {"stop_reason": {"type": ["string", "integer", "null"]}, "seed": {"type": "integer"}}
+
+
+def _reason(*more: str) -> Schema:
+    return {"enum": [*_REASONS, *more]}
+
+
+def _answers() -> dict[str, Schema]:
+    choices = {
+        "ChatCompletion": _whole(
+            index=COUNT,
+            message=_ref("Message"),
+            logprobs=or_null(_ref("ChatLogprobs")),
+            finish_reason=_reason("tool_calls"),
+            **_ended(),
+        ),
+        "Completion": _part(
+            {
+                "index": COUNT,
+                "text": TEXT,
+                "logprobs": or_null(_ref("CompletionLogprobs")),
+                "finish_reason": _reason(),
+                **_ended(),
+            },
+            prompt_logprobs=_ref("PromptLogprobs"),
+        ),
+        "Generation": _part(
+            {"index": COUNT, "tokens": list_of(_ID), "finish_reason": _reason(), **_ended()},
+            **_of_ids(),
+        ),
+    }
+    kinds = {
+        "ChatCompletion": "chat.completion",
+        "Completion": "text_completion",
+        "Generation": "generation",
+    }
+    scored = {"prompt_logprobs": _ref("PromptLogprobs")}
+    return {
+        name: _part(
+            {**_frame(kind), "choices": list_of(choices[name], least=1), "usage": _ref("Usage")},
+            **(scored if name == "ChatCompletion" else {}),
+        )
+        for name, kind in kinds.items()
+    }
+
+
+def _chunks() -> dict[str, Schema]:
+    last = _ended()
+    chat = _part(
+        {
+            "index": COUNT,
+            "delta": _ref("Delta"),
+            "logprobs": or_null(_ref("ChatLogprobs")),
+            "finish_reason": or_null(_reason("tool_calls")),
+        },
+        **last,
+    )
+    completion = _part(
+        {
+            "index": COUNT,
+            "text": TEXT,
+            "logprobs": or_null(_ref("CompletionLogprobs")),
+            "finish_reason": or_null(_reason()),
+        },
+        prompt_logprobs=_ref("PromptLogprobs"),
+        **last,
+    )
+    ids = _part(
+        {"index": COUNT, "tokens": list_of(_ID), "finish_reason": or_null(_reason())},
+        **_of_ids(),
+        **last,
+    )
+    usage = or_null(_ref("Usage"))
+    scored = _ref("PromptLogprobs")
+    return {
+        "ChatCompletionChunk": _part(
+            {**_frame("chat.completion.chunk"), "choices": list_of(chat)},
+            usage=usage,
+            prompt_logprobs=scored,
+        ),
+        "CompletionChunk": _part(
+            {**_frame("text_completion"), "choices": list_of(completion)}, usage=usage
+        ),
+        "GenerationChunk": _part({**_frame("generation"), "choices": list_of(ids)}, usage=usage),
+    }
+
+
+def _of_ids() -> dict[str, Schema]:
+    by_id: Schema = {"type": "object", "additionalProperties": NUMBER}
+    return {"logprobs": list_of(NUMBER), "top_logprobs": list_of(by_id)}
+
+
+def _small() -> dict[str, Schema]:
+    """Parts of answers, and the answers of the small routes."""
+    token = {
+        "token": TEXT,
+        "logprob": NUMBER,
+        "bytes": list_of({**_ID, "minimum": 0, "maximum": 255}),
+    }
+    by_text: Schema = {"type": "object", "additionalProperties": or_null(NUMBER)}
+    ranked = _whole(logprob=or_null(NUMBER), rank=or_null(COUNT), decoded_token=TEXT)
+    function = _whole(name=TEXT, arguments=TEXT)
+    call = {"id": TEXT, "type": {"const": "function"}, "function": function}
+    said = {"reasoning_content": TEXT, "reasoning": TEXT}
+    delta_call = _part(
+        {"index": COUNT, "function": _part({"arguments": TEXT}, name=TEXT)},
+        id=TEXT,
+        type={"const": "function"},
+    )
+    model = {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": COUNT,
+        "owned_by": TEXT,
+        "max_model_len": COUNT,
+        "dtype": TEXT,
+        "quantization": TEXT,
+        "kv_cache_dtype": TEXT,
+        "system_fingerprint": TEXT,
+    }
+    return {
+        "Message": _part(
+            {
+                "role": {"const": "assistant"},
+                "content": or_null(TEXT),
+                "refusal": {"type": "null"},
+            },
+            **said,
+            tool_calls=list_of(_whole(**call), least=1),
+        ),
+        "Delta": object_of(
+            {
+                "role": {"const": "assistant"},
+                "content": TEXT,
+                "refusal": {"type": "null"},
+                **said,
+                "tool_calls": list_of(delta_call, least=1),
+            }
+        ),
+        "ChatLogprobs": _whole(
+            content=list_of(_whole(**token, top_logprobs=list_of(_whole(**token)))),
+            refusal={"type": "null"},
+        ),
+        "CompletionLogprobs": _part(
+            {
+                "tokens": list_of(TEXT),
+                "token_logprobs": list_of(or_null(NUMBER)),
+                "top_logprobs": list_of(or_null(by_text)),
+                "text_offset": list_of(COUNT),
+            },
+            listed_logprobs=list_of(or_null(list_of(or_null(NUMBER)))),
+        ),
+        "PromptLogprobs": list_of(or_null({"type": "object", "additionalProperties": ranked})),
+        "Usage": _usage(),
+        "Model": _whole(**model),
+        "ModelList": _whole(object={"const": "list"}, data=list_of(_ref("Model"))),
+        "Tokens": _part(
+            {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(COUNT)},
+            token_strs=list_of(TEXT),
+        ),
+        "PromptText": _whole(prompt=TEXT),
+        "RequestState": _request(),
+        "Aborted": _whole(id=TEXT, object={"const": "request"}, aborted=FLAG),
+        "Server": _whole(
+            object={"const": "server"},
+            paused=FLAG,
+            draining=FLAG,
+            open_requests=COUNT,
+            held_requests=COUNT,
+            log_level={"enum": list(LEVELS)},
+        ),
+        "Flushed": _whole(flushed_blocks=COUNT),
+        "Version": _whole(name={"const": "quire"}, version=TEXT),
+        "Cache": _cache(),
+        "Document": {"type": "object"},
+    }
+
+
+def _usage() -> Schema:
+    misses = list_of(or_null(_ref("Miss")))
+    cached = _part(
+        {"cached_tokens": COUNT},
+        cached_tokens_details=_whole(pool=COUNT, disk=COUNT, misses=misses),
+    )
+    return _part(
+        {
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "total_tokens": COUNT,
+            "prompt_tokens_details": cached,
+        },
+        completion_tokens_details=_whole(reasoning_tokens=COUNT),
+        timings=_ref("Timings"),
+    )
+
+
+def _request() -> Schema:
+    used = _whole(prompt_tokens=COUNT, completion_tokens=COUNT, cached_tokens=COUNT)
+    return _whole(
+        id=TEXT,
+        object={"const": "request"},
+        name=or_null(TEXT),
+        route=TEXT,
+        stream=FLAG,
+        created=COUNT,
+        state={"enum": ["waiting", "running", "done", "failed"]},
+        error=or_null(TEXT),
+        finish_reasons=list_of(TEXT),
+        usage=used,
+    )
+
+
+def _cache() -> Schema:
+    share = or_null(NUMBER)
+    blocks = (
+        *("total", "used", "free_used_once", "free_used_again", "free_used_again_most"),
+        *("free_plain", "findable"),
+    )
+    return _whole(
+        object={"const": "cache"},
+        prefix_caching=FLAG,
+        block_size=COUNT,
+        blocks=_whole(**dict.fromkeys(blocks, COUNT)),
+        evicted_blocks_total=COUNT,
+        evicted_digests=_whole(known=COUNT, most=COUNT),
+        tokens=_whole(
+            queried_total=COUNT,
+            found_total=_whole(pool=COUNT, disk=COUNT),
+            hit_rate=_whole(all=share, pool=share, disk=share),
+        ),
+        prefixes=list_of(_ref("PrefixUse")),
+        owners=list_of(_ref("OwnerUse")),
+    )
+
+
+def _records() -> dict[str, Schema]:
+    """Records that are told as they are, read from their types."""
+    records = (Health, Timings, Miss, PrefixUse, OwnerUse)
+    _, found = msgspec.json.schema_components(
+        [*records, MissReason], ref_template="#/components/schemas/{name}"
+    )
+    closed = {record.__name__: {"additionalProperties": False} for record in records}
+    return {
+        name: {**_without_docs(schema), **closed.get(name, {})} for name, schema in found.items()
+    }
+
+
+def _without_docs(schema: Schema) -> Schema:
+    """Docstrings are for who reads the code."""
+    return {name: value for name, value in schema.items() if name not in ("description", "title")}
+
+
+def _error() -> Schema:
+    shapes = [*SHAPES.values(), HEAD_TOO_LARGE]
+    types = sorted({shape.type for shape in shapes})
+    codes = sorted({shape.code for shape in shapes if shape.code is not None})
+    return _whole(
+        error=_whole(
+            message=TEXT,
+            type={"enum": types},
+            param=or_null(TEXT),
+            code={"enum": [None, *codes]},
+        )
+    )

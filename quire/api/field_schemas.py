@@ -1,0 +1,396 @@
+"""What each request field may be, as JSON Schema, with a line of words.
+
+Bounds are those of the checks themselves (quire/base and the files beside this one), so what a
+document says of a field is what the server does. Knows no route and no HTTP. Always holds: each
+honoured field of fields.py has a row here, and no other has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.api.completions import MAX_CHOICES
+from quire.api.conversations import EFFORTS, MAX_MESSAGES
+from quire.api.field_words import OF_CHATS, OF_TEXTS, WORDS
+from quire.api.fields import CHAT, NO_EFFECT, UNSERVED
+from quire.api.generation import STREAM_OPTIONS
+from quire.api.structured import FORMAT_TYPES
+from quire.api.terms import MAX_SALT_CHARS
+from quire.api.tools import MAX_TOOLS, TOOL_NAME
+from quire.base import sampling_params as sampling
+from quire.base.beam_checks import EARLY_STOPPING
+from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
+from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
+from quire.base.parameter_checks import MAX_TOKEN_ID
+from quire.base.sampling_params import FLAGS, MUST_BE_ABOVE, NUMBERS, WHOLE_NUMBERS, SamplingParams
+from quire.base.terms import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
+from quire.text.messages import ROLES
+
+Schema = dict[str, Any]
+
+# Fields of a request that cannot be left out; all others may be null, which means "not given".
+NEEDED = frozenset({"prompt", "messages", "tokens"})
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a server may tell of itself: its model's name and size, and its own bounds.
+
+    model: "" where it is not told. vocab_size, context_tokens: None where they are not told.
+    """
+
+    model: str = ""
+    vocab_size: int | None = None
+    context_tokens: int | None = None
+    max_output_tokens: int | None = None
+    warns_unknown: bool = False
+    defaults: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+
+
+def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) -> Schema:
+    """The body of a request of these fields: what is honoured, refused by name, or accepted."""
+    rows = _rows(known, is_chat=honoured == CHAT)
+    properties: Schema = {}
+    for name in sorted(honoured, key=lambda name: (name not in needed, name)):
+        schema = {**rows[name], "description": _words(name, honoured)}
+        properties[name] = schema if name in needed else or_null(schema)
+    for name, rule in sorted(UNSERVED.items()):
+        properties[name] = {
+            "enum": [None, *_distinct(rule.allowed)],
+            "description": f"Not served: {rule.why}.",
+            "x-quire": "refused",
+        }
+    for name in sorted(NO_EFFECT):
+        properties[name] = {
+            "description": "Accepted at any value; it cannot change the answer.",
+            "x-quire": "no effect",
+        }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(needed),
+        "additionalProperties": known.warns_unknown,
+    }
+
+
+def or_null(schema: Schema) -> Schema:
+    """The same, or null."""
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    own = {"description": schema["description"]} if "description" in schema else {}
+    rest = {name: value for name, value in schema.items() if name != "description"}
+    either = rest["anyOf"] if rest.keys() == {"anyOf"} else [rest]
+    return {"anyOf": [*either, {"type": "null"}], **own}
+
+
+def list_of(entry: Schema, *, least: int = 0, most: int | None = None) -> Schema:
+    """A list of so many entries."""
+    bounds = {"minItems": least} if least else {}
+    return {
+        "type": "array",
+        "items": entry,
+        **bounds,
+        **({} if most is None else {"maxItems": most}),
+    }
+
+
+def object_of(
+    properties: Mapping[str, Schema], *, needed: tuple[str, ...] = (), closed: bool = True
+) -> Schema:
+    """An object; closed: nothing else may be in it."""
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        **({"required": list(needed)} if needed else {}),
+        **({"additionalProperties": False} if closed else {}),
+    }
+
+
+def _words(name: str, honoured: frozenset[str]) -> str:
+    if honoured == CHAT and name in OF_CHATS:
+        return OF_CHATS[name]
+    is_of_texts = "temperature" not in honoured
+    return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]
+
+
+def _rows(known: Known, *, is_chat: bool) -> dict[str, Schema]:
+    rows = _sampling_rows(known) | _terms_rows() | _conversation_rows() | _other_rows(known)
+    if is_chat:
+        rows["logprobs"] = FLAG
+    return rows
+
+
+def _sampling_rows(known: Known) -> dict[str, Schema]:
+    rows: dict[str, Schema] = {}
+    for name, low, high in WHOLE_NUMBERS:
+        rows[name] = {"type": "integer", "minimum": low, "maximum": high}
+    for name, least, most in NUMBERS:
+        low_word = "exclusiveMinimum" if name in MUST_BE_ABOVE else "minimum"
+        rows[name] = {"type": "number", low_word: least, "maximum": most}
+    rows |= dict.fromkeys(FLAGS, FLAG)
+    rows["mirostat"] = {"type": "integer", "enum": [0, 2]}
+    rows["max_tokens"]["maximum"] = most_output(known)
+    rows["max_completion_tokens"] = rows["max_tokens"]
+    rows["min_tokens"]["maximum"] = most_output(known)
+    stop = _text(1, sampling.MAX_STOP_STRING_CHARS)
+    word = {**_text(1, sampling.MAX_BAD_WORD_CHARS), "pattern": r"\S"}
+    breaker = _text(1, sampling.MAX_DRY_BREAKER_CHARS)
+    token_id = _token_id(known)
+    rows |= {
+        "stop": _one_or_list(stop, sampling.MAX_STOP_STRINGS),
+        "bad_words": _one_or_list(word, sampling.MAX_BAD_WORDS),
+        "dry_sequence_breakers": list_of(breaker, most=sampling.MAX_DRY_BREAKERS),
+        "stop_token_ids": list_of(token_id, most=sampling.MAX_STOP_TOKEN_IDS),
+        "logprob_token_ids": list_of(token_id, most=sampling.MAX_LOGPROB_TOKEN_IDS),
+        "allowed_token_ids": list_of(token_id, least=1, most=sampling.MAX_ALLOWED_TOKEN_IDS),
+        "logit_bias": {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100.0, "maximum": 100.0},
+            "maxProperties": sampling.MAX_LOGIT_BIAS,
+        },
+        "early_stopping": {"enum": list(EARLY_STOPPING)},
+        "structured_outputs": _structured(),
+    }
+    for name, schema in rows.items():
+        default = getattr(known.defaults, name, None)
+        if isinstance(default, bool | int | float | str):
+            rows[name] = {**schema, "default": default}
+    return rows
+
+
+def most_output(known: Known) -> int:
+    """The most tokens a request may ask for, as far as that is known."""
+    bounds = [2**31 - 1, known.max_output_tokens]
+    if known.context_tokens is not None:
+        bounds.append(known.context_tokens - 1)  # the prompt has one at least
+    return min(bound for bound in bounds if bound is not None)
+
+
+def _terms_rows() -> dict[str, Schema]:
+    above_zero = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TERM_MS}
+    return {
+        "priority": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+        "return_cached_tokens_details": FLAG,
+        **dict.fromkeys(OBJECTIVES, above_zero),
+    }
+
+
+def _conversation_rows() -> dict[str, Schema]:
+    part = object_of(
+        {"type": {"const": "text"}, "text": TEXT}, needed=("type", "text"), closed=False
+    )
+    words = {"anyOf": [TEXT, list_of(part)]}
+    others = [role for role in ROLES if role != "assistant"]
+    message = {
+        "anyOf": [
+            object_of(
+                {
+                    "role": {"enum": others},
+                    "content": words,
+                    "tool_calls": {"type": ["array", "null"]},
+                },
+                needed=("role", "content"),
+                closed=False,
+            ),
+            object_of(
+                {
+                    "role": {"const": "assistant"},
+                    "content": or_null(words),
+                    "tool_calls": or_null(list_of(_call())),
+                },
+                needed=("role",),
+                closed=False,
+            ),
+        ]
+    }
+    return {
+        "messages": list_of(message, least=1, most=MAX_MESSAGES),
+        "tools": list_of(_tool(), most=MAX_TOOLS),
+        "tool_choice": _tool_choice(),
+        "parallel_tool_calls": FLAG,
+        "reasoning_effort": {"enum": list(EFFORTS)},
+        "include_reasoning": FLAG,
+        "add_generation_prompt": FLAG,
+        "continue_final_message": FLAG,
+        "chat_template": TEXT,
+        "chat_template_kwargs": OBJECT,
+        "documents": list_of(OBJECT),
+    }
+
+
+def _other_rows(known: Known) -> dict[str, Schema]:
+    token_id = _token_id(known)
+    return {
+        "model": {"enum": [known.model]} if known.model else TEXT,
+        "prompt": {
+            "anyOf": [
+                TEXT,
+                list_of(TEXT, least=1, most=MAX_CHOICES),
+                list_of(token_id, least=1),
+                list_of(list_of(token_id, least=1), least=1, most=MAX_CHOICES),
+            ]
+        },
+        "tokens": list_of(token_id),
+        "stream": FLAG,
+        "stream_options": object_of(
+            {
+                name: {"enum": [False, None]} if name == "continuous_usage_stats" else or_null(FLAG)
+                for name in sorted(STREAM_OPTIONS)
+            }
+        ),
+        "top_logprobs": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": sampling.MAX_TOP_LOGPROBS,
+        },
+        "cache_salt": {"type": "string", "maxLength": MAX_SALT_CHARS, "pattern": "^(?!\\u0000)"},
+        "add_special_tokens": FLAG,
+        "truncate_prompt_tokens": {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}],
+        },
+        "response_format": _response_format(),
+        "return_timings": FLAG,
+        "echo": FLAG,
+        "suffix": TEXT,
+        "return_token_strs": FLAG,
+    }
+
+
+def _structured() -> Schema:
+    form: dict[str, Schema] = {
+        "json": {"type": ["object", "boolean", "string"]},
+        "json_object": {"const": True},
+        "regex": _text(1, MAX_CHARS),
+        "choice": list_of(_text(1), least=1, most=MAX_CHOICE_TEXTS),
+        "grammar": _text(1, MAX_CHARS),
+        "structural_tag": {"type": ["object", "string"]},
+    }
+    of_json = {
+        "whitespace_pattern": or_null(_text(1, MAX_WHITESPACE_CHARS)),
+        "disable_any_whitespace": or_null(FLAG),
+    }
+    return {
+        "anyOf": [
+            object_of(
+                {name: schema, **(of_json if name.startswith("json") else {})}, needed=(name,)
+            )
+            for name, schema in form.items()
+        ]
+    }
+
+
+def _response_format() -> Schema:
+    own: dict[str, Schema] = {
+        "text": {},
+        "json_object": {},
+        "json_schema": {
+            "json_schema": object_of(
+                {
+                    "name": or_null(TEXT),
+                    "description": or_null(TEXT),
+                    "schema": {"type": ["object", "boolean"]},
+                    "strict": or_null(FLAG),
+                },
+                needed=("schema",),
+            )
+        },
+        "structural_tag": {
+            "structures": list_of(OBJECT, least=1),
+            "triggers": list_of(_text(1), least=1),
+        },
+    }
+    return {
+        "anyOf": [
+            object_of({"type": {"const": kind}, **own[kind]}, needed=("type", *own[kind]))
+            for kind in FORMAT_TYPES
+        ]
+    }
+
+
+def _call() -> Schema:
+    function = object_of(
+        {"name": _text(1), "arguments": {"type": ["string", "object", "null"]}},
+        needed=("name",),
+        closed=False,
+    )
+    return object_of(
+        {"id": TEXT, "type": {"const": "function"}, "function": function},
+        needed=("function",),
+        closed=False,
+    )
+
+
+def _tool() -> Schema:
+    function = object_of(
+        {
+            "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
+            "description": or_null(TEXT),
+            "parameters": or_null(OBJECT),
+            "strict": or_null(FLAG),
+        },
+        needed=("name",),
+        closed=False,
+    )
+    return object_of(
+        {"type": {"const": "function"}, "function": function},
+        needed=("type", "function"),
+        closed=False,
+    )
+
+
+def _tool_choice() -> Schema:
+    named = object_of({"name": _text(1)}, needed=("name",), closed=False)
+    one = object_of(
+        {"type": {"const": "function"}, "function": named},
+        needed=("type", "function"),
+        closed=False,
+    )
+    several = object_of(
+        {"mode": {"enum": ["auto", "required"]}, "tools": list_of(one, least=1)},
+        needed=("tools",),
+        closed=False,
+    )
+    return {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            one,
+            object_of(
+                {"type": {"const": "allowed_tools"}, "allowed_tools": several},
+                needed=("type", "allowed_tools"),
+                closed=False,
+            ),
+        ]
+    }
+
+
+def _text(least: int, most: int | None = None) -> Schema:
+    return {"type": "string", "minLength": least, **({} if most is None else {"maxLength": most})}
+
+
+def _one_or_list(entry: Schema, most: int) -> Schema:
+    return {"anyOf": [entry, list_of(entry, most=most)]}
+
+
+def _token_id(known: Known) -> Schema:
+    highest = MAX_TOKEN_ID if known.vocab_size is None else known.vocab_size - 1
+    return {"type": "integer", "minimum": 0, "maximum": highest}
+
+
+def _distinct(allowed: tuple[Any, ...]) -> list[Any]:
+    """JSON has one number where Python has 1 and 1.0."""
+    kept: list[Any] = []
+    for value in allowed:
+        if not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in kept
+        ):
+            kept.append(value)
+    return kept

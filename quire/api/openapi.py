@@ -1,0 +1,201 @@
+"""GET /openapi.json and /docs: what is served here, as an OpenAPI 3.1 document and as a page of it.
+
+Put together from the routes of the app that answers, the table of fields, the checks' own bounds
+and the table of errors. Always holds: nothing that is served is left out. Where keys are set,
+neither tells of the model, because neither needs a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from quire.api.answer_schemas import answer_schemas
+from quire.api.docs_page import HEADERS, ORIGIN, written
+from quire.api.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
+from quire.api.field_schemas import Known, Schema, body_schema
+from quire.api.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
+from quire.api.serving import Serving
+from quire.api.version import installed_version
+from quire.base.errors import NotAuthorized, QuireError, RequestError
+
+_PATH_NAME = re.compile(r"\{(\w+)(?::\w+)?\}")
+_ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
+_ABOUT = (
+    "A field that would change the answer is honoured or refused by name, never ignored; null "
+    "means not given. The same request with the same seed gets the same answer, bit for bit, "
+    "whatever else is running."
+)
+# What any route may answer.
+_ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)
+
+
+class Document:
+    """The two routes."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._written: dict[tuple[str, str], bytes] = {}
+
+    async def get(self, request: Request) -> Response:
+        """The document."""
+        content = self._content(request, msgspec.json.encode)
+        return Response(content, media_type=JSON, headers={"cache-control": "no-cache"})
+
+    async def page(self, request: Request) -> Response:
+        """The document as a page."""
+        origin = escape(_origin(request)).encode()
+        content = self._content(request, written).replace(ORIGIN.encode(), origin)
+        return Response(content, headers=HEADERS)
+
+    def _content(self, request: Request, write: Any) -> bytes:
+        """Written once for what is known: it changes when the model has loaded."""
+        known = self._known()
+        key = (write.__name__, known.model)
+        if key not in self._written:
+            routes = request.scope["router"].routes
+            content = document(routes, known, self._serving.keys.needed)
+            self._written[key] = write(content)
+        return self._written[key]
+
+    def _known(self) -> Known:
+        config, engine = self._serving.config, self._serving.loaded
+        known = Known(
+            max_output_tokens=config.max_output_tokens,
+            warns_unknown=config.unknown_fields == "warn",
+        )
+        if engine is None or self._serving.keys:
+            return known
+        return replace(
+            known,
+            model=engine.card.name,
+            vocab_size=engine.card.vocab_size,
+            context_tokens=engine.card.max_model_len,
+            defaults=engine.default_sampling(),
+        )
+
+
+def _origin(request: Request) -> str:
+    """The address the caller asked, where that is plainly one."""
+    try:
+        address = str(request.base_url).rstrip("/")
+    except ValueError:
+        address = ""
+    return address if _ADDRESS.fullmatch(address) else "http://localhost:8000"
+
+
+def document(
+    routes: Iterable[BaseRoute], known: Known, needs_key: Callable[[str], bool]
+) -> dict[str, Any]:
+    """The document of these routes. needs_key: whether a path wants one.
+
+    Raises KeyError for a route that operations.py does not know.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    schemas = answer_schemas()
+    for method, path in served(routes):
+        operation = OPERATIONS[f"{method} {path}"]
+        if operation.body is not None:
+            schemas[operation.title] = body_schema(operation.body, operation.needed, known)
+        elif operation.plain is not None:
+            schemas[operation.title] = operation.plain
+        paths.setdefault(path, {})[method.lower()] = _operation(
+            method, path, operation, needs_key=needs_key(path)
+        )
+    components: dict[str, Any] = {"schemas": schemas}
+    if any(needs_key(path) for path in paths):
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": installed_version(), "description": _ABOUT},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def served(routes: Iterable[BaseRoute]) -> list[tuple[str, str]]:
+    """(method, path) of each route, as OpenAPI writes paths. HEAD goes with GET, unsaid."""
+    return [
+        (method, _PATH_NAME.sub(r"{\1}", route.path))
+        for route in routes
+        if isinstance(route, Route)
+        for method in sorted((route.methods or set()) - {"HEAD"})
+    ]
+
+
+def _operation(method: str, path: str, operation: Operation, *, needs_key: bool) -> Schema:
+    name = f"{method}{path}".lower().replace("/", "-")
+    written: Schema = {
+        "operationId": re.sub(r"[{}]", "", name),
+        "summary": operation.says,
+        "tags": [operation.tag],
+        "responses": _responses(operation, needs_key=needs_key),
+    }
+    parameters = [*_in_path(path), *operation.others]
+    if parameters:
+        written["parameters"] = parameters
+    if operation.title:
+        content = {"schema": _ref(operation.title), "example": dict(operation.example)}
+        written["requestBody"] = {"required": True, "content": {JSON: content}}
+    if needs_key:
+        written["security"] = [{"key": []}]
+    return written
+
+
+def _in_path(path: str) -> list[Schema]:
+    found = []
+    for name in _PATH_NAME.findall(path):
+        words, schema = PATH_WORDS[name]
+        found.append(
+            {"name": name, "in": "path", "required": True, "description": words, "schema": schema}
+        )
+    return found
+
+
+def _responses(operation: Operation, *, needs_key: bool) -> Schema:
+    responses: Schema = {"200": {"description": "Answered.", "content": _content_of(operation)}}
+    own = (NotAuthorized,) if needs_key else ()
+    shapes = [SHAPES[kind] for kind in (*_ANYWHERE, *own, *operation.errors)]
+    for status, codes in sorted(_by_status([*shapes, HEAD_TOO_LARGE]).items()):
+        responses[str(status)] = {
+            "description": f"Refused or failed; code {' or '.join(codes)}.",
+            "x-quire-codes": codes,
+            "content": {JSON: {"schema": _ref("Error")}},
+        }
+    if operation.unhealthy:
+        responses["503"] = {"description": "Not healthy.", "content": _content_of(operation)}
+    return responses
+
+
+def _content_of(operation: Operation) -> Schema:
+    content: Schema = {}
+    if operation.answer:
+        content[JSON] = {"schema": _ref(operation.answer)}
+    if operation.event:
+        content[EVENTS] = {
+            "schema": {"type": "string"},
+            "x-quire-event": _ref(operation.event),
+        }
+    return content or {operation.media.partition(";")[0]: {"schema": {"type": "string"}}}
+
+
+def _by_status(shapes: Iterable[ErrorShape]) -> Mapping[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for shape in shapes:
+        codes = found.setdefault(shape.status, [])
+        code = "null" if shape.code is None else shape.code
+        if code not in codes:
+            codes.append(code)
+    return found
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,113 @@
+"""A response as it was sent, held to what /openapi.json says of its route.
+
+Every exchange of these tests passes here, so an answer that gets a field, or a status, which the
+document does not have turns a test red.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from starlette.routing import Route
+
+from quire.api.auth import OPEN_PATHS
+from quire.api.field_schemas import Known
+from quire.api.openapi import document
+from quire.api.operations import OPERATIONS
+
+EVENTS, JSON = "text/event-stream", "application/json"
+
+
+@dataclass(slots=True)
+class Reply:
+    """A response as it was sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of each server-sent event; "[DONE]" as text."""
+        events = [event for event in self.body.decode().split("\n\n") if event]
+        lines = [event.split("\n") for event in events if not event.startswith(":")]
+        assert all(line[0].startswith("id: ") and len(line) == 2 for line in lines), lines
+        assert all(line[1].startswith("data: ") for line in lines), lines
+        data = [line[1].removeprefix("data: ") for line in lines]
+        return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+@cache
+def full_document() -> dict[str, Any]:
+    """Of a server with keys, which can answer all that any server can."""
+    routes = []
+    for operation in OPERATIONS:
+        method, _, path = operation.partition(" ")
+        routes.append(Route(path, full_document, methods=[method]))
+    return document(routes, Known(), lambda path: path not in OPEN_PATHS)
+
+
+def check_said(method: str, path: str, reply: Reply) -> None:
+    """Fail where the document says nothing of this answer, or something else."""
+    if method == "OPTIONS" and reply.status == 204:  # a page asks whether it may ask
+        return
+    responses = _responses(method, path)
+    if responses is None or _is_not_served(reply):
+        assert reply.status in (401, 403, 404, 405, 500), reply
+        validator("Error").validate(reply.json)
+        return
+    assert str(reply.status) in responses, (path, reply.status, reply.body[:300])
+    media = reply.headers["content-type"].partition(";")[0]
+    content = responses[str(reply.status)]["content"][media]
+    if media == JSON:
+        validator(_name(content["schema"])).validate(reply.json)
+    elif media == EVENTS:
+        for event in reply.events:
+            if event != "[DONE]":
+                kind = "Error" if "error" in event else _name(content["x-quire-event"])
+                validator(kind).validate(event)
+
+
+def _is_not_served(reply: Reply) -> bool:
+    """Whether nothing is served there, or not by this method."""
+    codes = {404: "unknown_url", 405: "method_not_allowed"}
+    return reply.status in codes and reply.error["code"] == codes[reply.status]
+
+
+@cache
+def validator(name: str) -> Draft202012Validator:
+    """Of one of the document's schemas."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": full_document()["components"]}
+    return Draft202012Validator(schema)
+
+
+@cache
+def _responses(method: str, path: str) -> Any:
+    for known, operations in full_document()["paths"].items():
+        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(known))
+        if re.fullmatch(pattern, path) and method.lower() in operations:
+            return operations[method.lower()]["responses"]
+    return None
+
+
+def _name(schema: dict[str, str]) -> str:
+    return schema["$ref"].rpartition("/")[2]
