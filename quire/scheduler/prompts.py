@@ -21,6 +21,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import Policy
 from quire.scheduler.speed import SpeedEstimate
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
+from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
 
 # A part of a long prompt may take so much of the time that the step's other rows take.
@@ -91,7 +92,12 @@ class PromptShares:
         )
 
     def go_on_behind(
-        self, draft: PlanDraft, budget: StepBudget, tickets: list[Ticket], cache: CacheManager
+        self,
+        draft: PlanDraft,
+        budget: StepBudget,
+        tickets: list[Ticket],
+        cache: CacheManager,
+        tenants: TenantBooks,
     ) -> None:
         """Schedule running prompts that let waiting ones go first, while budget and blocks last."""
         state = self._state
@@ -103,8 +109,13 @@ class PromptShares:
             if not budget.spent:
                 counts[row] = self.hand_out_one(budget, slot, scored, row)
         needs = cache.blocks_short(index, starts + counts)
-        # Their blocks were spoken for when they were admitted; who lacks them now waits a step.
-        fits = (counts > 0) & (np.cumsum(needs) <= cache.num_free)
+        # Their blocks were spoken for when they were admitted; who lacks them now, because others
+        # have grown since, waits a step. None are taken out of a tenant's floor.
+        tenants.changed()
+        fits = counts > 0
+        for row in (fits & (needs > 0)).nonzero()[0].tolist():
+            taking = fits & (np.arange(len(index)) <= row)
+            fits[row] = tenants.can_grow(index[taking], needs[taking])
         if not np.count_nonzero(fits):
             return
         index, starts, counts, needs = index[fits], starts[fits], counts[fits], needs[fits]

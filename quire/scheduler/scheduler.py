@@ -261,7 +261,7 @@ class Scheduler:
             self._admit(draft, budget, now_ms, behind, had_room=had_room)
             roster.may_admit |= self._yielding.is_pending
         if behind:
-            self._prompts.go_on_behind(draft, budget, behind, self._cache)
+            self._prompts.go_on_behind(draft, budget, behind, self._cache, self._tenants)
         if is_hurried and not stands_back.was_for(state):
             # Whom they made way for got nothing: they need not wait.
             self._progress.go_on(draft, budget, paused + stands_back.others(state))

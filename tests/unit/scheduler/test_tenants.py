@@ -15,7 +15,7 @@ from quire.base.errors import ContextTooLong, InvalidParameter, SettingError, Te
 from quire.scheduler.tenants import TOLD_EVERY_MS, TenantLimits
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import Harness, Setup
-from tests.unit.scheduler.test_properties import draw_setup
+from tests.unit.scheduler.test_properties import LastCome, draw_setup
 
 
 def limits(**of_tenants: dict[str, Any]) -> tuple[TenantLimits, ...]:
@@ -198,6 +198,33 @@ def test_who_has_no_more_than_its_floor_is_not_preempted_for_others() -> None:
     found.check_end()
     assert found.ends["a-1"].num_preemptions == 0
     assert found.ends["b-2"].num_preemptions > 0
+
+
+def test_a_prompt_that_let_others_go_first_takes_no_block_of_a_floor_when_it_goes_on() -> None:
+    """Its blocks were free when it began; those that passed it have grown into them since."""
+    found = harness(
+        limits(a={"floor_blocks": 1}),
+        num_blocks=10,
+        max_num_batched_tokens=4,
+        prefix_caching=False,
+        policy=LastCome,
+    )
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            found.schedule()
+            check_limits(found, strictly=True)
+            found.update()
+
+    for name, tokens, num_steps in (("first", 10, 2), ("second", 12, 1), ("third", 6, 4)):
+        found.add(make_request(name, [1] * tokens, max_tokens=10))
+        steps(num_steps)
+    found.add(make_request("waits", [1] * 12, max_tokens=3))
+    steps(1)
+    assert int(found.scheduler._state.scheduled[0]) == 8  # it waits, and the others go on
+    assert sorted(found.plans[-1].slots.tolist()) == [1, 2]
+    found.drain()
+    found.check_end()
 
 
 # ---- whatever they are
