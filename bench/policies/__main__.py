@@ -73,6 +73,7 @@ def main() -> None:
     foretold.add_argument("--speeds", help="as in 1,2,4 (default: the scene's)")
     foretold.add_argument("--max-requests", type=int, help="the first so many (default: all)")
     foretold.add_argument("--goal", type=float, help="seconds (default: the scene's)")
+    foretold.add_argument("--light", type=int, default=20, help="as of table, for fair share")
     foretold.add_argument("--out", type=Path)
     args = parser.parse_args()
     {"table": _table, "piece": _piece, "forecast": _forecast}[args.kind](args)
@@ -209,7 +210,7 @@ def _forecast(args: argparse.Namespace) -> None:
     rows = []
     for policy in args.policies.split(","):
         for speed in speeds:
-            rows.append(held(trace, scene, policy, speed, asks, goal_s))
+            rows.append(held(trace, scene, policy, speed, asks, goal_s, light_every=args.light))
             print(held_text(rows[-1]), flush=True)
     out = args.out or RESULTS / f"forecast-{scene.name}.json"
     about = {"bench": "policies, forecast", "scene": scene.text, "goal_s": goal_s}

@@ -20,6 +20,8 @@ LEVEL_MS = 10_000.0
 STRETCH = 1000.0
 # When who names no deadline wants to be served, and who missed his first token's is again.
 PATIENCE_MS = 30_000.0
+# A level, or a millisecond of work, where waiting counts for nothing: more than anybody waits.
+_FOR_EVER_MS = 1e12
 # Rows that a step's fixed part is thought to be shared by.
 _SHARED_BY = 8
 
@@ -38,10 +40,13 @@ class PriorityFirst(FirstCome):
 
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
         """When it came, shifted by its level."""
-        request = ticket.request
         if math.isinf(self._level_ms):
-            return (request.priority, ticket.arrival)
-        return (request.arrival_ms + request.priority * self._level_ms, ticket.arrival)
+            return (ticket.request.priority, ticket.arrival)
+        return (ticket.request.arrival_ms + self.handicap_ms(ticket), ticket.arrival)
+
+    def handicap_ms(self, ticket: Ticket) -> float:
+        """By its level."""
+        return ticket.request.priority * min(self._level_ms, _FOR_EVER_MS)
 
     def takes_place(self, running: Ticket, ticket: Ticket) -> bool:
         """By a whole level."""
@@ -61,10 +66,13 @@ class ShortestFirst(FirstCome):
 
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
         """When it came, shifted by its work."""
-        work_ms = self.work_ms(ticket)
         if math.isinf(self._stretch):
-            return (work_ms, ticket.arrival)
-        return (ticket.request.arrival_ms + self._stretch * work_ms, ticket.arrival)
+            return (self.work_ms(ticket), ticket.arrival)
+        return (ticket.request.arrival_ms + self.handicap_ms(ticket), ticket.arrival)
+
+    def handicap_ms(self, ticket: Ticket) -> float:
+        """By its work."""
+        return self.work_ms(ticket) * min(self._stretch, _FOR_EVER_MS)
 
     def work_ms(self, ticket: Ticket) -> float:
         """Predicted milliseconds of the machine; less what is generated already."""
@@ -87,6 +95,10 @@ class EarliestDeadline(FirstCome):
 
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
         """When it must be served."""
+        return (ticket.request.arrival_ms + self.handicap_ms(ticket), ticket.arrival)
+
+    def handicap_ms(self, ticket: Ticket) -> float:
+        """By the time that it has."""
         request, within_ms = ticket.request, math.inf
         if request.ttft_slo_ms is not None:
             missed_ms = self._patience_ms if ticket.missed_first_token else 0.0
@@ -96,9 +108,7 @@ class EarliestDeadline(FirstCome):
             depth = ticket.num_prompt_tokens + tokens / 2
             step_ms = self._speed.step_ms(_SHARED_BY, _SHARED_BY * depth)
             within_ms = min(within_ms, request.deadline_ms - tokens * step_ms)
-        if math.isinf(within_ms):
-            within_ms = self._patience_ms
-        return (request.arrival_ms + within_ms, ticket.arrival)
+        return self._patience_ms if math.isinf(within_ms) else within_ms
 
 
 _BY_NAME: Mapping[str, Callable[[float], Policy]] = {

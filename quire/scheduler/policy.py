@@ -42,6 +42,9 @@ class Policy(Protocol):
         """Requests are served by ascending key, those of a lane among each other. Asked whenever
         one enters the queue; must not fall while it lives, but for its own progress."""
 
+    def handicap_ms(self, ticket: Ticket) -> float:
+        """Within its lane it is served as if it had come so much later."""
+
     def lane(self, ticket: Ticket) -> str:
         """Which part of the queue it waits in. One lane: the keys alone decide."""
 
@@ -49,7 +52,8 @@ class Policy(Protocol):
         """A first request waits in `lane`, beside those of `others`."""
 
     def lane_keys(self, lanes: Sequence[str]) -> Sequence[tuple[float, ...]]:
-        """Now: the lane with the smallest is served next. Not asked where there is but one."""
+        """Now: the lane with the smallest is served next; a key begins with the lane's kind. Not
+        asked where there is but one."""
 
     def rank(self, ticket: Ticket) -> tuple[float, ...]:
         """Now: prompts, running or waiting, get tokens by ascending rank."""
@@ -87,6 +91,10 @@ class FirstCome:
     def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
         """Its number of arrival."""
         return (ticket.arrival,)
+
+    def handicap_ms(self, ticket: Ticket) -> float:
+        """None."""
+        return 0.0
 
     def lane(self, ticket: Ticket) -> str:
         """All wait in one."""

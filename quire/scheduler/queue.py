@@ -90,11 +90,17 @@ class WaitingQueue:
 
     def num_before(self, ticket: Ticket) -> int:
         """About how many are served before `ticket`, which waits: with several lanes, as if
-        they took turns."""
-        own = self._lanes[self._policy.lane(ticket)]
-        place = bisect_left(own.keys, (ticket.key, ticket.arrival))
-        others = (lane for lane in self._lanes.values() if lane is not own)
-        return place + sum(min(len(lane.keys), place) for lane in others)
+        those of one kind (see Policy.lane_keys) took turns, and the kinds came one by one."""
+        own = self._policy.lane(ticket)
+        place = bisect_left(self._lanes[own].keys, (ticket.key, ticket.arrival))
+        if len(self._lanes) == 1:
+            return place
+        names = list(self._lanes)
+        kinds = {n: key[0] for n, key in zip(names, self._policy.lane_keys(names), strict=True)}
+        lengths = {name: len(self._lanes[name].keys) for name in names if name != own}
+        first = sum(length for name, length in lengths.items() if kinds[name] < kinds[own])
+        alike = (length for name, length in lengths.items() if kinds[name] == kinds[own])
+        return place + first + sum(min(length, place) for length in alike)
 
     def _count(self, ticket: Ticket, number: int) -> None:
         self._num_tickets += number

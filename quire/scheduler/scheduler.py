@@ -165,7 +165,9 @@ class Scheduler:
             seating=self._seating,
         )
         self._results = Results(roster, state, beams, self.lengths)
-        self.forecast = Forecast(limits, state, cache, self.speed, self.lengths, roster.queue)
+        self.forecast = Forecast(
+            limits, state, cache, self.speed, self.lengths, roster.queue, policy, self._yielding
+        )
         self._expiry = Expiry(roster, self.forecast, limits.queue_timeout_ms)
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
@@ -212,6 +214,8 @@ class Scheduler:
             if broken is not None:
                 self._roster.withdraw(ticket)
                 raise broken
+        if waiting is ticket:
+            self.forecast.note(ticket)
         self._expiry.note(ticket, waiting)
 
     def foretell_ms(self, request_id: str) -> float | None:

@@ -56,6 +56,19 @@ class StandsBack:
 NOBODY_BACK = StandsBack()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concession:
+    """What others would do for a request that waits: rows that stand back while its prompt is
+    computed, slots that it may take, and the blocks in them."""
+
+    rows: int = 0
+    slots: int = 0
+    blocks: int = 0
+
+
+NO_CONCESSION = Concession()
+
+
 class Yielding:
     """Of one scheduler, which asks at the beginning of a step where somebody may be admitted or
     is hurried.
@@ -95,6 +108,21 @@ class Yielding:
             self.is_pending = bool(in_flight)
             paused = paused + in_flight
         return paused, self._standing_back(first)
+
+    def concession(self, ticket: Ticket) -> Concession:
+        """What `ticket`, which waits, would find if it were next now."""
+        policy, state = self._policy, self._state
+        if not policy.makes_way:
+            return NO_CONCESSION
+        slots = state.active.tolist()
+        running = (state.ticket(slot) for slot in slots)
+        owing = sum(one.beams is None and policy.owes(one, ticket) for one in running)
+        may_go = [] if ticket.beams is not None else [s for s in slots if self._may_go(s, ticket)]
+        return Concession(
+            rows=owing - -(-owing // GOING_ON),
+            slots=len(may_go),
+            blocks=sum(map(self._cache.num_freed_by, may_go)),
+        )
 
     def _standing_back(self, first_waiting: Ticket | None) -> StandsBack:
         """Who is left out of this step, for a prompt that runs or for who is next."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.policies.forecast import held_against
+from bench.policies.forecast import held_against, held_text
 from bench.policies.part import Part
 
 
@@ -32,3 +32,12 @@ def test_a_forecast_is_held_against_what_came() -> None:
     assert found["refused_wrongly_share"] == pytest.approx(0.25)
     assert found["taken_wrongly_share"] == 0.0
     assert found["missed_share"] == pytest.approx(0.25)
+
+
+def test_a_forecast_under_fair_share_tells_of_the_light_tenant_by_itself() -> None:
+    all_of_them = held_against(np.array([1.0, 4.0]), np.array([2.0, 4.0]), 5.0)
+    light = held_against(np.array([1.0]), np.array([2.0]), 5.0)
+    text = held_text({"policy": "fair", "speed": 2.0, **all_of_them, "light": light})
+    assert text.startswith("fair at speed 2: first token after 3.00 s")
+    assert "\n  its light tenant: first token after 2.00 s (p50); foretold is 0.50" in text
+    assert "\n" not in held_text({"policy": "fcfs", "speed": 2.0, **all_of_them})
