@@ -184,11 +184,6 @@ class Answers:
         return None if timings is None else timings.first_token_ms
 
     @property
-    def num_waiting(self) -> int:
-        """Deltas that have come and were not taken yet."""
-        return sum(self._engine.num_waiting(self._id_of(at)) for at in range(len(self.prompts)))
-
-    @property
     def reasons(self) -> tuple[str, ...]:
         """Of each choice that has begun, in order: why it ended, or "open"."""
         last = [delta for _, delta in sorted(self._last.items(), key=lambda item: item[0])]

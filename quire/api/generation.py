@@ -122,7 +122,7 @@ async def generate(
         request.state.answers = answers
         live.look = lambda: _progress(answers)
         if stream:
-            return _streamed(serving, begun, answers, job.writer, live)
+            return _streamed(serving, begun, Events(answers, job.writer, live.id), live)
         choices = await until_gone(
             answers.whole(), request.receive, over=serving.over, deadline=deadline, cut=live.cut
         )
@@ -139,16 +139,13 @@ async def _read(serving: Serving, read: Reader, asked: Asked) -> Job:
     return await read(asked)
 
 
-def _streamed(
-    serving: Serving, begun: Opened, answers: Answers, chunks: Chunks, live: Live
-) -> Response:
+def _streamed(serving: Serving, begun: Opened, events: Events, live: Live) -> Response:
     """The stream; resumable where that was asked for and there is room."""
-    events = Events(answers, chunks, live.id)
     headers = begun.headers()
     wants = (begun.given.get("stream_options") or {}).get("resumable")
     if not wants or not serving.tellings.has_room():
-        return EventStream(serving, answers, events, headers, begun.deadline, live)
-    telling = Telling(serving, answers, events, begun.deadline, live)
+        return EventStream(serving, events, headers, begun.deadline, live)
+    telling = Telling(serving, events, begun.deadline, live)
     serving.tellings.add(telling)
     headers["x-quire-resume-seconds"] = f"{serving.config.resume_s:g}"
     return FollowStream(serving, telling, headers)

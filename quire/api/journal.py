@@ -38,11 +38,6 @@ class Journal:
         """Number of the last event there is; 0 before there is one."""
         return self._first + len(self._events) - 1
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the writer has to wait: what is kept was not read, and there is no room."""
-        return self.num_bytes >= self._most_bytes and self._first > self._num_read
-
     async def put(self, event: bytes) -> None:
         """Keep an event; waits while there is no room for it."""
         while not self._has_room(len(event)):

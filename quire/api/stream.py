@@ -2,8 +2,8 @@
 
 The response begins with the first event, or with the first heartbeat, so a request that is refused
 at once is still answered by a status code. Writing waits while the socket is full: a slow reader
-holds back its own events and nobody else's. Its tokens wait as numbers in this process; where
-they become many, or the reader takes nothing for `stall_s`, it is cut. An error after the
+holds back its own events and nobody else's, and its request stands aside in the engine where many
+wait for it (engine/unread.py). Where it takes nothing for `stall_s` it is cut. An error after the
 beginning is one event {"error": ...}; then the stream ends without `[DONE]`.
 """
 
@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.answers import Answers
 from quire.api.errors import ReadElsewhere, ResumeGone, SlowReader
 from quire.api.events import HEARTBEAT, Events
 from quire.api.gone import Deadline, until_gone
 from quire.api.live import Live
 from quire.api.serving import Serving
-from quire.api.telling import Telling, most_waiting
+from quire.api.telling import Telling
 from quire.base.errors import QuireError
 
 # Proxies that would gather events before they pass them on are asked not to.
@@ -62,10 +61,6 @@ class _Paced(Response):
         if self._beat is not None:
             self._beat.cancel()
 
-    def _too_many_wait(self) -> bool:
-        """Whether what waits for the reader has become too much to keep."""
-        return False
-
     @property
     def _look_s(self) -> float:
         config = self._serving.config
@@ -76,7 +71,7 @@ class _Paced(Response):
         config, now_s = self._serving.config, self._loop.time()
         if self._blocked_since_s is not None:
             blocked_s = now_s - self._blocked_since_s
-            if (blocked_s >= config.stall_s or self._too_many_wait()) and not self._cut.done():
+            if blocked_s >= config.stall_s and not self._cut.done():
                 self._cut.set_result(_too_slow(blocked_s))
         elif config.heartbeat_s and now_s - self._wrote_s >= config.heartbeat_s:
             self._beat = asyncio.ensure_future(self._write(send, HEARTBEAT))
@@ -115,14 +110,12 @@ class EventStream(_Paced):
     def __init__(
         self,
         serving: Serving,
-        answers: Answers,
         events: Events,
         headers: Mapping[str, str],
         deadline: Deadline,
         live: Live,
     ) -> None:
         super().__init__(serving, headers, live.cut)
-        self._answers = answers
         self._events = events
         self._deadline = deadline
         self._live = live
@@ -150,9 +143,6 @@ class EventStream(_Paced):
         finally:
             self._leave()
             self._serving.live.end(self._live, failure)
-
-    def _too_many_wait(self) -> bool:
-        return self._answers.num_waiting > most_waiting(self._answers)
 
 
 class FollowStream(_Paced):
@@ -219,6 +209,6 @@ class FollowStream(_Paced):
 
 def _too_slow(blocked_s: float) -> SlowReader:
     return SlowReader(
-        f"the stream's reader took nothing for {blocked_s:.0f} s while what waited for it grew "
-        "(--stall-seconds), so it was cut; read faster, or ask for less"
+        f"the stream's reader took nothing for {blocked_s:.0f} s (--stall-seconds), so it was cut; "
+        "read on, or ask for less"
     )

@@ -12,26 +12,15 @@ import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from quire.api.errors import ReadElsewhere, ReaderGone, SlowReader
+from quire.api.errors import ReadElsewhere, ReaderGone
 from quire.api.gone import Deadline, until_gone
 from quire.api.journal import MOST_BYTES, Journal
 from quire.base.errors import QuireError
 
 if TYPE_CHECKING:
-    from quire.api.answers import Answers
     from quire.api.events import Events
     from quire.api.live import Live
     from quire.api.serving import Serving
-
-# Numbers that may wait for a reader: tokens, and log-probabilities told with each.
-_MOST_NUMBERS = 65_536
-_LOOK_S = 1.0
-
-
-def most_waiting(answers: Answers) -> int:
-    """How many deltas of a request may wait for its reader."""
-    sampling = answers.prompts[0].sampling
-    return _MOST_NUMBERS // (1 + (sampling.logprobs or 0) + len(sampling.logprob_token_ids))
 
 
 class Telling:
@@ -44,7 +33,6 @@ class Telling:
     def __init__(
         self,
         serving: Serving,
-        answers: Answers,
         events: Events,
         deadline: Deadline,
         live: Live,
@@ -56,7 +44,6 @@ class Telling:
         self._loop = asyncio.get_running_loop()
         self.never: asyncio.Future[None] = self._loop.create_future()
         self._serving = serving
-        self._answers = answers
         self._events = events
         self._deadline = deadline
         self._reader: asyncio.Future[QuireError] | None = None
@@ -97,7 +84,6 @@ class Telling:
 
     async def _run(self) -> None:
         failure: QuireError | None = None
-        look = asyncio.ensure_future(self._look())
         try:
             with self._serving.request(counts=True):
                 await until_gone(
@@ -113,7 +99,6 @@ class Telling:
             self._serving.log.error("stream failed", request=self.id, kind=type(error).__name__)
             failure = QuireError(f"internal error ({type(error).__name__}); the log has it")
         finally:
-            look.cancel()
             if failure is not None:
                 self._fail(failure)
             self._serving.live.end(self.live, failure)
@@ -133,19 +118,6 @@ class Telling:
     async def _put(self, events: list[bytes], _: bool) -> None:
         for event in events:
             await self.journal.put(event)
-
-    async def _look(self) -> None:
-        """End the request where too much waits because the journal is full."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            most = most_waiting(self._answers)
-            if self.journal.is_full and self._answers.num_waiting > most:
-                self.live.end_with(
-                    SlowReader(
-                        f"more than {most} tokens waited for the stream's reader, and no more are "
-                        "kept; read faster, or come back sooner"
-                    )
-                )
 
 
 class Tellings:

@@ -24,6 +24,7 @@ from quire.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    Hold,
     Loading,
     Outputs,
     Ready,
@@ -39,7 +40,7 @@ _RECONNECT_MS = 5
 
 def to_engine_wire() -> Wire:
     """What a client may say."""
-    return Wire(Submit, Abort, AskCache, Stop)
+    return Wire(Submit, Abort, Hold, AskCache, Stop)
 
 
 def from_engine_wire() -> Wire:

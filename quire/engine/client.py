@@ -7,7 +7,8 @@
 
 Makes Requests (one a stream), sends them, and turns what comes back into text. Knows no HTTP and
 no scheduling. Always holds: each open generate ends, by a finish reason or by an error; a dead
-engine raises WorkerError in all of them; closing a generator aborts what still runs.
+engine raises WorkerError in all of them; closing a generator aborts what still runs; what waits for
+a reader that does not keep up is bounded, because its request then stands aside.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from quire.engine.messages import (
     Fault,
     FromEngine,
     Hello,
+    Hold,
     Loading,
     Outputs,
     Ready,
@@ -50,10 +52,15 @@ from quire.engine.ranking import Ranking
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import load_text_side
+from quire.engine.unread import Unread
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
-_Queue = asyncio.Queue[TextDelta | Fault]
+_Unread = Unread[TextDelta | Fault]
+
+# Numbers that may wait for a reader before its request stands aside: tokens, and log-probabilities
+# told with each.
+MOST_UNREAD = 2048
 
 
 class Link(Protocol):
@@ -100,9 +107,8 @@ class EngineClient:
         self._closed = False
         self._fault: Fault | None = None
         self._started: asyncio.Future[ModelCard] | None = None
-        self._streams: OpenStreams[_Queue] = OpenStreams()
+        self._streams: OpenStreams[_Unread] = OpenStreams()
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
-        self._queues: dict[str, _Queue] = {}  # what waits, by the caller's id
         self._asks: Asks[CacheTold] = Asks()
         self._progress_ms = 0.0
         self._ops_done = -1
@@ -209,14 +215,14 @@ class EngineClient:
             terms=terms,
             encoder=self.tokenizer,
         )
-        queue, stream_ids = self._register(request_id, requests, text_rules)
+        unread, stream_ids = self._register(request_id, requests, text_rules)
         ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None
         try:
             if not self._link.send(Submit(requests=requests)):
                 raise WorkerError("the engine takes no messages; it is gone, or about to be")
             num_open = len(requests)
             while num_open:
-                said = await queue.get()
+                said = await unread.get()
                 if isinstance(said, Fault):
                     raise error_of(said)
                 if said.finish_reason is not None:
@@ -224,13 +230,8 @@ class EngineClient:
                 for delta in (said,) if ranking is None else ranking.take(said):
                     yield delta
         finally:
-            del self._callers[request_id], self._queues[request_id]
+            del self._callers[request_id]
             self._send_abort(self._streams.close(stream_ids))
-
-    def num_waiting(self, request_id: str) -> int:
-        """Deltas of a request that nobody has taken yet; 0 where it is not open."""
-        queue = self._queues.get(request_id)
-        return 0 if queue is None else queue.qsize()
 
     async def abort(self, request_id: str) -> None:
         """End the streams of a request; its generator yields their last deltas ("abort")."""
@@ -252,7 +253,7 @@ class EngineClient:
             reason = self._fault.message if self._fault is not None else "the engine is gone"
         elif self._state != "ready":
             reason = f"the engine is {self._state}"
-        elif self._streams and quiet_ms > self._watchdog_ms:
+        elif quiet_ms > self._watchdog_ms and self._is_working:
             reason = (
                 f"{len(self._streams)} requests are open and nothing was computed for "
                 f"{quiet_ms:.0f} ms"
@@ -283,16 +284,16 @@ class EngineClient:
             if self.on_stats is not None:
                 self.on_stats(self.stats)
             said, past_end = self._streams.take(message)
-            for queue, delta in said:
-                queue.put_nowait(delta)
+            for unread, delta in said:
+                unread.put(delta)
             self._send_abort(past_end)
         elif isinstance(message, Beat):
             if message.ops_done != self._ops_done:
                 self._progress_ms = self._clock.now_ms()
             self._ops_done = message.ops_done
         elif isinstance(message, Refused):
-            for queue in self._streams.end(message.request_ids):
-                queue.put_nowait(message.fault)
+            for unread in self._streams.end(message.request_ids):
+                unread.put(message.fault)
         elif isinstance(message, CacheTold):
             self._asks.answered(message.ask_id, message)
         elif isinstance(message, Failed):
@@ -328,8 +329,8 @@ class EngineClient:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error_of(fault))
             self._started.exception()  # somebody may have stopped waiting
-        for queue in self._streams.end():
-            queue.put_nowait(fault)
+        for unread in self._streams.end():
+            unread.put(fault)
         self._asks.fail(error_of(fault))
 
     async def _ask_cache(self, *, num_prefixes: int = 0, flush: bool = False) -> CacheTold:
@@ -357,15 +358,28 @@ class EngineClient:
 
     def _register(
         self, request_id: str, requests: tuple[Request, ...], text_rules: TextRules
-    ) -> tuple[_Queue, tuple[str, ...]]:
-        if not self._streams:
+    ) -> tuple[_Unread, tuple[str, ...]]:
+        if not self._is_working:
             self._progress_ms = self._clock.now_ms()
-        queue: _Queue = asyncio.Queue()
-        self._streams.open(self.tokenizer, requests, queue, text_rules)
         stream_ids = tuple(request.request_id for request in requests)
+        sampling = requests[0].sampling
+        numbers = 1 + (sampling.logprobs or 0) + len(sampling.logprob_token_ids)
+        most = max(MOST_UNREAD // numbers, 16)
+        unread: _Unread = Unread(most, lambda is_held: self._hold(stream_ids, is_held=is_held))
+        self._streams.open(self.tokenizer, requests, unread, text_rules)
         self._callers[request_id] = stream_ids
-        self._queues[request_id] = queue
-        return queue, stream_ids
+        return unread, stream_ids
+
+    @property
+    def _is_working(self) -> bool:
+        """Whether the engine has streams to compute: open ones whose reader keeps up."""
+        return any(not unread.is_held for unread in self._streams.owners())
+
+    def _hold(self, stream_ids: tuple[str, ...], *, is_held: bool) -> None:
+        if not is_held and not self._is_working:
+            self._progress_ms = self._clock.now_ms()
+        if self._state != "dead":
+            self._link.send(Hold(request_ids=stream_ids, is_held=is_held))
 
     def _send_abort(self, stream_ids: tuple[str, ...]) -> None:
         if stream_ids and self._state != "dead":

@@ -33,6 +33,7 @@ from quire.engine.messages import (
     AskCache,
     CacheTold,
     FromEngine,
+    Hold,
     Outputs,
     Refused,
     Stop,
@@ -250,9 +251,12 @@ def serve(
         if expired:  # their blocks are free, and perhaps nobody else steps
             emit(Outputs(outputs=None, stats=core.stats()))
         if core.has_work:
+            was_stuck = stuck and not messages
             outputs = core.step(now_ms)
             stuck, audited, touching = outputs is None, False, core.touch_ahead is not None
-            if outputs is not None or not core.has_work:  # the last copies to a tier have ended
+            # Nothing can be done, but it is told once: who ran may stand aside, and copies to a
+            # tier may have ended.
+            if not (stuck and was_stuck and core.has_work):
                 emit(Outputs(outputs=outputs, stats=core.stats()))
         elif touching:
             touching = core.touch()
@@ -265,6 +269,9 @@ def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], No
     if isinstance(message, Abort):
         ended = core.abort(message.request_ids)
         emit(Outputs(outputs=_events(ended), stats=core.stats()))
+    elif isinstance(message, Hold):
+        for request_id in message.request_ids:
+            core.scheduler.hold(request_id, is_held=message.is_held)
     elif isinstance(message, AskCache):
         emit(core.ask_cache(message))
     elif isinstance(message, Submit):

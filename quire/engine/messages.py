@@ -1,8 +1,8 @@
 """What client and engine say to each other, whatever carries it.
 
-Frozen records. Client to engine: Submit, Abort, AskCache, Stop. Engine to client: Hello first,
-Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheTold, Beat
-while a step is long, and Failed at the end.
+Frozen records. Client to engine: Submit, Abort, Hold, AskCache, Stop. Engine to client: Hello
+first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheTold,
+Beat while a step is long, and Failed at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.base.records import EngineStats, Request, StepOutputs
 from quire.engine.card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,15 @@ class Abort:
     """End these streams now; unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Compute nothing more for these streams, whose reader does not keep up; where `is_held` is
+    False, go on. Unknown ids are ignored."""
+
+    request_ids: tuple[str, ...]
+    is_held: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +130,7 @@ class Failed:
     fault: Fault
 
 
-ToEngine = Submit | Abort | AskCache | Stop
+ToEngine = Submit | Abort | Hold | AskCache | Stop
 FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | CacheTold | Failed
 
 

@@ -8,7 +8,7 @@ when its stop string came or when its owner lets go, never when somebody gets ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from quire.base.records import Request, RequestOutput
@@ -29,6 +29,10 @@ class OpenStreams(Generic[Owner]):
     def __len__(self) -> int:
         """How many streams the engine has not finished."""
         return len(self._open)
+
+    def owners(self) -> Iterator[Owner]:
+        """To whom what is open belongs, once for each stream."""
+        return (owner for _, owner in self._open.values())
 
     def fresh_id(self, request_id: str) -> str:
         """An id for the engine: the caller's may come again, the number in it never does."""

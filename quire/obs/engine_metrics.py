@@ -35,6 +35,11 @@ class EngineCollector:
                 "Known tokens of requests that wait for a slot",
                 stats.waiting_tokens,
             ),
+            (
+                "quire_held_requests",
+                "Requests that stand aside because their reader does not keep up",
+                stats.held,
+            ),
             ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
             ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
             (
@@ -63,6 +68,7 @@ class EngineCollector:
                 stats.prefix_hit_tokens_total,
             ),
             ("quire_preemptions", "Requests preempted", stats.preemptions_total),
+            ("quire_holds", "Times a request was held for its reader", stats.held_total),
             ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
             *_tier_counters(stats),
         )

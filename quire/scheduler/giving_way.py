@@ -18,6 +18,7 @@ from quire.scheduler.preemption_tally import PreemptionTally, Why
 from quire.scheduler.roster import Roster
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.tenants import TenantBooks
+from quire.scheduler.ticket import Ticket
 from quire.scheduler.victims import Victims
 from quire.scheduler.watermark import Watermark
 
@@ -99,25 +100,37 @@ class GivingWay:
     def preempt(self, slot: int, why: Why = Why.ANSWER) -> None:
         """Back to the queue with all tokens known; what was computed may still be found there, or
         is fetched from a tier."""
-        state, index = self._state, np.array([slot], np.intp)
-        ticket = state.ticket(slot)
+        ticket = self._state.ticket(slot)
         if ticket.beams is not None:
             self._preempt_beams(ticket.beams, why)
             return
+        moved = self._pack(slot, ticket)
+        self._tally.preempted(why, moved=moved)
+        self._watermark.preempted(self._roster.flights.step)
+        ticket.had_computed = int(self._state.computed[slot])
+        ticket.num_preemptions += 1
+        self._roster.leave([slot])
+        self._roster.enqueue(ticket)
+
+    def set_aside(self, slot: int) -> None:
+        """The request in `slot`, which is held, leaves it as a preempted one does; it has lost
+        nothing to anybody, so it does not count as one."""
+        self._pack(slot, self._state.ticket(slot))
+        self._roster.leave([slot])
+
+    def _pack(self, slot: int, ticket: Ticket) -> bool:
+        """What a request has to know to go on from another slot; whether its blocks are moved to a
+        tier, because that is the cheaper way back."""
+        state, index = self._state, np.array([slot], np.intp)
         _, moved = self._victims.return_ms(slot)
         if moved:
             self._cache.register(index, state.computed[index], state.tokens.tokens)
             self._cache.swap_out(slot)
-        self._tally.preempted(why, moved=moved)
-        self._watermark.preempted(self._roster.flights.step)
-        ticket.had_computed = int(state.computed[slot])
         ticket.token_ids = state.tokens.tokens[slot, : state.tokens.lengths[slot]].copy()
         ticket.chain = None
         if ticket.request.sampling.mirostat and len(ticket.token_ids) > ticket.num_prompt_tokens:
             ticket.mirostat_mu = float(state.mirostat_mus[slot])
-        ticket.num_preemptions += 1
-        self._roster.leave([slot])
-        self._roster.enqueue(ticket)
+        return moved
 
     def _preempt_beams(self, group: BeamGroup, why: Why) -> None:
         """A group goes as a whole, and is computed again; its first beam waits for all."""

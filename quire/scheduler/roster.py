@@ -2,8 +2,9 @@
 
 Knows tickets, their groups and where they stand: in the queue, or in a slot. Knows no budget and
 no results, and decides nothing: who is to leave is an argument. Always holds: a live request is in
-the queue, or in a slot, or told by a group of beams that is; who leaves a slot gives its blocks
-back, findable as far as they were computed; every leave may let somebody in (`may_admit`).
+the queue, or in a slot, or told by a group of beams that is, or aside because it is held; who
+leaves a slot gives its blocks back, findable as far as they were computed; every leave may let
+somebody in (`may_admit`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Roster:
         return ticket
 
     def enqueue(self, ticket: Ticket) -> None:
-        """`ticket` waits from now on."""
+        """`ticket` waits from now on; one that is held does so aside."""
+        if ticket.is_held:
+            return
         least = self._long_prompt_tokens
         ticket.is_long = 0 < least <= len(ticket.token_ids)
         num_made = len(ticket.token_ids) - ticket.num_prompt_tokens
@@ -90,12 +93,19 @@ class Roster:
 
     def requeue(self, ticket: Ticket) -> None:
         """`ticket`, which waits, gets a new place."""
+        if not ticket.is_held:
+            self._unqueue(ticket)
+            self.enqueue(ticket)
+
+    def set_aside(self, ticket: Ticket) -> None:
+        """`ticket`, which waited and is held now, is out of the queue until it is enqueued."""
         self._unqueue(ticket)
-        self.enqueue(ticket)
+        self._fetches.drop(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
         """`ticket`, which waits, is over."""
-        self._unqueue(ticket)
+        if not ticket.is_held:
+            self._unqueue(ticket)
         self._forget(ticket)
 
     def abort(self, ticket: Ticket) -> None:

@@ -41,6 +41,7 @@ from quire.scheduler.forecast import Forecast
 from quire.scheduler.gate import Gate, GroupGate, LengthGate
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.groups import BeamGroups
+from quire.scheduler.holding import Holding
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.move_cost import Choice, MoveCost
@@ -58,8 +59,6 @@ from quire.scheduler.ticket import NO_SLOT, Ticket
 from quire.scheduler.victims import Victims
 from quire.scheduler.watermark import Watermark
 from quire.scheduler.yielding import NOBODY_BACK, Yielding
-
-NOT_PAUSED: list[int] = []
 
 
 class Scheduler:
@@ -136,6 +135,7 @@ class Scheduler:
             victims=victims,
             watermark=self._watermark,
         )
+        self._holding = Holding(roster, self._giving_way)
         self._prompts = PromptShares(limits, state, policy, self.speed)
         self._progress = Progress(
             roster,
@@ -222,7 +222,7 @@ class Scheduler:
         """From its arrival to its first token, as predicted now for one that waits; None for any
         other, and before a few steps were timed."""
         ticket = self._roster.tickets.get(request_id)
-        if ticket is None or ticket.slot != NO_SLOT or not self.forecast.knows:
+        if ticket is None or ticket.slot != NO_SLOT or not self.forecast.knows or ticket.is_held:
             return None
         late_ms = max(self._last_step_ms - ticket.request.arrival_ms, 0.0)
         num_ahead = self._queue.num_before(ticket)
@@ -235,6 +235,17 @@ class Scheduler:
             return None
         self._roster.abort(ticket)
         return ticket.output(finish_reason=FinishReason.ABORT)
+
+    def hold(self, request_id: str, *, is_held: bool) -> None:
+        """Its reader does not keep up: it gets no more steps until it is released. Ids that are
+        not here (any more) are ignored."""
+        ticket = self._roster.tickets.get(request_id)
+        if ticket is None:
+            return
+        if is_held:
+            self._holding.hold(ticket)
+        else:
+            self._holding.release(ticket)
 
     def expire(self, now_ms: float) -> list[Expired]:
         """End what has waited for its first step too long, or whose deadline is over: ids, and
@@ -250,7 +261,9 @@ class Scheduler:
             return None
         draft, budget = PlanDraft(flights.step + 1), self._budget()
         self._tenants.changed()
-        paused = self._giving_way.keep_ceilings() if self._tenants.has_ceilings else NOT_PAUSED
+        paused = self._holding.begin_step()
+        if self._tenants.has_ceilings:
+            paused += self._giving_way.keep_ceilings()
         had_room, behind, stands_back = True, NOBODY, NOBODY_BACK
         if self._policy.makes_way and (roster.may_admit or self._policy.hurried):
             paused, stands_back = self._yielding.begin_step(paused)
@@ -324,6 +337,8 @@ class Scheduler:
             watermark_blocks=self._watermark.blocks(
                 len(self._state.active), self._roster.flights.step
             ),
+            held=self._holding.num_held,
+            held_total=self._holding.num_held_total,
             row_errors_total=self._results.row_errors,
             last_step_ms=self._last_step_ms,
         )

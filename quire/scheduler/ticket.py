@@ -46,7 +46,8 @@ class Ticket:
     was preempted, None before its first token or without mirostat. chain: digests of token_ids,
     made once while it waits. key: the policy's, given when it entered the queue. is_long: whether
     its known tokens were many then. passed: how many went before it while blocks were short.
-    likely_tokens: how many it will still make, as it looked when it entered the queue.
+    likely_tokens: how many it will still make, as it looked when it entered the queue. is_held: its
+    reader does not keep up; it stands aside, or will when no plan names it (holding.py).
     """
 
     request: Request
@@ -64,6 +65,7 @@ class Ticket:
     chain: Chain | None = None
     slot: int = NO_SLOT  # NO_SLOT: it waits
     alive: bool = True
+    is_held: bool = False
     was_admitted: bool = False
     cached_tokens: int = 0
     cache_use: CacheUse | None = None

@@ -146,7 +146,6 @@ class FakeEngine:
         self.cache_use: CacheUse | None = None
         self.num_prefixes_asked: list[int] = []
         self.num_flushes = 0
-        self.waiting = 0
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
         self.num_prefixes_asked.append(num_prefixes)
@@ -168,9 +167,6 @@ class FakeEngine:
             pending=len(self.asked),
             steps_total=1,
         )
-
-    def num_waiting(self, request_id: str) -> int:
-        return self.waiting
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         make_requests(self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0)

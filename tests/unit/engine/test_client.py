@@ -24,11 +24,12 @@ from quire.base.records import (
     RequestOutput,
     RequestTimes,
     StepOutputs,
+    TokenLogprobs,
 )
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig, ModelConfig
 from quire.engine.card import ModelCard
-from quire.engine.client import EngineClient
+from quire.engine.client import MOST_UNREAD, EngineClient
 from quire.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -36,6 +37,7 @@ from quire.engine.messages import (
     Failed,
     FromEngine,
     Hello,
+    Hold,
     Loading,
     Outputs,
     Ready,
@@ -518,5 +520,74 @@ def test_stats_are_the_latest_known(model: Path) -> None:
     async def story(rig: Rig) -> None:
         rig.link.say(Outputs(outputs=None, stats=EngineStats(running=3, steps_total=9)))
         assert rig.client.stats == EngineStats(running=3, steps_total=9)
+
+    run(model, story)
+
+
+class _SetClock:
+    """A clock that stands where it is put."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def now_ms(self) -> float:
+        return self.ms
+
+
+def test_a_request_whose_reader_does_not_keep_up_is_held_until_it_does(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        slow = rig.ask(request_id="slow", n=2)
+        first = asyncio.ensure_future(anext(slow))
+        await asyncio.sleep(0)
+        ids = tuple(rig.link.stream_id(f"slow/{stream}") for stream in range(2))
+        for _ in range(MOST_UNREAD + 1):
+            rig.link.tokens("slow/0", 42)
+            rig.link.tokens("slow/1", 42)
+        assert rig.link.sent[1:] == [Hold(request_ids=ids, is_held=True)]
+        await first
+        while len(rig.link.sent) == 2:
+            await anext(slow)
+        assert rig.link.sent[2:] == [Hold(request_ids=ids, is_held=False)]
+        await slow.aclose()  # type: ignore[attr-defined]
+        assert rig.link.sent[3:] == [Abort(request_ids=ids)]
+
+    run(model, story)
+
+
+def test_what_is_told_with_each_token_counts_too(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        slow = rig.ask(logprob_token_ids=tuple(range(99)), logprobs=0)
+        first = asyncio.ensure_future(anext(slow))
+        await asyncio.sleep(0)
+        listed = tuple(-1.0 for _ in range(99))
+        token = TokenLogprobs(token_id=42, logprob=-1.0, top=(), listed=listed)
+        for _ in range(MOST_UNREAD // 100 + 1):
+            rig.link.tokens("r/0", 42, logprobs=(token,))
+        assert [type(message) for message in rig.link.sent[1:]] == [Hold]
+        await first
+        await slow.aclose()  # type: ignore[attr-defined]
+
+    run(model, story)
+
+
+def test_an_engine_that_waits_for_readers_only_is_healthy(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        clock = rig.client._clock = _SetClock()  # type: ignore[assignment]
+        slow = rig.ask(request_id="slow")
+        first = asyncio.ensure_future(anext(slow))
+        await asyncio.sleep(0)
+        for _ in range(MOST_UNREAD + 1):
+            rig.link.tokens("slow/0", 42)
+        clock.ms = 90_000.0
+        assert rig.client.health().ok
+        assert rig.client.health().pending == 1
+        await first
+        while not isinstance(rig.link.sent[-1], Hold) or rig.link.sent[-1].is_held:
+            await anext(slow)
+        clock.ms += 50_000.0  # it has had the watchdog's time from here on
+        assert rig.client.health().ok
+        clock.ms += 20_000.0
+        assert not rig.client.health().ok
+        await slow.aclose()  # type: ignore[attr-defined]
 
     run(model, story)

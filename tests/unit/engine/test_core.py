@@ -12,8 +12,8 @@ from quire.base.errors import OverloadedError, WorkerError
 from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
-from quire.engine.core import AUDIT_AFTER_S, MAX_FAILED_STEPS, EngineCore, serve
-from quire.engine.messages import Abort, FromEngine, Outputs, Refused, Stop, Submit, ToEngine
+from quire.engine.core import AUDIT_AFTER_S, MAX_FAILED_STEPS, RETRY_AFTER_S, EngineCore, serve
+from quire.engine.messages import Abort, FromEngine, Hold, Outputs, Refused, Stop, Submit, ToEngine
 from quire.runner.model_runner import ModelRunner
 from quire.runner.touch_ahead import PIECE_BYTES, TouchAhead
 from quire.scheduler.limits import SchedulerLimits
@@ -329,3 +329,19 @@ def test_the_loop_answers_an_abort_with_the_last_output() -> None:
     last = [m for m in sent if isinstance(m, Outputs) and m.outputs is not None][-1]
     assert last.outputs is not None
     assert [output.finish_reason for output in last.outputs] == [FinishReason.ABORT]
+
+
+def test_the_loop_sets_aside_who_is_held_tells_it_once_and_goes_on_when_told() -> None:
+    rig = Rig()
+    submit = Submit(requests=(request("a", output=9),))
+    hold = Hold(request_ids=("a/0", "nobody"), is_held=True)
+    go_on = Hold(request_ids=("a/0",), is_held=False)
+    inbox = Inbox([submit], [hold], [], [], [go_on], *([] for _ in range(20)))
+    sent = [message for message in _served(rig, inbox) if isinstance(message, Outputs)]
+    aside = [at for at, message in enumerate(sent) if message.stats.held]
+    assert aside == [1]  # after the first step, and not said again while nothing happens
+    assert (sent[1].outputs, sent[1].stats.running, sent[1].stats.blocks_used) == (None, 0, 0)
+    assert inbox.waits[1:5] == [0.0, RETRY_AFTER_S, RETRY_AFTER_S, RETRY_AFTER_S]
+    outputs = [output for message in sent for output in message.outputs or ()]
+    assert len(_token_ids(outputs)) == 9
+    assert outputs[-1].finish_reason is FinishReason.LENGTH

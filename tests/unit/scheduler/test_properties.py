@@ -98,17 +98,28 @@ def draw_setup(random: Random) -> Setup:
 
 
 def run_case(
-    random: Random, setup: Setup, num_operations: int, *, flush_share: float = 0.0
+    random: Random,
+    setup: Setup,
+    num_operations: int,
+    *,
+    flush_share: float = 0.0,
+    hold_share: float = 0.0,
 ) -> Harness:
     """Draw and carry out operations, then run until everything has ended. flush_share: of the
-    operations before which the prefix cache is flushed."""
+    operations before which the prefix cache is flushed; hold_share: before which a request is held
+    or released."""
     harness = Harness(setup, cost=COST if setup.step_budget_ms else None)
     prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     flushing = Random(f"flush {num_operations} {prefixes}")
+    holding = Random(f"hold {num_operations} {prefixes}")
     for number in range(num_operations):
         if flushing.random() < flush_share:
             harness.scheduler.flush_cache()
             assert harness.scheduler.check_integrity() == []
+        if holding.random() < hold_share and harness.requests:
+            name = holding.choice(sorted(harness.requests))
+            harness.scheduler.hold(name, is_held=holding.random() < 0.6)
+            harness.check()
         kind = random.randrange(100)
         if kind < 25:
             add_group(random, harness, f"group-{number}", random.choice(prefixes))
@@ -120,6 +131,8 @@ def run_case(
             harness.schedule()
         else:
             harness.update()
+    for name in harness.requests:
+        harness.scheduler.hold(name, is_held=False)
     harness.drain()
     harness.check_end()
     return harness

@@ -1,0 +1,47 @@
+"""Unread: what was said to one caller and not taken yet, and a word when it becomes too much.
+
+A reader that does not keep up is told of once, and again when it has caught up to a quarter of
+the bound: whoever makes what is said stops meanwhile. Knows no message and no engine. Always
+holds: nothing is dropped, and order is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Said = TypeVar("Said")
+
+
+class Unread(Generic[Said]):
+    """most: how many may wait before `on_hold(True)` is called; `on_hold(False)` when few do.
+
+    is_held: whether the last call was the first of these. All in the event loop's thread.
+    """
+
+    def __init__(self, most: int, on_hold: Callable[[bool], None]) -> None:
+        self._most = most
+        self._on_hold = on_hold
+        self._queue: asyncio.Queue[Said] = asyncio.Queue()
+        self.is_held = False
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, said: Said) -> None:
+        """Something more was said."""
+        self._queue.put_nowait(said)
+        if not self.is_held and len(self) > self._most:
+            self._tell(True)
+
+    async def get(self) -> Said:
+        """The next; waits for it."""
+        said = await self._queue.get()
+        if self.is_held and len(self) <= self._most // 4:
+            self._tell(False)
+        return said
+
+    def _tell(self, is_held: bool) -> None:
+        self._on_hold(is_held)
+        self.is_held = is_held

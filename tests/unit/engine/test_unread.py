@@ -1,0 +1,45 @@
+"""Unread: a reader that does not keep up is told of once, and once when it has caught up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.unread import Unread
+
+
+def test_too_much_is_told_once_and_few_again_once() -> None:
+    async def exchange() -> None:
+        told: list[tuple[bool, int]] = []
+        unread: Unread[int] = Unread(8, lambda is_held: told.append((is_held, len(unread))))
+        for number in range(12):
+            unread.put(number)
+        assert told == [(True, 9)]
+        assert unread.is_held
+        assert [await unread.get() for _ in range(12)] == list(range(12))
+        assert told == [(True, 9), (False, 2)]
+        assert not unread.is_held
+
+    asyncio.run(exchange())
+
+
+def test_a_reader_that_keeps_up_is_never_told_of() -> None:
+    async def exchange() -> None:
+        told: list[bool] = []
+        unread: Unread[int] = Unread(2, told.append)
+        for number in range(100):
+            unread.put(number)
+            assert await unread.get() == number
+        assert told == []
+
+    asyncio.run(exchange())
+
+
+def test_a_reader_that_waits_gets_what_comes() -> None:
+    async def exchange() -> None:
+        unread: Unread[str] = Unread(2, lambda is_held: None)
+        waiting = asyncio.ensure_future(unread.get())
+        await asyncio.sleep(0)
+        unread.put("a")
+        assert await waiting == "a"
+
+    asyncio.run(exchange())
