@@ -30,19 +30,28 @@ class Callers:
         self._is_local = is_local or for_admins
         self._host = config.host.lower()
 
-    def check(self, headers: Iterable[tuple[bytes, bytes]], *, may_ask: bool = False) -> None:
+    def check(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        *,
+        may_ask: bool = False,
+        is_guarded: bool = False,
+    ) -> None:
         """Return if a request with these headers may be answered; raise ForeignPage if not.
 
-        may_ask: its Origin is one that --cors-origin lets in.
+        may_ask: its Origin is one that --cors-origin lets in. is_guarded: it asks for what admins
+        may, which without keys only this machine does, by a name that only it has.
         """
         if not self._is_open:
             return
         found = {name: value.decode("latin-1").strip().lower() for name, value in headers}
         host, origin = found.get(b"host"), found.get(b"origin")
-        if host is not None and self._is_local and not self._is_ours(host):
+        is_local = self._is_local or is_guarded
+        if host is not None and is_local and not self._is_ours(host):
             raise ForeignPage(
-                f"the request's Host is {show(host)}; this server has no key and is asked as "
-                "localhost or by its loopback address only; ask it so, or start it with --api-key"
+                f"the request's Host is {show(host)}; this server has no key and is asked for this "
+                "as localhost or by its loopback address only; ask it so, or start it with "
+                "--api-key"
             )
         own = [scheme + (host or "") for scheme in _SCHEMES]
         if origin is not None and origin not in own and not may_ask:

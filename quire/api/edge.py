@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.api.access import PREFLIGHT, AccessLog
+from quire.api.auth import is_guarded
 from quire.api.callers import Callers
 from quire.api.cors import Cors, Headers
 from quire.api.errors import MethodNotAllowed, UnknownRoute, error_response
@@ -69,14 +70,19 @@ class Edge:
         self, scope: Scope, receive: Receive, exchange: _Exchange, origin: str | None
     ) -> None:
         try:
-            self._callers.check(scope["headers"], may_ask=origin is not None)
+            path = scope["path"]
+            self._callers.check(
+                scope["headers"],
+                may_ask=origin is not None,
+                is_guarded=is_guarded(path) and not self._serving.keys.needed(path),
+            )
             preflight = self._cors.preflight(scope, origin)
             if preflight is not None:  # before keys: browsers send none with it
                 exchange.route = PREFLIGHT
                 await preflight(scope, receive, exchange.send)
                 return
             caller = self._serving.keys.check(
-                scope["path"], _authorization(scope), is_here=self._for_admins or is_here(scope)
+                path, _authorization(scope), is_here=self._for_admins or is_here(scope)
             )
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
             await self._app(scope, receive, exchange.send)

@@ -52,7 +52,7 @@ class Document:
 
     async def page(self, request: Request) -> Response:
         """The document as a page."""
-        origin = escape(_origin(request)).encode()
+        origin = escape(_origin(request) + self._serving.config.root_path).encode()
         content = self._content(request, written).replace(ORIGIN.encode(), origin)
         return Response(content, headers=HEADERS)
 
@@ -62,7 +62,8 @@ class Document:
         key = (write.__name__, known.model)
         if key not in self._written:
             routes = request.scope["router"].routes
-            content = document(routes, known, self._serving.keys.needed)
+            root_path = self._serving.config.root_path
+            content = document(routes, known, self._serving.keys.needed, root_path=root_path)
             self._written[key] = write(content)
         return self._written[key]
 
@@ -93,9 +94,14 @@ def _origin(request: Request) -> str:
 
 
 def document(
-    routes: Iterable[BaseRoute], known: Known, needs_key: Callable[[str], bool]
+    routes: Iterable[BaseRoute],
+    known: Known,
+    needs_key: Callable[[str], bool],
+    *,
+    root_path: str = "",
 ) -> dict[str, Any]:
-    """The document of these routes. needs_key: whether a path wants one.
+    """The document of these routes. needs_key: whether a path wants one. root_path: what stands
+    before all paths.
 
     Raises KeyError for a route that operations.py does not know.
     """
@@ -116,6 +122,7 @@ def document(
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": installed_version(), "description": _ABOUT},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": components,
     }

@@ -105,6 +105,12 @@ def test_an_admin_key_alone_leaves_the_rest_open(admin_keys: str) -> None:
     assert asked("/v1/completions", foreign, body=body, **settings)[0].status == 403
 
 
+def test_with_an_admin_key_alone_it_is_asked_by_any_name(admin_keys: str) -> None:
+    settings: dict[str, Any] = {"host": "0.0.0.0", "insecure": True, "admin_key_file": admin_keys}
+    named = {"host": "models.example", **key("root")}
+    assert asked("/admin/pause", named, client=FAR, **settings)[0].status == 200
+
+
 def test_an_admin_key_opens_everything(admin_keys: str) -> None:
     settings: dict[str, Any] = {"api_key": ("k",), "admin_key_file": admin_keys}
     body = b'{"prompt": "a"}'
@@ -182,6 +188,15 @@ def test_pages_of_other_sites_are_no_admins_at_any_listener() -> None:
     assert asyncio.run(exchange({"host": "localhost:1"})) == 200
     assert asyncio.run(exchange({"host": "localhost:1", "origin": "http://e.example"})) == 403
     assert asyncio.run(exchange({"host": "e.example"})) == 403  # a name pointed at loopback
+
+
+def test_a_page_of_a_name_that_leads_to_loopback_is_no_admin_without_keys() -> None:
+    """Its owner points the name at 127.0.0.1, so that Origin and Host agree, and addresses do."""
+    headers = {"host": "rebound.example", "origin": "http://rebound.example"}
+    for settings in ({"host": "0.0.0.0", "insecure": True}, {"cors_origin": ("*",)}):
+        reply, site = asked("/admin/pause", headers, **settings)
+        assert (reply.status, reply.error["code"]) == (403, "foreign_page")
+        assert not site.serving.paused
 
 
 def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:

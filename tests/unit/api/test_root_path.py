@@ -55,6 +55,19 @@ def test_the_front_page_names_paths_as_they_are_asked() -> None:
     asyncio.run(exchange())
 
 
+def test_the_document_and_its_page_name_the_prefix() -> None:
+    async def exchange() -> None:
+        site = Site(root_path="/llm")
+        document = (await site.get("/llm/openapi.json")).json
+        assert document["servers"] == [{"url": "/llm"}]
+        assert "/v1/completions" in document["paths"]
+        page = (await site.get("/docs", headers={"host": "localhost:8000"})).body.decode()
+        assert "http://localhost:8000/llm" in page
+        assert "servers" not in (await Site().get("/openapi.json")).json
+
+    asyncio.run(exchange())
+
+
 @pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/a b", "/a?b", "/v1"])
 def test_a_prefix_that_is_none_is_refused_in_words(path: str) -> None:
     with pytest.raises(SettingError, match=r"root_path is .*(as in /llm|stands before)"):
