@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from quire.api.answers import Answers
+from quire.api.live import Live
 from quire.base.log import Log
 from quire.base.report import Field
 from quire.config.tenants import Tenant
 
 PREFLIGHT = "preflight"
+# What a caller who left before there was a status is counted as.
+GONE = 499
 _POLLED = frozenset({"/health", "/metrics", PREFLIGHT})
 
 
@@ -50,6 +53,9 @@ class AccessLog:
         answers = state.get("answers")
         if isinstance(answers, Answers):
             fields |= _told(answers)
+        live = state.get("live")
+        if isinstance(live, Live) and live.error is not None and status != GONE:
+            fields["error"] = live.error
         if self._form == "json":
             self._log.event_as_json("request", fields)
         else:

@@ -17,13 +17,14 @@ from collections.abc import Iterable
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.api.access import PREFLIGHT, AccessLog
+from quire.api.access import GONE, PREFLIGHT, AccessLog
 from quire.api.auth import is_guarded
 from quire.api.callers import Callers
 from quire.api.cors import Cors, Headers
 from quire.api.errors import MethodNotAllowed, UnknownRoute, error_response
 from quire.api.gone import ClientGone
 from quire.api.listen import is_loopback
+from quire.api.live import Live
 from quire.api.serving import Serving
 from quire.base.errors import QuireError
 
@@ -33,7 +34,6 @@ _OF_PROXIES = frozenset(
 )
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-_GONE = 499
 _FAULT = 500
 
 
@@ -64,7 +64,7 @@ class Edge:
             with self._serving.request(counts=scope["method"] == "POST"):
                 await self._answer(scope, receive, exchange, origin)
         finally:
-            self._note(scope, exchange, took_ms=(time.monotonic() - started_s) * 1e3)
+            self._note(scope, exchange, started_s)
 
     async def _answer(
         self, scope: Scope, receive: Receive, exchange: _Exchange, origin: str | None
@@ -87,7 +87,7 @@ class Edge:
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
             await self._app(scope, receive, exchange.send)
         except ClientGone:
-            exchange.status = exchange.status or _GONE
+            exchange.status = exchange.status or GONE
             self._serving.metrics.disconnect()
         except HTTPException as error:
             refusal: QuireError = (
@@ -116,18 +116,26 @@ class Edge:
         response = error_response(error, request_id=f"req-{secrets.token_hex(12)}")
         await response(scope, receive, exchange.send)
 
-    def _note(self, scope: Scope, exchange: _Exchange, *, took_ms: float) -> None:
+    def _note(self, scope: Scope, exchange: _Exchange, started_s: float) -> None:
         route = exchange.route or getattr(scope.get("route"), "path", "unknown")
         status = exchange.status or _FAULT  # none began, and the caller did not leave
         self._serving.metrics.answered(route=route, status=status)
-        self._access.note(
-            scope["state"],
-            request_id=exchange.request_id,
-            method=scope["method"],
-            route=route,
-            status=status,
-            took_ms=took_ms,
-        )
+
+        def log() -> None:
+            self._access.note(
+                scope["state"],
+                request_id=exchange.request_id,
+                method=scope["method"],
+                route=route,
+                status=status,
+                took_ms=(time.monotonic() - started_s) * 1e3,
+            )
+
+        live = scope["state"].get("live")
+        if isinstance(live, Live) and live.ended_s is None:
+            live.on_end = log  # a resumable stream goes on without its reader
+        else:
+            log()
 
 
 class _Exchange:

@@ -99,6 +99,7 @@ async def generate(
     )
     live = Live(request_id, _asker(request), request.scope["route"].path, is_stream=stream)
     serving.live.begin(live)
+    request.state.live = live
     try:
         job = await until_gone(
             _read(serving, read, asked),

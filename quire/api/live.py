@@ -43,7 +43,8 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """One request. cut: set to an error, it ends the request with it. Made in the event loop."""
+    """One request. cut: set to an error, it ends the request with it. on_end: called when it has
+    ended, once. Made in the event loop."""
 
     id: str
     asker: Asker
@@ -56,6 +57,7 @@ class Live:
     look: Callable[[], Progress] = Progress
     ended_s: float | None = None
     error: str | None = None
+    on_end: Callable[[], None] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -104,6 +106,9 @@ class LiveRequests:
         live.error = None if error is None else shape_of(error).code or "error"
         self._ended[live.id] = live
         self._forget()
+        told, live.on_end = live.on_end, None
+        if told is not None:
+            told()
 
     def find(self, asked: str, key: bytes) -> Live:
         """The request of that id, or of that name its caller gave it. Raises UnknownRequest."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.base.errors import WorkerError
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 from tests.unit.api.fake_engine import Site
 
@@ -98,3 +99,55 @@ def test_a_request_that_was_refused_has_a_line_with_its_status() -> None:
     told = json.loads(line)
     assert (told["status"], told["route"]) == (400, PATH)
     assert "output_tokens" not in told
+
+
+def test_a_resumable_stream_has_its_line_when_it_ends_not_when_its_reader_leaves() -> None:
+    async def exchange() -> None:
+        site = Site(access_log="json")
+        gone, go_on = asyncio.Event(), asyncio.Event()
+        site.engine.pause = go_on.wait
+        body = {"prompt": "a", "stream": True, "stream_options": {"resumable": True}}
+
+        async def leave(part: bytes) -> None:
+            gone.set()
+
+        reply = await site.post(PATH, body, gone=gone, on_part=leave)
+        assert reply.status == 200
+        assert site.log.getvalue() == ""
+        go_on.set()
+        while not site.log.getvalue():
+            await asyncio.sleep(0)
+        told = json.loads(site.log.getvalue())
+        assert (told["output_tokens"], told["finish"], told["status"]) == (2, "stop", 200)
+
+    asyncio.run(asyncio.wait_for(exchange(), 30))
+
+
+def test_a_stream_that_failed_on_its_way_tells_with_what() -> None:
+    async def exchange() -> None:
+        site = Site(access_log="json")
+        site.engine.fails_with, site.engine.fails_after = WorkerError("it died"), 1
+        reply = await site.post(PATH, {"prompt": "a", "stream": True})
+        assert reply.status == 200
+        told = json.loads(site.log.getvalue())
+        assert (told["status"], told["error"], told["finish"]) == (200, "worker_error", "open")
+
+    asyncio.run(exchange())
+
+
+def test_a_caller_who_leaves_a_whole_answer_has_a_line_without_a_fault() -> None:
+    async def exchange() -> None:
+        site = Site(access_log="json")
+        gone = asyncio.Event()
+
+        async def leave() -> None:
+            gone.set()
+            await asyncio.Event().wait()
+
+        site.engine.pause = leave
+        await site.post(PATH, {"prompt": "a"}, gone=gone)
+        told = json.loads(site.log.getvalue())
+        assert (told["status"], told["output_tokens"]) == (499, 1)
+        assert "error" not in told
+
+    asyncio.run(exchange())
