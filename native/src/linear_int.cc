@@ -210,12 +210,32 @@ struct FinishRows {
     }
 };
 
-void amx_panels(const AmxBlock& block, const AmxScratch& scratch, const FinishRows& finish) {
+// Panels that are alike: with scales in steps, or not.
+void like_panels(const AmxBlock& block, bool in_steps, const AmxScratch& scratch,
+                 const FinishRows& finish) {
     const IntScheme& scheme = block.weight.scheme;
-    if (scheme.bits == 8) return amx_int_panels<IntForm::int8>(block, scratch, finish);
-    if (scheme.group == 32) return amx_int_panels<IntForm::group32>(block, scratch, finish);
-    if (scheme.group == 64) return amx_int_panels<IntForm::group64>(block, scratch, finish);
-    return amx_int_panels<IntForm::group128>(block, scratch, finish);
+    if (scheme.bits == 8) return amx_int_panels<IntForm::int8, false>(block, scratch, finish);
+    if (in_steps) return amx_int_panels<IntForm::group128, true>(block, scratch, finish);
+    if (scheme.group == 32) return amx_int_panels<IntForm::group32, false>(block, scratch, finish);
+    if (scheme.group == 64) return amx_int_panels<IntForm::group64, false>(block, scratch, finish);
+    amx_int_panels<IntForm::group128, false>(block, scratch, finish);
+}
+
+void amx_panels(AmxBlock block, const AmxScratch& scratch, const FinishRows& finish) {
+    const IntScheme& scheme = block.weight.scheme;
+    const int64_t end = block.end_panel, bytes = int_panel_bytes(block.weight.k, scheme);
+    const auto in_steps = [&](int64_t panel) __attribute__((always_inline)) {
+        return scheme.bits == 4 &&
+               panel_in_steps(static_cast<const char*>(block.weight.data) + panel * bytes, scheme,
+                              block.shape.steps);
+    };
+    while (block.first_panel < end) {
+        const bool are = in_steps(block.first_panel);
+        block.end_panel = block.first_panel + 1;
+        while (block.end_panel < end && in_steps(block.end_panel) == are) ++block.end_panel;
+        like_panels(block, are, scratch, finish);
+        block.first_panel = block.end_panel;
+    }
 }
 
 bool rows_are_lines(const LinearIntsArgs& args) {

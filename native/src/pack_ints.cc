@@ -6,6 +6,7 @@
 // written, elements past K count as zero, and non-finite rows or groups get the scale NaN.
 
 #include "quire/int_vec.h"
+#include "quire/int_steps.h"
 #include "quire/kernels.h"
 
 namespace quire::QUIRE_ISA_NS {
@@ -17,6 +18,8 @@ constexpr float kTiny = 0x1p-100f;
 constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kHuge = 0x5d800000;  // 2^60: errors are squared
 constexpr int kClips = 12;  // ratios tried: the largest magnitude becomes -7 - 0.3125 i steps
+constexpr float kHeld = 0x1p-16f;  // what is left of a group's squares where 4 bits hold all of it
+constexpr int kMostGroups = 4;      // of a block
 constexpr int kShares = 8;  // of the range tried: 1 - i / 32
 // Steps of its integers that a row's elements must have on average: see quire/quant/int_weights.py.
 constexpr float kFewestSteps = 2.3f;
@@ -109,7 +112,7 @@ struct Group {
 };
 
 struct Choice {
-    Vec scale, zero, error;
+    Vec scale, zero, error, square;  // square: sum of squares of the integers
 };
 
 QUIRE_VEC Vec round_scale(Vec a) {
@@ -133,13 +136,14 @@ QUIRE_VEC Choice attempt(const Group& group, Vec inverse, Vec zero_point) {
     }
     const Vec scale = round_scale(div(product, square));
     const Vec error = mul(scale, sub(mul(scale, square), add(product, product)));
-    return {scale, zero_point, error};
+    return {scale, zero_point, error, square};
 }
 
 QUIRE_VEC Choice better(const Choice& best, const Choice& other) {
     return {select_less(other.error, best.error, other.scale, best.scale),
             select_less(other.error, best.error, other.zero, best.zero),
-            select_less(other.error, best.error, other.error, best.error)};
+            select_less(other.error, best.error, other.error, best.error),
+            select_less(other.error, best.error, other.square, best.square)};
 }
 
 QUIRE_VEC Choice choose_symmetric(const Group& group) {
@@ -182,6 +186,55 @@ QUIRE_VEC Choice choose_zero_points(const Group& group) {
     return best;
 }
 
+// ---- int4 whose scales are multiples of a step
+
+// Of `group`: all bits where its scale and integers hold it as it is, none elsewhere.
+QUIRE_VEC IntLanes held(const Group& group, const Choice& choice) {
+    Vec squares = zero();
+    for (int64_t k = 0; k < group.count; ++k) {
+        const Vec x = group.at(k);
+        squares = add(squares, mul(x, x));
+    }
+    const Vec none = zero();
+    return (IntLanes)(choice.scale.v == none.v) |
+           (IntLanes)(add(choice.error, squares).v <= mul(set1(kHeld), squares).v);
+}
+
+// Scales of a block's groups as multiples of a step, the nearest there are.
+QUIRE_VEC void choose_steps(Choice* choices, int64_t groups) {
+    const Vec none = zero();
+    Vec largest = zero(), best = set1(__builtin_inff());
+    for (int64_t g = 0; g < groups; ++g) largest = max(largest, abs(choices[g].scale));
+    const Vec power = of_bits({bits_of(largest).v & kInfinity});
+    const IntLanes is_none = (IntLanes)(largest.v == none.v);
+    const Vec unit = of_bits({(bits_of(mul(power, set1(0x1p-6f))).v & ~is_none) |
+                              (bits_of(set1(1.0f)).v & is_none)});
+    Vec chosen[kMostGroups] = {};
+    for (const ScaleSteps& tried : kScaleSteps) {
+        const Vec most = set1(static_cast<float>(tried.most));
+        const Vec size = mul(unit, set1(static_cast<float>(tried.size)));
+        const Vec step = div(size, most), inverse = div(most, size);
+        Vec error = zero(), reached = zero(), scales[kMostGroups];
+        for (int64_t g = 0; g < groups; ++g) {
+            const Vec scale = choices[g].scale;
+            const Vec steps = round_near(
+                min(set1(kMostSteps), max(set1(-kMostSteps), mul(scale, inverse))));
+            scales[g] = mul(step, steps);
+            const Vec change = sub(scale, scales[g]);
+            error = add(error, mul(choices[g].square, mul(change, change)));
+            reached = max(reached, abs(steps));
+        }
+        const IntLanes takes =
+            (IntLanes)(reached.v == most.v) & (IntLanes)(error.v < best.v);
+        const auto either = [&](Vec yes, Vec no) __attribute__((always_inline)) {
+            return of_bits({(bits_of(yes).v & takes) | (bits_of(no).v & ~takes)});
+        };
+        best = either(error, best);
+        for (int64_t g = 0; g < groups; ++g) chosen[g] = either(scales[g], chosen[g]);
+    }
+    for (int64_t g = 0; g < groups; ++g) choices[g].scale = chosen[g];
+}
+
 // A group's part of its block.
 struct GroupPlace {
     char* scales;   // [32] bf16
@@ -190,72 +243,112 @@ struct GroupPlace {
     int64_t octs;
 };
 
-void pack_group(const PackIntsArgs& args, int64_t first_k, int64_t count, const GroupPlace& to) {
+// Elements of a group, in lanes that are finite.
+struct GroupValues {
     alignas(64) float x[kRowGroup * kLanes];
+    IntLanes finite;  // all bits, or none
+};
+
+void take(const PackIntsArgs& args, int64_t first_k, int64_t count, int64_t size, int half,
+          GroupValues& to) {
+    const float* values = args.values + first_k * kIntLanes + half * kLanes;
+    Ints most = set1_int(0);
+    for (int64_t k = 0; k < count; ++k) {
+        most = max(most, magnitude_bits(load(values + k * kIntLanes)));
+    }
+    to.finite = most.v < kHuge;
+    for (int64_t k = 0; k < size; ++k) {
+        const Vec value = k < count ? load(values + k * kIntLanes) : zero();
+        store(to.x + k * kLanes, of_bits({bits_of(value).v & to.finite}));
+    }
+}
+
+// A block's half of the lanes, chosen.
+struct GroupLanes {
     alignas(64) uint32_t words[kRowGroup / 8][kIntLanes];
     Lanes scales, zeros;
-    for (int j = 0; j < kVecs; ++j) {
-        Ints most = set1_int(0);
-        for (int64_t k = 0; k < count; ++k) {
-            const Vec value = load(args.values + (first_k + k) * kIntLanes + j * kLanes);
-            most = max(most, magnitude_bits(value));
+};
+
+void round_group(const Group& group, const Choice& choice, IntLanes finite, int half,
+                 GroupLanes& to) {
+    const Vec none = zero();
+    const Vec inverse = of_bits({bits_of(div(set1(1.0f), choice.scale)).v &
+                                 (IntLanes)(choice.scale.v != none.v)});
+    const Vec low = sub(zero(), choice.zero), high = sub(set1(15.0f), choice.zero);
+    for (int64_t oct = 0; oct < group.count / 8; ++oct) {
+        Ints word = set1_int(0);
+        for (int i = 0; i < 8; ++i) {
+            const Vec q = quantized(group.at(oct * 8 + i), inverse, low, high);
+            const Ints nibble = round_ints(add(q, choice.zero));
+            word.v |= nibble.v << (8 * (i % 4) + 4 * (i / 4));
         }
-        const IntLanes finite = most.v < kHuge;
-        for (int64_t k = 0; k < to.octs * 8; ++k) {
-            Vec value = zero();
-            if (k < count) value = load(args.values + (first_k + k) * kIntLanes + j * kLanes);
-            store(x + k * kLanes, of_bits({bits_of(value).v & finite}));
-        }
-        const Group group{x, to.octs * 8};
-        const Choice choice =
-            args.scheme.has_zero_points ? choose_zero_points(group) : choose_symmetric(group);
-        const Vec none = zero();
-        const Vec inverse = of_bits({bits_of(div(set1(1.0f), choice.scale)).v &
-                                     (IntLanes)(choice.scale.v != none.v)});
-        const Vec low = sub(zero(), choice.zero), high = sub(set1(15.0f), choice.zero);
-        for (int64_t oct = 0; oct < to.octs; ++oct) {
-            Ints word = set1_int(0);
-            for (int i = 0; i < 8; ++i) {
-                const Vec q = quantized(group.at(oct * 8 + i), inverse, low, high);
-                const Ints nibble = round_ints(add(q, choice.zero));
-                word.v |= nibble.v << (8 * (i % 4) + 4 * (i / 4));
-            }
-            store_ints(words[oct] + j * kLanes, word);
-        }
-        const Vec stored = of_bits({(bits_of(choice.scale).v & finite) |
-                                    (0x7fc00000 & ~finite)});
-        store(scales.v + j * kLanes, stored);
-        store(zeros.v + j * kLanes, choice.zero);
+        store_ints(to.words[oct] + half * kLanes, word);
     }
+    const Vec stored = of_bits({(bits_of(choice.scale).v & finite) | (0x7fc00000 & ~finite)});
+    store(to.scales.v + half * kLanes, stored);
+    store(to.zeros.v + half * kLanes, choice.zero);
+}
+
+void store_group(const PackIntsArgs& args, const GroupLanes& lanes, const GroupPlace& to) {
     for (int64_t oct = 0; oct < to.octs; ++oct) {
-        store_lanes(to.weights + oct * kQuadBytes, words[oct], args);
+        store_lanes(to.weights + oct * kQuadBytes, lanes.words[oct], args);
     }
     for (int64_t lane = args.low; lane < args.high; ++lane) {
-        const bf16 scale = round_bf16(scales.v[lane]);
+        const bf16 scale = round_bf16(lanes.scales.v[lane]);
         __builtin_memcpy(to.scales + lane * 2, &scale, 2);
-        if (to.zeros != nullptr) to.zeros[lane] = static_cast<char>(zeros.v[lane]);
+        if (to.zeros != nullptr) to.zeros[lane] = static_cast<char>(lanes.zeros.v[lane]);
+    }
+}
+
+// The groups of 128 (or the last 64) of K from `first_k` on, of which `count` are there.
+void pack_block(const PackIntsArgs& args, int64_t first_k, int64_t count, char* block,
+                int64_t steps) {
+    const int64_t groups = block_groups(args.scheme, steps), all = steps * kIntStep;
+    const int64_t size = args.scheme.group < all ? args.scheme.group : all;
+    char* weights = block + block_head_bytes(args.scheme, steps);
+    GroupValues values[kMostGroups];
+    GroupLanes lanes[kMostGroups];
+    for (int j = 0; j < kVecs; ++j) {
+        Choice choices[kMostGroups];
+        IntLanes kept = set1_int(-1).v;
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t left = count - g * size;
+            take(args, first_k + g * size, left < 0 ? 0 : left < size ? left : size, size, j,
+                 values[g]);
+            const Group group{values[g].x, size};
+            choices[g] =
+                args.scheme.has_zero_points ? choose_zero_points(group) : choose_symmetric(group);
+            kept &= held(group, choices[g]);
+        }
+        if (!args.scheme.has_zero_points && args.scheme.group < kRowGroup) {
+            Choice in_steps[kMostGroups];
+            for (int64_t g = 0; g < groups; ++g) in_steps[g] = choices[g];
+            choose_steps(in_steps, groups);
+            for (int64_t g = 0; g < groups; ++g) {
+                choices[g].scale = of_bits({(bits_of(choices[g].scale).v & kept) |
+                                            (bits_of(in_steps[g].scale).v & ~kept)});
+            }
+        }
+        for (int64_t g = 0; g < groups; ++g) {
+            round_group({values[g].x, size}, choices[g], values[g].finite, j, lanes[g]);
+        }
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+        char* zeros = args.scheme.has_zero_points
+                          ? block + groups * kScaleBytes + g * kIntLanes
+                          : nullptr;
+        store_group(args, lanes[g], {block + g * kScaleBytes, zeros,
+                                     weights + g * size / 8 * kQuadBytes, size / 8});
     }
 }
 
 void pack4(const PackIntsArgs& args) {
     const int64_t steps = int_steps(args.k);
     for (int64_t step = 0; step < steps; step += 2) {
-        const int64_t here = steps - step < 2 ? 1 : 2;
-        char* block = args.panel + block_start(args.scheme, step / 2);
-        const int64_t groups = block_groups(args.scheme, here);
-        char* weights = block + block_head_bytes(args.scheme, here);
-        for (int64_t g = 0; g < groups; ++g) {
-            const int64_t first = g * args.scheme.group;  // from the block's first K
-            const int64_t room = here * kIntStep - first;
-            const int64_t size = args.scheme.group < room ? args.scheme.group : room;
-            const int64_t left = args.k - step * kIntStep - first;
-            char* zeros = args.scheme.has_zero_points
-                              ? block + groups * kScaleBytes + g * kIntLanes
-                              : nullptr;
-            pack_group(args, step * kIntStep + first, left < 0 ? 0 : left < size ? left : size,
-                       {block + g * kScaleBytes, zeros, weights + first / 8 * kQuadBytes,
-                        size / 8});
-        }
+        const int64_t left = args.k - step * kIntStep;
+        pack_block(args, step * kIntStep, left < kRowGroup ? left : kRowGroup,
+                   args.panel + block_start(args.scheme, step / 2),
+                   steps - step < 2 ? 1 : 2);
     }
 }
 

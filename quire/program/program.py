@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quire.program.ops import Buffer, CacheSpec, Op, OpKind, RopeSpec, View, Weight, WeightForm
 
 # Part of every fingerprint: raised when a recipe changes so that results differ in any bit.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

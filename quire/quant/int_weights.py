@@ -4,6 +4,8 @@ int8: a row's scale is absmax / 127, its integers rint(w * (127 / absmax)).
 int4: for each group a few clip ratios are tried; each gives integers, the scale with the least
 squared error for them (rounded to bf16), and its error; the best scale stands, and the integers
 are rounded anew by it. With zero points the range is [-z, 15 - z], else [-8, 7].
+Scales of groups of 32 and 64 without zero points are whole multiples of a step, one for 128 of a
+row, so that products can be summed as integers over all of these 128 (`in_steps`).
 Tiny and non-finite rows or groups as in int_rows.py; a group with an element of HUGE counts as not
 finite, since errors are squared. Sums run over a group's elements in order.
 Needs no calibration text; knows no layout and no checkpoint.
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.quant.int_rows import TINY, grouped, scale_and_inverse
-from quire.quant.scheme import Scheme
+from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
 Float32s = NDArray[np.float32]
 
@@ -30,6 +32,24 @@ FEWEST_STEPS = np.float32(2.3)
 CLIP_STEPS = tuple(np.float32(7 + 0.3125 * i) for i in range(12))
 # With zero points: what is left of the range from the smallest to the largest element.
 RANGE_SHARES = tuple(np.float32(1 - i / 32) for i in range(8))
+# Scales that groups of 128 of a row may have: the largest is p / 64 of a power of two and `most`
+# steps, the others are fewer. p is a * most, or that doubled, and a is at most 7: then a sum of 128
+# products of activations (127), weights (8) and steps (15), times a, is below 2^24, so that f32
+# holds each partial sum exactly, in any order. (p, most), all there are.
+STEPS = tuple(
+    sorted(
+        {
+            a * most << shift: most
+            for most in range(8, 16)
+            for a in range(4, 8)
+            for shift in (0, 1)
+            if 64 <= a * most << shift <= 128
+        }.items()
+    )
+)
+MOST_STEPS = np.float32(15)
+# Of a group's squares: what is left after rounding where 4 bits and bf16 scales hold all of it.
+HELD = np.float32(2.0**-16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +104,10 @@ def _int4(w: Float32s, scheme: Scheme) -> IntMatrix:
     groups = grouped(w, scheme.group)  # [N, G, group]
     finite = np.abs(groups).max(axis=2) < HUGE  # not so of NaN
     x = np.where(finite[:, :, None], groups, np.float32(0))
-    scales, zeros = _zero_points(x) if scheme.has_zero_points else _symmetric(x)
+    if scheme.has_zero_points:
+        scales, zeros = _zero_points(x)
+    else:
+        scales, zeros = _symmetric(x, scheme.group)
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
     values = _rounded(x, inverse, zeros)
     return IntMatrix(
@@ -95,7 +118,7 @@ def _int4(w: Float32s, scheme: Scheme) -> IntMatrix:
     )
 
 
-def _symmetric(x: Float32s) -> tuple[Float32s, Float32s]:
+def _symmetric(x: Float32s, group: int) -> tuple[Float32s, Float32s]:
     """Scales and zero points (8) of groups x [N, G, group]."""
     at = np.abs(x).argmax(axis=2)[:, :, None]  # the first of equals
     largest = np.take_along_axis(x, at, axis=2)[:, :, 0]
@@ -103,8 +126,51 @@ def _symmetric(x: Float32s) -> tuple[Float32s, Float32s]:
     divisor = np.where(counts, largest, np.float32(1))
     zeros = np.full(largest.shape, 8, np.float32)
     tries = [(np.divide(-steps, divisor, dtype=np.float32), zeros) for steps in CLIP_STEPS]
-    scales, _ = _best(x, tries)
-    return np.where(counts, scales, np.float32(0)), zeros
+    best = _best(x, tries)
+    scales = np.where(counts, best.scales, np.float32(0))
+    if group < ACTIVATION_GROUP:
+        scales = _blocks_in_steps(x, scales, best)
+    return scales, zeros
+
+
+def _blocks_in_steps(x: Float32s, scales: Float32s, best: _Best) -> Float32s:
+    """Scales [N, G] as multiples of their block's step, where they do not hold the weight as it is:
+    integers that were 4 bits before keep their scales."""
+    squares = np.zeros(scales.shape, np.float32)
+    for k in range(x.shape[2]):
+        squares += x[:, :, k] * x[:, :, k]
+    held = (scales == 0) | (best.errors + squares <= HELD * squares)
+    of_block = ACTIVATION_GROUP // x.shape[2]
+    pad = -scales.shape[1] % of_block
+    blocks, weights, kept = (
+        np.pad(part, ((0, 0), (0, pad)), constant_values=fill).reshape(len(x), -1, of_block)
+        for part, fill in ((scales, 0), (best.squares, 0), (held, True))
+    )
+    chosen = np.where(kept.all(axis=2, keepdims=True), blocks, in_steps(blocks, weights))
+    return np.ascontiguousarray(chosen.reshape(len(x), -1)[:, : scales.shape[1]])
+
+
+def in_steps(scales: Float32s, squares: Float32s) -> Float32s:
+    """Scales [N, B, groups] as multiples of a step a block, one of those in STEPS: the ones with
+    the least sum of squares[..] * (change of scale)^2; the first of equals."""
+    largest = np.abs(scales).max(axis=2, keepdims=True)
+    unit = (largest.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32) / np.float32(64)
+    unit = np.where(largest == 0, np.float32(1), unit)
+    best = np.full(largest.shape, np.inf, np.float32)
+    chosen = np.zeros_like(scales)
+    for p, most in STEPS:
+        size = unit * np.float32(p)
+        step, inverse = size / np.float32(most), np.float32(most) / size
+        steps = np.rint(np.clip(scales * inverse, -MOST_STEPS, MOST_STEPS))
+        change = scales - step * steps
+        error = np.zeros(largest.shape, np.float32)
+        for g in range(scales.shape[2]):
+            error[:, :, 0] += squares[:, :, g] * (change[:, :, g] * change[:, :, g])
+        fits = np.abs(steps).max(axis=2, keepdims=True) == most
+        better = fits & (error < best)
+        best = np.where(better, error, best)
+        chosen = np.where(better, step * steps, chosen)
+    return chosen
 
 
 def _zero_points(x: Float32s) -> tuple[Float32s, Float32s]:
@@ -118,28 +184,40 @@ def _zero_points(x: Float32s) -> tuple[Float32s, Float32s]:
         inverse = np.divide(np.float32(15), span, dtype=np.float32)
         zeros = np.rint(np.clip((-low * share) * inverse, np.float32(0), np.float32(15)))
         tries.append((inverse, zeros))
-    scales, zeros = _best(x, tries)
-    return np.where(counts, scales, np.float32(0)), np.where(counts, zeros, np.float32(0))
+    best = _best(x, tries)
+    none = np.float32(0)
+    return np.where(counts, best.scales, none), np.where(counts, best.zeros, none)
 
 
-def _best(x: Float32s, tries: list[tuple[Float32s, Float32s]]) -> tuple[Float32s, Float32s]:
-    """Of inverse scales and zero points, what leaves the least squared error; the first of equals.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Best:
+    """Of each group: its scale, rounded to bf16, zero point, the sum of squares of its integers,
+    and the squared error less the sum of squares of x, which no choice changes."""
 
-    Returns the scales that fit the integers best, rounded to bf16, and their zero points.
-    """
+    scales: Float32s
+    zeros: Float32s
+    squares: Float32s
+    errors: Float32s
+
+
+def _best(x: Float32s, tries: list[tuple[Float32s, Float32s]]) -> _Best:
+    """Of inverse scales and zero points, what leaves the least error; the first of equals."""
     with np.errstate(all="ignore"):
-        scales, zeros, best = _tried(x, *tries[0])
-        for inverse, new_zeros in tries[1:]:
-            new_scales, new_zeros, error = _tried(x, inverse, new_zeros)
-            better = error < best
-            scales = np.where(better, new_scales, scales)
-            zeros = np.where(better, new_zeros, zeros)
-            best = np.where(better, error, best)
-    return scales, zeros
+        best = _tried(x, *tries[0])
+        for inverse, zeros in tries[1:]:
+            other = _tried(x, inverse, zeros)
+            better = other.errors < best.errors
+            best = _Best(
+                scales=np.where(better, other.scales, best.scales),
+                zeros=np.where(better, other.zeros, best.zeros),
+                squares=np.where(better, other.squares, best.squares),
+                errors=np.where(better, other.errors, best.errors),
+            )
+    return best
 
 
-def _tried(x: Float32s, inverse: Float32s, zeros: Float32s) -> tuple[Float32s, Float32s, Float32s]:
-    """Scales, zero points, and errors less the sum of squares of x, which no choice changes."""
+def _tried(x: Float32s, inverse: Float32s, zeros: Float32s) -> _Best:
+    """The scales that fit the integers best."""
     q = _rounded(x, inverse, zeros)
     product = np.zeros(x.shape[:2], np.float32)
     square = np.zeros(x.shape[:2], np.float32)
@@ -147,7 +225,8 @@ def _tried(x: Float32s, inverse: Float32s, zeros: Float32s) -> tuple[Float32s, F
         product += x[:, :, k] * q[:, :, k]
         square += q[:, :, k] * q[:, :, k]
     scales = _round_bf16(product / square)
-    return scales, zeros, scales * (scales * square - (product + product))
+    errors = scales * (scales * square - (product + product))
+    return _Best(scales=scales, zeros=zeros, squares=square, errors=errors)
 
 
 def _rounded(x: Float32s, inverse: Float32s, zeros: Float32s) -> Float32s:

@@ -66,6 +66,27 @@ def test_a_product_of_integers_is_the_recipe(
     np.testing.assert_array_equal(found[0], bias)  # a row of zeros
 
 
+@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64"])
+@pytest.mark.parametrize("rows", [33, 100])
+@pytest.mark.parametrize("k", [128, 192, 448])
+def test_panels_with_scales_in_steps_lie_beside_others(scheme: str, rows: int, k: int) -> None:
+    """What had 4 bits before keeps its scales, so that its products are folded group by group;
+    the largest products that steps allow, too, are the recipe's."""
+    rng = np.random.default_rng(k)
+    w, x = draw(rng, 160, k), draw(rng, rows, k)
+    group = SCHEMES[scheme].group
+    held = rng.integers(-8, 8, (64, k)).astype(np.float32)
+    held[:, ::group] = -8
+    w[32:64], w[96:128] = held[:32] * np.float32(0.01), held[32:] * np.float32(0.7)
+    w[40, 5] = 3  # one of its blocks is searched for
+    w[5] = np.where(w[5] < 0, -8, 6.9)
+    x[0] = w[5]
+    matrix = quantize_matrix(w, SCHEMES[scheme])
+    expected = twin.int_linear(x, matrix, None)
+    for isa in FUSED:
+        np.testing.assert_array_equal(_product(scheme, isa, w, x), expected)
+
+
 @each_scheme
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 31, 48, 300, 2_048])
 def test_every_instruction_set_gives_the_same_bits(scheme: str, rows: int) -> None:

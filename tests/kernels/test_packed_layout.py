@@ -13,7 +13,10 @@ from tests.kernels.one_op import ISAS, packed
 
 # Of the bytes that one matrix becomes, by layout. A change of any of them is a new layout: raise
 # kPackedLayout in native/include/quire/weight.h, and add its line here.
-KNOWN = {1: "c80447543c3850ff575c01c35be119e3"}
+KNOWN = {
+    1: "c80447543c3850ff575c01c35be119e3",
+    2: "f874a9fe569c4572a99de97f542e47c8",
+}
 
 
 def _matrix() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

@@ -3,7 +3,8 @@
 //
 // int8 weights go in as they lie, a tile being 16 quads of 64 bytes; the offset of their bytes is
 // taken off by the rows' starts. A panel of int4 becomes signed bytes in scratch first, for all
-// rows of a block, zero points taken off.
+// rows of a block, zero points taken off; where groups' scales are multiples of steps, their
+// bytes are too, and 128 of K are one sum (amx_int_steps.h).
 //
 // A batch is a pack of up to 32 rows by some sums of K. All that is not a product is done while
 // the unit computes: a tile goes to memory just before it is begun anew (stores in a row would
@@ -13,7 +14,7 @@
 // Only for files compiled once per instruction set, of which one has AMX.
 #pragma once
 
-#include "quire/amx_tiles.h"
+#include "quire/amx_int_steps.h"
 #include "quire/int_rows.h"
 
 #if defined(QUIRE_AMX)
@@ -25,7 +26,6 @@ namespace {
 constexpr int64_t kPackRows = 32;          // two tiles
 constexpr int64_t kGroupRows = 2 * kPackRows;
 constexpr int64_t kStretchSteps = 4;       // of 64 of K: weights that stay in the first-level cache
-constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kSumInts = kPackRows * kIntLanes;  // of one sum of all rows
 constexpr int64_t kMostSums = 4;           // of a batch
 constexpr int64_t kGroupFloats = kGroupRows * kIntLanes;
@@ -394,8 +394,9 @@ QUIRE_VEC void multiply_stretch(const RowPack& pack, const RowShape& shape, int6
     }
 }
 
-// finish(panel, F, first row of the block, rows) is called for all rows of all panels.
-template <IntForm form, class Finish>
+// finish(panel, F, first row of the block, rows) is called for all rows of all panels; `in_steps`:
+// scales of all of them are multiples of steps.
+template <IntForm form, bool in_steps, class Finish>
 __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxScratch& scratch,
                                               const Finish& finish) {
     using Shape = FormShape<form>;
@@ -417,7 +418,11 @@ __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxSc
         PanelWeights panel{data, nullptr};
         if constexpr (!Shape::kIsInt8) {
             float* scales = scratch.scales[index % 2];
-            expand(data, block.weight.scheme, shape.steps, {scratch.bytes, scales});
+            if constexpr (in_steps) {
+                expand_steps(data, block.weight.scheme, shape.steps, scratch.bytes, scales);
+            } else {
+                expand(data, block.weight.scheme, shape.steps, {scratch.bytes, scales});
+            }
             panel = {scratch.bytes, scales};
         }
         for (int64_t group = 0; group < block.rows; group += kGroupRows) {

@@ -22,6 +22,7 @@ namespace {
 constexpr int64_t kTileRows = 16;   // of x; and columns of a weight
 constexpr int64_t kTileStep = 32;   // of K
 constexpr int64_t kTileElements = kTileRows * kTileStep;
+constexpr int64_t kTileBytes = 1024;
 
 QUIRE_VEC void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 

@@ -29,7 +29,7 @@ struct SourceRows {
 
 // Raised when bytes of a packed weight come to mean something else, or the same elements become
 // other bytes: packed weights of another number are not read.
-constexpr int64_t kPackedLayout = 1;
+constexpr int64_t kPackedLayout = 2;
 
 class Weight {
   public:
