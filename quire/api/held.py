@@ -20,6 +20,7 @@ from quire.base.grammar import Grammar, GrammarKind, grammar
 from quire.dialects.grammar import answer_grammar, calls_grammar, embedded, form_of
 from quire.dialects.table import DIALECTS, HARMONY, Reading
 from quire.dialects.thinking import Marks, is_open
+from quire.structured.closed import closed
 from quire.structured.schema import for_llguidance
 from quire.text.tokenizer import Tokenizer
 
@@ -109,12 +110,13 @@ def _in_json(offer: Offer, reading: Reading) -> Reading:
 def _arguments(offer: Offer, name: str) -> dict[str, Any]:
     """The schema of a function's arguments: its own where it is to be followed, else any object.
 
-    Of a schema that is not strict, keywords that cannot be followed say nothing.
+    Of a schema that is not strict, keywords that cannot be followed say nothing. Its objects are
+    closed: a function called with arguments it does not name would fail.
     """
     strict = name in offer.strict
     own = offer.schemas[name] if strict or offer.mode == "required" else {}
     options = {"lenient": not strict, "coerce_one_of": not strict}
-    rewritten = for_llguidance({**own, "type": "object"})
+    rewritten = for_llguidance(closed({**own, "type": "object"}))
     assert isinstance(rewritten, dict), "an object's schema stays one"
     return {**rewritten, "x-guidance": {**_separators(None), **options}}
 

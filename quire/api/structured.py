@@ -1,8 +1,9 @@
 """What an answer is to look like: response_format and structured_outputs become a grammar.
 
 OpenAI's field and vLLM's, which may not both be given. Checks their form only: whether a grammar
-can be used is told by its compiler, before the first token. A schema is followed whether `strict`
-is true, false or left out.
+can be used is told by its compiler, before the first token. A schema of response_format is
+followed whether `strict` is true, false or left out, and its objects are closed
+(quire/structured/closed.py); one of structured_outputs is taken to the letter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar_of, json_object, json_schema, structural_tag
 from quire.base.show import show
+from quire.structured.closed import closed
 
 _FORMAT = "response_format"
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -83,4 +85,4 @@ def _of_json_schema(asked: Mapping[str, Any]) -> Grammar:
                 f"{_FORMAT}.json_schema.{name} is {show(value)}; a text is allowed",
                 param=_FORMAT,
             )
-    return json_schema(named["schema"], param=_FORMAT)
+    return json_schema(closed(named["schema"]), param=_FORMAT)
