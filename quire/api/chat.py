@@ -83,6 +83,7 @@ async def read_job(asked: Asked) -> Job:
         add_special_tokens=adds_special,
         least_output=int(sampling.max_tokens != 0),
         keep_tokens=most_tokens(given, engine, sampling.max_tokens),
+        param="messages",
     )
     if sampling.prompt_logprobs is not None:
         num_told = len(token_ids) * (1 + sampling.prompt_logprobs)

@@ -1,7 +1,7 @@
 """Texts to token ids at the edge: long texts are tokenized in a thread, others go on meanwhile.
 
-Knows the tokenizer, the vocabulary and the context length; whether prompt and output fit together
-is the engine's to say. Always holds: ids that leave here are plain ints the model has.
+Knows the tokenizer, the vocabulary and the context length; whether prompt and all of the output fit
+together is the engine's to say. Always holds: ids that leave here are plain ints the model has.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from quire.api.serving import Engine
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.show import show
+from quire.engine.requests import prompt_too_long
 
 # Tokenizing so many characters takes about a millisecond.
 _SHORT_CHARS = 4096
@@ -49,11 +50,13 @@ async def encode(
     add_special_tokens: bool,
     least_output: int = 1,
     keep_tokens: int | None = None,
+    param: str = "prompt",
 ) -> list[int]:
     """The ids of `text`. A text too long for the context in any tokens is not even looked at.
 
-    least_output: tokens there must be room for behind it; 0 where it is only scored. keep_tokens:
-    of a longer text only the last so many. Raises ContextTooLong and InvalidParameter.
+    param: the field it came in. least_output: tokens there must be room for behind it; 0 where it
+    is only scored. keep_tokens: of a longer text only the last so many. Raises ContextTooLong
+    and InvalidParameter.
     """
     if keep_tokens is not None:
         encoded = engine.tokenizer.encode
@@ -61,13 +64,16 @@ async def encode(
         return ids[-keep_tokens:]
     least_tokens = engine.tokenizer.least_tokens(text)
     if least_tokens + least_output > engine.card.max_model_len:
-        found = f"{len(text)} characters, so at least {least_tokens}"
-        raise _too_long(engine, found, least_output)
+        found = f"{len(text)} characters, so at least {least_tokens} tokens"
+        raise _too_long(engine, found, least_output, param)
     if len(text) <= _SHORT_CHARS:
-        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(
-        engine.tokenizer.encode, text, add_special_tokens=add_special_tokens
-    )
+        ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        encoded = engine.tokenizer.encode
+        ids = await asyncio.to_thread(encoded, text, add_special_tokens=add_special_tokens)
+    if len(ids) + least_output > engine.card.max_model_len:
+        raise _too_long(engine, f"{len(ids)} tokens", least_output, param)
+    return ids
 
 
 def checked_ids(
@@ -86,7 +92,7 @@ def checked_ids(
     if keep_tokens is not None:
         token_ids = token_ids[-keep_tokens:]
     if len(token_ids) + least_output > card.max_model_len:
-        raise _too_long(engine, str(len(token_ids)), least_output)
+        raise _too_long(engine, f"{len(token_ids)} tokens", least_output, param)
     if not token_ids:
         raise InvalidParameter(
             "the prompt is an empty list; give at least one token id", param=param
@@ -101,10 +107,6 @@ def checked_ids(
     return list(token_ids)
 
 
-def _too_long(engine: Engine, num_tokens: str, least_output: int) -> ContextTooLong:
-    needed = ", and at least one token of output is needed" * least_output
-    return ContextTooLong(
-        f"the prompt has {num_tokens} tokens; prompt and output together may have "
-        f"{engine.card.max_model_len}{needed}; shorten the prompt",
-        param="prompt",
-    )
+def _too_long(engine: Engine, found: str, least_output: int, param: str) -> ContextTooLong:
+    message = prompt_too_long(found, engine.card.max_model_len, least_output=least_output)
+    return ContextTooLong(message, param=param)

@@ -47,17 +47,17 @@ def make_requests(
     _check_ids(card, "allowed_token_ids", sampling.allowed_token_ids or ())
     room_tokens = card.max_model_len - len(prompt)
     if room_tokens < 0 or (room_tokens == 0 and sampling.max_tokens != 0):
-        needed = "" if sampling.max_tokens == 0 else ", and at least one token of output is needed"
-        raise ContextTooLong(
-            f"the prompt has {len(prompt)} tokens; prompt and output together may have "
-            f"{card.max_model_len}{needed}; shorten the prompt",
-            param="prompt",
+        message = prompt_too_long(
+            f"{len(prompt)} tokens",
+            card.max_model_len,
+            least_output=0 if sampling.max_tokens == 0 else 1,
         )
+        raise ContextTooLong(message, param="prompt")
     if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
         raise ContextTooLong(
-            f"max_tokens is {sampling.max_tokens} and the prompt has {len(prompt)} tokens; "
-            f"together they may be {card.max_model_len}; lower max_tokens to {room_tokens} or "
-            "shorten the prompt",
+            f"this model's maximum context length is {card.max_model_len} tokens; max_tokens is "
+            f"{sampling.max_tokens} and the prompt has {len(prompt)} tokens; lower max_tokens to "
+            f"{room_tokens} or shorten the prompt",
             param="max_tokens",
         )
     if sampling.min_tokens > room_tokens:
@@ -122,6 +122,18 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
         eta_cutoff=given.get("eta_cutoff", 0.0),
         no_repeat_ngram_size=int(given.get("no_repeat_ngram_size", 0)),
         max_tokens=max_tokens,
+    )
+
+
+def prompt_too_long(found: str, max_model_len: int, *, least_output: int) -> str:
+    """What a prompt without room is told. found: what it has. least_output: needed behind it.
+
+    Its first words are those by which clients know that a context is too long, and shorten it.
+    """
+    needed = ", and at least one token of output is needed" * least_output
+    return (
+        f"this model's maximum context length is {max_model_len} tokens, prompt and output "
+        f"together; the prompt has {found}{needed}; shorten the prompt"
     )
 
 

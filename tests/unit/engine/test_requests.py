@@ -63,10 +63,14 @@ def test_stop_ids_are_the_models_and_the_callers() -> None:
 @pytest.mark.parametrize(
     ("prompt", "settings", "told"),
     [
-        ([5] * 32, {}, "the prompt has 32 tokens; prompt and output together may have 32"),
+        ([5] * 32, {}, "length is 32 tokens, prompt and output together; the prompt has 32 tokens"),
         ([5] * 99, {}, "the prompt has 99 tokens"),
         ([5] * 30, {"max_tokens": 3}, "lower max_tokens to 2"),
-        ([5] * 33, {"max_tokens": 0, "prompt_logprobs": 0}, "33 tokens; .* may have 32; shorten"),
+        (
+            [5] * 33,
+            {"max_tokens": 0, "prompt_logprobs": 0},
+            "length is 32 tokens, .* 33 tokens; shorten",
+        ),
         ([5] * 30, {"min_tokens": 3}, "min_tokens is 3 and the prompt has 30 tokens"),
     ],
 )
