@@ -46,6 +46,7 @@ def routes_of(serving: Serving) -> list[Route]:
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/apply_template", texts.apply_template, methods=["POST"]),
         Route("/apply-template", texts.apply_template, methods=["POST"]),
+        Route("/tokenizer_info", models.tokenizer, methods=["GET"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         Route("/v1/requests/{id}", requests.get, methods=["GET"]),

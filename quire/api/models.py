@@ -1,7 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the one model served here.
+"""GET /v1/models and /v1/models/{id}: the one model served here; /tokenizer_info: its tokenizer.
 
 Knows the model's card and nothing of the engine behind it. Beside OpenAI's fields a model has its
-context length, its dtype and precision, and the fingerprint that answers carry.
+context length, its dtype and precision, and the fingerprint that answers carry. What is told of the
+tokenizer is what programs need that tokenize over /tokenize instead of loading files of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.serving import Serving
-from quire.base.errors import UnknownModel
+from quire.base.errors import TokenizerError, UnknownModel
 from quire.base.show import show
 from quire.engine.card import ModelCard
+from quire.text.chat_template import ChatTemplate
 
 
 class Models:
@@ -36,6 +38,25 @@ class Models:
         if name != card.name:
             raise UnknownModel(f"model {show(name)} is not served here; {card.name!r} is")
         return _json(_model(card))
+
+    async def tokenizer(self, request: Request) -> Response:
+        """The tokens a tokenizer's configuration names, by their texts, and the chat template."""
+        engine = self._serving.engine()
+        tokenizer, template = engine.tokenizer, engine.template
+        ends = [tokenizer.token_text(id_) for id_ in engine.card.eos_ids[:1]]
+        told: dict[str, Any] = {"bos_token": None, "eos_token": ends[0] if ends else None}
+        told |= tokenizer.special_tokens
+        told["model_max_length"] = engine.card.max_model_len
+        told["chat_template"] = _source(template)
+        return _json(told)
+
+
+def _source(template: ChatTemplate | None) -> str | None:
+    """The text of the default template; one that cannot be used says so where it is to be used."""
+    try:
+        return None if template is None else template.source()
+    except TokenizerError:
+        return None
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

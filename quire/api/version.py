@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 _POINTER = """Quire serves a language model here, with OpenAI's API.
 
 POST /v1/chat/completions, /v1/completions, /generate, /tokenize, /detokenize, /apply_template
-GET  /v1/models, /v1/requests/ID, /health, /metrics, /version
+GET  /v1/models, /tokenizer_info, /v1/requests/ID, /health, /metrics, /version
      /docs: a page of all of them; /openapi.json
 """
 
