@@ -238,7 +238,17 @@ class ChatTemplate:
         Found by trying: templates that write them out with `tojson` would quote a text again.
         """
         template = self._named(chat_template, tools)
-        return self._finds_probe(template, _with_tool_call())
+        return self._finds_probe(template, _with_tool_call({_PROBE: 1}))
+
+    def takes_argument_text(
+        self, *, tools: object = None, chat_template: str | None = None
+    ) -> bool:
+        """Whether a tool call's arguments may be a text, of which the template shows what it says.
+
+        One that goes through an object's entries does not.
+        """
+        template = self._named(chat_template, tools)
+        return self._finds_probe(template, _with_tool_call(_PROBE))
 
     def _named(self, name: str | None, tools: object) -> CompiledTemplate:
         if name is None and tools is not None and _TOOL_USE in self.names:
@@ -271,8 +281,8 @@ def _in_parts() -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
 
 
-def _with_tool_call() -> list[dict[str, Any]]:
-    function = {"name": "look", "arguments": {_PROBE: 1}}
+def _with_tool_call(arguments: object) -> list[dict[str, Any]]:
+    function = {"name": "look", "arguments": arguments}
     call = {"id": "call12345", "type": "function", "function": function}
     return [
         {"role": "user", "content": "a"},

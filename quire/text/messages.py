@@ -9,7 +9,7 @@ object where the template writes objects out itself. Knows no token and no HTTP.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import InvalidParameter
@@ -38,27 +38,36 @@ def with_argument_objects(
 ) -> Sequence[Mapping[str, Any]]:
     """The messages; arguments that are the text of an object as that object, where fitting.
 
-    Raises InvalidParameter where such a text is none.
+    What a model wrote as arguments may be no JSON, and is sent back so: it stays a text where the
+    template can show one. Raises InvalidParameter where it cannot.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages
     if not template.takes_argument_objects(tools=tools, chat_template=chat_template):
         return messages
-    return [_with_objects(at, message) for at, message in enumerate(messages)]
+
+    def takes_text() -> bool:
+        return template.takes_argument_text(tools=tools, chat_template=chat_template)
+
+    return [_with_objects(at, message, takes_text) for at, message in enumerate(messages)]
 
 
-def _with_objects(at: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_objects(
+    at: int, message: Mapping[str, Any], takes_text: Callable[[], bool]
+) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return message
     place = f"messages[{at}].tool_calls"
     return {
         **message,
-        "tool_calls": [_with_object(call, f"{place}[{i}]") for i, call in enumerate(calls)],
+        "tool_calls": [
+            _with_object(call, f"{place}[{i}]", takes_text) for i, call in enumerate(calls)
+        ],
     }
 
 
-def _with_object(call: Any, place: str) -> Any:
+def _with_object(call: Any, place: str, takes_text: Callable[[], bool]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str):
@@ -68,13 +77,15 @@ def _with_object(call: Any, place: str) -> Any:
         json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        return {**call, "function": {**function, "arguments": value}}
+    if not takes_text():
         raise InvalidParameter(
             f"{place}.function.arguments is {show(arguments)}, which is not the text of a JSON "
             "object; this model's template needs one",
             param="messages",
         )
-    return {**call, "function": {**function, "arguments": value}}
+    return call
 
 
 def _checked(at: int, message: Any) -> dict[str, Any]:

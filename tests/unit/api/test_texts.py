@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 from typing import Any
@@ -275,10 +276,21 @@ def test_arguments_of_earlier_calls_become_the_object_their_text_spells() -> Non
         variables={},
     )  # fmt: skip
     assert ask("/apply_template", texts, messages=messages).json["prompt"] == 'f{"at": [1]}'
+    entries = FakeEngine()
+    entries.template = ChatTemplate(
+        {"default": "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+         "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
+         "{% endfor %}"},
+        variables={},
+    )  # fmt: skip
+    assert ask("/apply_template", entries, messages=messages).json["prompt"] == "at=[1]"
     for wrong in ("{", "[1]", '{"a": "\\ud800"}'):
         call = {**CALL, "function": {"name": "look", "arguments": wrong}}
         messages[1] = {"role": "assistant", "content": None, "tool_calls": [call]}
-        reply = ask("/apply_template", messages=messages)
+        shown = ask("/apply_template", messages=messages).json["prompt"]
+        assert shown == f"user:Hi;assistant:{json.dumps(wrong)};tool:42;"
+        assert ask("/apply_template", texts, messages=messages).json["prompt"] == f"f{wrong}"
+        reply = ask("/apply_template", entries, messages=messages)
         refused(reply, "messages", "messages[1].tool_calls[0].function.arguments")
 
 
@@ -336,3 +348,24 @@ def test_a_long_text_is_tokenized_while_others_are_answered() -> None:
     going: asyncio.Event
     loop: asyncio.AbstractEventLoop
     asyncio.run(exchange())
+
+
+def test_what_programs_ask_of_a_tokenizer_is_told_by_its_texts() -> None:
+    async def exchange(engine: FakeEngine) -> Any:
+        return (await Site(engine).get("/tokenizer_info")).json
+
+    engine = FakeEngine()
+    told = asyncio.run(exchange(engine))
+    assert told == {
+        "bos_token": None,
+        "eos_token": "\0",  # its configuration names none; the model's first end token's text
+        "model_max_length": CARD.max_model_len,
+        "chat_template": CHAT_TEMPLATES["default"],
+    }
+    engine.tokenizer.special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>"}
+    for template in (None, ChatTemplate({"default": CHAT_TEMPLATES["broken"]}, variables={})):
+        engine.template = template
+        told = asyncio.run(exchange(engine))
+        assert told["chat_template"] is None
+        assert (told["bos_token"], told["eos_token"]) == ("<s>", "</s>")
+        assert told["pad_token"] == "<p>"

@@ -339,19 +339,24 @@ def test_tools_and_documents_are_found_to_have_no_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "takes"),
+    ("written", "takes", "takes_text"),
     [
-        ("{{ c.function.arguments | tojson }}", True),
-        ("{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}", True),
-        ("{{ c.function.arguments }}", False),
-        ("{{ 'a' + c.function.arguments }}", False),
-        ("{{ c.function.name }}", False),
-        ("{{ raise_exception('no tools') }}", False),
+        ("{{ c.function.arguments | tojson }}", True, True),
+        ("{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}", True, False),
+        ("{% for k in c.function.arguments %}{{ k }}{% endfor %}", True, True),
+        ("{{ c.function.arguments.keys() | list | tojson }}", True, False),
+        ("{{ c.function.arguments }}", False, True),
+        ("{{ 'a' + c.function.arguments }}", False, True),
+        ("{{ c.function.name }}", False, False),
+        ("{{ raise_exception('no tools') }}", False, False),
     ],
 )
-def test_whether_arguments_should_be_objects_is_found_by_trying(written: str, takes: bool) -> None:
+def test_whether_arguments_should_be_objects_is_found_by_trying(
+    written: str, takes: bool, takes_text: bool
+) -> None:
     source = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}"
         "{% endfor %}"
     )
     assert _template(source).takes_argument_objects() is takes
+    assert _template(source).takes_argument_text() is takes_text
