@@ -9,7 +9,7 @@ comma   := ,
 STAMP   = $(VENV)/.quire
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint parity bench clean help
+.PHONY: demo test lint parity clients clients-installed bench clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -29,8 +29,12 @@ lint: $(STAMP)-lint  ## formatter, linter, types, import law
 parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
 	@$(BIN)/python -m pytest -m parity tests
 
+clients:  ## openai, langchain, instructor, litellm and lm-eval against live servers (own environment)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
+	@$(VENV)-clients/bin/python -m pytest -W ignore tests/clients
+
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f quire/_native*.so
 
 $(BIN)/python:
@@ -55,3 +59,6 @@ $(STAMP)-lint: $(BIN)/python pyproject.toml
 	$(call install,[lint])
 $(STAMP)-parity: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)parity])
+clients-installed: $(STAMP)-clients
+$(STAMP)-clients: $(BIN)/python $(NATIVE)
+	$(call install,[clients])

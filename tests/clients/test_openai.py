@@ -1,0 +1,263 @@
+"""The official client: its helpers, the classes of its errors, what it does on its own.
+
+What the API itself answers is held by tests/serve; here is what the client makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from quire.base.errors import (
+    ContextTooLong,
+    OverloadedError,
+    StepRowError,
+    TenantLimit,
+    TimedOut,
+    WorkerError,
+)
+from tests.clients.scripts import TEMPLATE, WEATHER, call, pieces
+from tests.serve.scripted_server import ScriptedServer
+
+MESSAGES: Any = [{"role": "user", "content": "Who is Tom?"}]
+ASKED: Any = {"model": "box", "messages": MESSAGES, "seed": 3, "max_tokens": 24}
+FAKE: Any = {"model": "fake", "messages": MESSAGES}
+
+
+class Pet(pydantic.BaseModel):
+    """A pet of Tom's."""
+
+    kind: Literal["cat", "dog"]
+    is_here: bool
+
+
+@pytest.fixture
+def client(box: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=box, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def opened(server: ScriptedServer, **options: Any) -> openai.OpenAI:
+    options = {"api_key": "none", "max_retries": 0, **options}
+    return openai.OpenAI(base_url=f"{server.url}/v1", **options)
+
+
+def test_whole_and_streamed_by_the_helper_are_one_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**ASKED)
+    with client.chat.completions.stream(**ASKED, stream_options={"include_usage": True}) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == whole.choices[0].message.content != ""
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert final.usage == whole.usage
+    assert final.system_fingerprint == whole.system_fingerprint
+    assert kinds.count("content.done") == 1
+    assert kinds.count("content.delta") > 3
+
+
+def test_the_asynchronous_client_says_the_same(client: openai.OpenAI, box: str) -> None:
+    async def talk() -> tuple[str | None, str, str]:
+        async with openai.AsyncOpenAI(base_url=box, api_key="none") as client:
+            whole = await client.chat.completions.create(**ASKED)
+            said = ""
+            async for chunk in await client.chat.completions.create(**ASKED, stream=True):
+                said += chunk.choices[0].delta.content or ""
+            async with client.chat.completions.stream(**ASKED) as stream:
+                final = await stream.get_final_completion()
+            return whole.choices[0].message.content, said, final.choices[0].message.content or ""
+
+    text = client.chat.completions.create(**ASKED).choices[0].message.content
+    assert asyncio.run(talk()) == (text, text, text)
+
+
+def test_raw_responses_and_lists_are_the_client_s(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(**ASKED)
+    answer = raw.parse()
+    assert raw.headers["x-request-id"] == answer.id == answer._request_id
+    with client.chat.completions.with_streaming_response.create(**ASKED, stream=True) as streamed:
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert list(streamed.iter_lines())[-2:] == ["data: [DONE]", ""]
+    assert [model.id for model in client.models.list()] == ["box"]  # its own paging
+
+
+def test_answers_are_parsed_into_classes_whole_and_streamed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(**ASKED, response_format=Pet)
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Pet)
+    with client.chat.completions.stream(**ASKED, response_format=Pet) as stream:
+        done = [event for event in stream if event.type == "content.done"]
+    assert [event.parsed for event in done] == [parsed]
+
+
+def test_an_answer_cut_short_is_the_client_s_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**{**ASKED, "max_tokens": 3}, response_format=Pet)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_class_as_a_tool_is_called_with_its_arguments(tools: str, strict: bool) -> None:
+    tool: Any = openai.pydantic_function_tool(Pet)
+    if not strict:  # what other libraries send: nothing is said of further properties
+        tool = {
+            "type": "function",
+            "function": {"name": "Pet", "parameters": Pet.model_json_schema()},
+        }
+    with openai.OpenAI(base_url=tools, api_key="none", max_retries=0) as client:
+        asked: Any = {**ASKED, "max_tokens": 80, "tools": [tool], "tool_choice": "required"}
+        for choice in ("required", {"type": "function", "function": {"name": "Pet"}}):
+            asked |= {"tool_choice": choice, "parallel_tool_calls": False}
+            answer = client.chat.completions.create(**asked)
+            (called,) = answer.choices[0].message.tool_calls or []
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert Pet.model_validate_json(called.function.arguments, extra="forbid")
+        if strict:
+            (called,) = client.chat.completions.parse(**asked).choices[0].message.tool_calls or []
+            assert isinstance(called.function.parsed_arguments, Pet)
+
+
+def test_functions_are_run_until_there_is_an_answer() -> None:
+    scripts = [pieces(call("weather", city="Oslo") + call("weather", city="Bérgen")), ["Cold."]]
+    with ScriptedServer(TEMPLATE, scripts) as server, opened(server) as client:
+        messages, ran = list(MESSAGES), []
+        while True:
+            with client.chat.completions.stream(
+                model="fake", messages=messages, tools=[WEATHER]
+            ) as stream:
+                message = stream.get_final_completion().choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            for called in message.tool_calls:
+                ran.append(json.loads(called.function.arguments)["city"])
+                messages.append({"role": "tool", "tool_call_id": called.id, "content": "cold"})
+        assert ran == ["Oslo", "Bérgen"]
+        assert message.content == "Cold."
+        prompt = bytes(server.engine.asked[1].prompt_ids).decode()
+        assert '<tool_call>weather {"city": "Bérgen"}</tool_call>;tool:cold;tool:cold;' in prompt
+
+
+REFUSALS = [
+    ({"temperature": -1}, openai.BadRequestError, "invalid_value", "temperature"),
+    ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
+    ({"extra_body": {"frobnicate": 1}}, openai.BadRequestError, "invalid_value", "frobnicate"),
+    ({"messages": []}, openai.BadRequestError, "invalid_value", "messages"),
+    (
+        {"messages": [{"role": "user", "content": "dog " * 600}]},
+        openai.BadRequestError,
+        "context_length_exceeded",
+        "messages",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "code", "param"), REFUSALS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_are_the_client_s_classes(
+    client: openai.OpenAI, fields: Any, kind: Any, code: str, param: str, stream: bool
+) -> None:
+    with pytest.raises(kind) as refused:
+        client.chat.completions.create(**{**ASKED, "stream": stream, **fields})
+    assert (refused.value.code, refused.value.param) == (code, param)
+    assert refused.value.request_id
+    assert refused.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "status"),
+    [
+        (ContextTooLong("too long", param="prompt"), openai.BadRequestError, 400),
+        (TenantLimit("enough", retry_after_s=1), openai.RateLimitError, 429),
+        (StepRowError("row 3 is NaN"), openai.InternalServerError, 500),
+        (WorkerError("gone"), openai.InternalServerError, 500),
+        (OverloadedError("full", retry_after_s=1), openai.InternalServerError, 503),
+        (TimedOut("too slow"), openai.InternalServerError, 504),
+    ],
+)
+def test_failures_are_the_client_s_classes(error: Exception, kind: Any, status: int) -> None:
+    with ScriptedServer(TEMPLATE, [["a", "b"]]) as server, opened(server) as client:
+        server.engine.fails_with = error
+        for stream in (False, True):
+            with pytest.raises(kind) as failed:
+                client.chat.completions.create(**FAKE, stream=stream)
+            assert failed.value.status_code == status
+            assert str(error) in failed.value.message
+        server.engine.fails_after = 1
+        with pytest.raises(openai.APIError, match=str(error)):
+            for _ in client.chat.completions.create(**FAKE, stream=True):
+                pass
+
+
+def test_a_key_is_wanted_where_there_is_one() -> None:
+    with ScriptedServer(TEMPLATE, [["a"]], api_key=("secret",)) as server:
+        with opened(server) as client, pytest.raises(openai.AuthenticationError) as refused:
+            client.chat.completions.create(**FAKE)
+        assert refused.value.code == "invalid_api_key"
+        with opened(server, api_key="secret") as client:
+            assert client.chat.completions.create(**FAKE).choices[0].message.content == "a"
+
+
+@pytest.mark.parametrize("kind", [OverloadedError, TenantLimit])
+def test_a_retry_comes_when_the_server_says(
+    kind: type[OverloadedError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    with ScriptedServer(TEMPLATE, [["a"]]) as server, opened(server, max_retries=2) as client:
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            server.engine.fails_with = None
+
+        monkeypatch.setattr("openai._base_client.time.sleep", sleep)
+        server.engine.fails_with = kind("full", retry_after_s=16.5)
+        assert client.chat.completions.create(**FAKE).choices[0].message.content == "a"
+        assert slept == [17.0]
+        assert len(server.engine.asked) == 2
+
+
+def test_what_cannot_be_mended_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("openai._base_client.time.sleep", slept.append)
+    with ScriptedServer(TEMPLATE, [["a"]]) as server, opened(server, max_retries=5) as client:
+        server.engine.fails_with = ContextTooLong("too long")
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**FAKE)
+        assert slept == []
+        assert len(server.engine.asked) == 1
+
+
+def test_a_server_that_does_not_answer_in_time_is_the_client_s_timeout() -> None:
+    with ScriptedServer(TEMPLATE, [["a", "b"]]) as server, opened(server) as client:
+        server.engine.pause = asyncio.Event().wait  # for ever
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.2).chat.completions.create(**FAKE)
+
+
+def test_a_cancelled_task_ends_its_request() -> None:
+    with ScriptedServer(TEMPLATE, [["a", "b"]]) as server:
+        server.engine.pause = asyncio.Event().wait
+
+        async def leave() -> None:
+            begun = asyncio.Event()
+
+            async def read() -> None:
+                url = f"{server.url}/v1"
+                async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+                    async for chunk in await client.chat.completions.create(**FAKE, stream=True):
+                        if chunk.choices[0].delta.content:
+                            begun.set()
+
+            task = asyncio.create_task(read())
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(leave())
+        # Leaving the `with` waits for the server's end, which waits for its requests'.
+    assert server.engine.closed_early == [server.engine.asked[0].request_id]
