@@ -219,6 +219,15 @@ def _small() -> dict[str, Schema]:
             token_strs=list_of(TEXT),
         ),
         "PromptText": _whole(prompt=TEXT),
+        "TokenizerInfo": _part(
+            {
+                "bos_token": or_null(TEXT),
+                "eos_token": or_null(TEXT),
+                "model_max_length": COUNT,
+                "chat_template": or_null(TEXT),
+            },
+            **{f"{role}_token": TEXT for role in ("unk", "sep", "pad", "cls", "mask")},
+        ),
         "RequestState": _request(),
         "Aborted": _whole(id=TEXT, object={"const": "request"}, aborted=FLAG),
         "Server": _whole(

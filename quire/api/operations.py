@@ -162,6 +162,12 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "POST /apply_template": _APPLY,
     "POST /apply-template": replace(_APPLY, says="The same under another server's name."),
+    "GET /tokenizer_info": Operation(
+        says="The named tokens of the tokenizer by their texts, and the chat template.",
+        tag="Texts and tokens",
+        answer="TokenizerInfo",
+        errors=_ENGINE,
+    ),
     "GET /v1/models": Operation(
         says="The models served here: one.", tag="Server", answer="ModelList", errors=_ENGINE
     ),
