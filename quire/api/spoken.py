@@ -18,6 +18,7 @@ from quire.dialects.answer import AnswerParser
 from quire.dialects.said import Said, joined
 from quire.dialects.table import Reading
 from quire.dialects.tools import Tools
+from quire.engine.hearing import shown_ids
 from quire.engine.output import TextRules
 from quire.text.tokenizer import Tokenizer
 
@@ -55,9 +56,8 @@ class Listener:
         """What has to be seen of answers."""
         if not self.listens:
             return TextRules()
-        ids = (tokenizer.token_id(mark) for mark in self._reading.marks)
         return TextRules(
-            shown_ids=frozenset(id_ for id_ in ids if id_ in tokenizer.special_ids),
+            shown_ids=shown_ids(self._reading, self._tools, tokenizer),
             counts_chars=self._reading.reasoning is not None,
         )
 

@@ -34,7 +34,9 @@ from quire.base.show import show
 from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
+from quire.dialects.said import Answer as Reply
 from quire.engine.client import EngineClient
+from quire.engine.hearing import Hearing, hearing_of
 from quire.engine.host import EngineThread
 from quire.engine.messages import (
     Abort,
@@ -48,12 +50,13 @@ from quire.engine.messages import (
     Submit,
     error_of,
 )
-from quire.engine.output import TextDelta
+from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.ranking import Ranking
 from quire.engine.requests import default_sampling, make_requests
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import TextSide, load_text_side, rendered
 from quire.engine.token_text import TokenText
+from quire.text.tokenizer import Tokenizer
 
 _Kind = TypeVar("_Kind")
 
@@ -69,7 +72,8 @@ class Completion:
     stop_reason: the stop string or the caller's stop token id, if one ended it. cache_use: where
     cached_tokens were found, and why no more, if Terms.return_cached_tokens_details asked. error:
     why, where finish_reason is "error". score: of a beam, by which the completions of an answer are
-    ordered.
+    ordered. message: of LLM.chat, what the text says: `reasoning`, `content`, and `calls` of tools,
+    each with its `name` and `arguments` (the text of a JSON object, where the model wrote one).
     """
 
     index: int
@@ -83,6 +87,7 @@ class Completion:
     cache_use: CacheUse | None = None
     error: str | None = None
     score: float | None = None
+    message: Reply | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +194,17 @@ class LLM:
         template_settings: tools, documents, add_generation_prompt, continue_final_message,
         chat_template (the name of one of the model's templates), and variables of the template,
         by their names or in chat_template_kwargs. What the template does not know is refused.
+        Each completion's `message` is its text read as the server reads it; the text has all the
+        model wrote, marks of reasoning and calls included.
         Raises InvalidParameter, and TokenizerError without a usable template.
         """
         one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         texts = [rendered(self._text, messages, template_settings) for messages in conversations]
-        return self._generate(texts, sampling_params, terms, progress, special_tokens=False)
+        hearings = [hearing_of(self._text, text, template_settings) for text in texts]
+        return self._generate(
+            texts, sampling_params, terms, progress, special_tokens=False, hearings=hearings
+        )
 
     def close(self) -> None:
         """Free the engine's threads and memory."""
@@ -224,6 +234,7 @@ class LLM:
         progress: bool | None,
         *,
         special_tokens: bool,
+        hearings: Sequence[Hearing] | None = None,
     ) -> list[Answer]:
         all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
         samplings = self._samplings(sampling_params, all_ids)
@@ -242,9 +253,15 @@ class LLM:
                     encoder=self._text.tokenizer,
                 ),
                 sampling,
+                hearing,
             )
-            for prompt, ids, sampling, of_prompt in zip(
-                prompts, all_ids, samplings, each, strict=True
+            for prompt, ids, sampling, of_prompt, hearing in zip(
+                prompts,
+                all_ids,
+                samplings,
+                each,
+                [None] * len(prompts) if hearings is None else hearings,
+                strict=True,
             )
         ]
         shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
@@ -273,7 +290,8 @@ class LLM:
             while waiting or streams:
                 while waiting and self._has_room_for(waiting[0]):
                     job = waiting.popleft()
-                    streams.open(self._text.tokenizer, job.requests, job)
+                    tokenizer = self._text.tokenizer
+                    streams.open(tokenizer, job.requests, job, job.text_rules(tokenizer))
                     self._engine.send(Submit(requests=job.requests))
                 for job, delta in self._said(self._next_message()):
                     job.take(delta)
@@ -380,13 +398,20 @@ class AsyncLLM:
         request_id: str | None = None,
         **template_settings: Any,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Stream the answer to a conversation; template_settings as for LLM.chat."""
+        """Stream the answer to a conversation; template_settings as for LLM.chat.
+
+        The text is all the model wrote, marks of reasoning and calls included: read it with
+        quire.dialects.answer.AnswerParser, by `hearing_of` (quire.engine.hearing).
+        """
         await self.start()
         text_side = TextSide(tokenizer=self._client.tokenizer, template=self._client.template)
         # A template is a stranger's program, and may take its time.
         text = await asyncio.to_thread(rendered, text_side, messages, template_settings)
         ids = self._client.tokenizer.encode(text, add_special_tokens=False)
-        async with aclosing(self._stream(ids, sampling_params, terms, request_id)) as deltas:
+        hearing = hearing_of(text_side, text, template_settings)
+        rules = hearing.text_rules(text_side.tokenizer)
+        stream = self._stream(ids, sampling_params, terms, request_id, rules)
+        async with aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -415,12 +440,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         terms: Terms,
         request_id: str | None,
+        rules: TextRules = PLAIN_TEXT,
     ) -> AsyncGenerator[TextDelta, None]:
         return self._client.generate(
             ids,
             sampling_params or default_sampling(self._client.card, num_prompt_tokens=len(ids)),
             request_id=request_id or secrets.token_hex(8),
             terms=terms,
+            text_rules=rules,
         )
 
 
@@ -428,10 +455,15 @@ class _Job:
     """One prompt on its way: its streams and what they said so far."""
 
     def __init__(
-        self, prompt: str | None, requests: tuple[Request, ...], sampling: SamplingParams
+        self,
+        prompt: str | None,
+        requests: tuple[Request, ...],
+        sampling: SamplingParams,
+        hearing: Hearing | None,
     ) -> None:
         self.requests = requests
         self._prompt = prompt
+        self._hearing = hearing
         self._ranking = Ranking(sampling, 0) if sampling.is_ranked else None
         self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in range(sampling.n))
         self._num_open = len(requests)
@@ -441,6 +473,10 @@ class _Job:
     def is_done(self) -> bool:
         """Whether all streams have ended."""
         return self._num_open == 0
+
+    def text_rules(self, tokenizer: Tokenizer) -> TextRules:
+        """What has to be seen of its answers."""
+        return PLAIN_TEXT if self._hearing is None else self._hearing.text_rules(tokenizer)
 
     def take(self, delta: TextDelta) -> None:
         """Keep what a stream said."""
@@ -455,7 +491,7 @@ class _Job:
         return Answer(
             prompt=self._prompt,
             prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),
-            outputs=tuple(_completion(deltas) for deltas in self._deltas),
+            outputs=tuple(_completion(deltas, self._hearing) for deltas in self._deltas),
             prompt_logprobs=self._prompt_logprobs,
         )
 
@@ -466,12 +502,13 @@ def _with_room_for_any_request(config: EngineConfig) -> EngineConfig:
     return replace(config, scheduler=replace(config.scheduler, max_queued_requests=room))
 
 
-def _completion(deltas: Sequence[TextDelta]) -> Completion:
+def _completion(deltas: Sequence[TextDelta], hearing: Hearing | None) -> Completion:
     last = deltas[-1]
     assert last.finish_reason is not None, "a finished stream says why"
+    text = "".join(delta.text for delta in deltas)
     return Completion(
         index=last.index,
-        text="".join(delta.text for delta in deltas),
+        text=text,
         token_ids=tuple(id_ for delta in deltas for id_ in delta.token_ids),
         logprobs=tuple(token for delta in deltas for token in delta.logprobs),
         finish_reason=last.finish_reason,
@@ -481,6 +518,7 @@ def _completion(deltas: Sequence[TextDelta]) -> Completion:
         cache_use=last.cache_use,
         error=last.error,
         score=last.score,
+        message=None if hearing is None else hearing.message(text),
     )
 
 

@@ -226,6 +226,35 @@ def test_arguments_of_tool_calls_are_read_as_the_server_reads_them(
     assert answer.prompt == '{"at": [1]}'
 
 
+def test_a_chat_s_answers_are_read_as_the_server_reads_them(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "hermes.jinja"
+    file.write_text(
+        "{% for t in tools or [] %}[{{ t }}]{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% endfor %}{# <think></think><tool_call> #}"
+    )
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+    text = f"<think>So.</think>\n\nLet me see.\n{call}"
+    function = {"name": "look", "parameters": {"type": "object"}}
+    said = SamplingParams(structured_outputs={"choice": [text]}, max_tokens=200, n=2)
+    messages = [{"role": "user", "content": "Hi"}]
+    with LLM(model, threads=1, chat_template=file) as llm:
+        for tools in ([{"type": "function", "function": function}], [function]):
+            [answer] = llm.chat(messages, said, tools=tools)
+            for completion in answer.outputs:
+                message = completion.message
+                assert message is not None
+                assert (message.reasoning, message.content) == ("So.", "Let me see.")
+                assert [(one.name, json.loads(one.arguments)) for one in message.calls] == [
+                    ("look", {"at": 1})
+                ]
+            assert answer.text == text
+        [answer] = llm.chat(messages, said)  # no tools: then nothing is a call
+        assert answer.outputs[0].message is not None
+        assert answer.outputs[0].message.content == f"Let me see.\n{call}"
+        [answer] = llm.generate("Hi", said)
+        assert answer.outputs[0].message is None
+
+
 def test_a_chat_template_that_is_neither_file_nor_name_is_a_wrong_setting(model: Path) -> None:
     with pytest.raises(SettingError, match="neither a file nor the name"):
         LLM(model, threads=1, chat_template="nowhere.jinja")
