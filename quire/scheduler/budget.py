@@ -14,15 +14,18 @@ import numpy as np
 
 from quire.scheduler.cost import Bools, CostModel, Int32s
 
+# Machines compute rows in tiles of so many: one row more costs as much as a whole tile, but for the
+# first two, which weights on their way hide.
+TILE_TOKENS = 16
 # What prompts get in a step together, however tight their bound: one tile of rows.
-LEAST_PROMPT_TOKENS = 16
+LEAST_PROMPT_TOKENS = TILE_TOKENS
 
 
 class StepBudget:
     """A fresh budget for one step. `tokens` and `ms` say what is left."""
 
     def __init__(self, tokens: int, ms: float, cost: CostModel | None) -> None:
-        self.tokens = tokens
+        self.tokens = self._all_tokens = tokens
         self._cost = cost if ms > 0 else None
         self.ms = ms - self._cost.fixed_ms if self._cost is not None else math.inf
         self._untouched = True
@@ -93,7 +96,11 @@ class StepBudget:
         left_ms = min(self._prompt_ms, self._long_ms) if is_long else self._prompt_ms
         if left_ms == math.inf:
             return count
-        count = min(count, max(cost.most_tokens(start, left_ms, scored=scored), self._least))
+        most = cost.most_tokens(start, left_ms, scored=scored)
+        if most < count:  # cut by time: to the end of a tile of the step's rows
+            in_step = self._all_tokens - self.tokens + most
+            most -= in_step % TILE_TOKENS if in_step > 2 * TILE_TOKENS else 0
+        count = min(count, max(most, self._least))
         if count > 0:
             row = np.array([start], np.int32), np.array([count], np.int32), np.array([scored])
             ms = float(cost.rows_ms(*row)[0])
