@@ -57,16 +57,15 @@ def has_leaks(pool: BlockPool, tables: BlockTable, holds: Sequence[tuple[int, In
 def _references_due(
     num_blocks: int, tables: BlockTable, holds: Sequence[tuple[int, Int32s]]
 ) -> Int32s:
-    entries = tables.blocks[np.arange(tables.blocks.shape[1]) < tables.counts[:, None]]
+    entries = tables.blocks[tables.held()]
     named = np.concatenate((entries, *(blocks for _, blocks in holds)))
     inside = named[(named >= 0) & (named < num_blocks)]
     return np.bincount(inside, minlength=num_blocks).astype(np.int32)
 
 
 def _table_problems(tables: BlockTable) -> list[str]:
-    filled = np.arange(tables.blocks.shape[1]) < tables.counts[:, None]
     found = []
-    if ((tables.blocks >= 0) != filled).any():
+    if ((tables.blocks >= 0) != tables.held()).any():
         found.append("tables: entries and counts disagree")
     if (tables.capacities != tables.counts * tables.block_size).any():
         found.append("tables: capacities and counts disagree")

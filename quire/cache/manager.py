@@ -52,7 +52,8 @@ class CacheManager:
     hash_key: 16 secret bytes, drawn anew for each process that serves, or kept with a tier; the
     default is for tests. fingerprint: of what computes the keys and values; those of another are
     never found. tier: where blocks that leave the pool go on to be found, at most most_saving of
-    them on their way there at once.
+    them on their way there at once. window: how many positions a token sees, its own included, in
+    any layer; 0: all. Blocks behind it are given back while their request runs.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class CacheManager:
         hash_blocks: HashChains = hash_chains,
         tier: TierMap | None = None,
         most_saving: int = 16,
+        window: int = 0,
     ) -> None:
         if block_size < 1:
             raise CapacityError(f"block_size is {block_size}; it must be at least 1")
         self.block_size = block_size
         self._size = np.int32(block_size)
         self.prefix_caching = prefix_caching
+        self.window = window
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks)
         self.ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
@@ -163,10 +166,10 @@ class CacheManager:
 
     def entries(self, slot: int) -> TableDeltas:
         """All table entries of a slot, to tell of one that was just filled."""
-        blocks = self.tables.row(slot).copy()
+        blocks, first = self.tables.row(slot).copy(), int(self.tables.firsts[slot])
         return TableDeltas(
             slots=np.full(len(blocks), slot, np.int32),
-            columns=np.arange(len(blocks), dtype=np.int32),
+            columns=np.arange(first, first + len(blocks), dtype=np.int32),
             blocks=blocks,
         )
 
@@ -216,14 +219,20 @@ class CacheManager:
         token goes into it. Returns (copy_from, copy_to), each of one block or none. The block
         copied from must stay as it is until the step that copies has ended: hold() it.
         """
-        full = num_tokens // self.block_size
-        row = self.tables.row(source)
-        shared, partial = row[:full].copy(), row[full : self.blocks_for(num_tokens)].copy()
-        self._inherit_chain(slot, source, shared)
+        full, end = num_tokens // self.block_size, self.blocks_for(num_tokens)
+        first, row = int(self.tables.firsts[source]), self.tables.blocks[source]
+        shared, partial = row[first:full].copy(), row[full:end].copy()
+        self._inherit_chain(slot, source, shared, full)
         self.pool.share(shared)
         own = self._take_blocks(len(partial))
+        self.tables.begin(slot, first)
         self.tables.append(slot, np.concatenate((shared, own)))
         return partial, own
+
+    def can_fork(self, source: int, num_tokens: int) -> bool:
+        """Whether `source` still has all that the last of its first `num_tokens` tokens sees."""
+        seen_from = max(num_tokens - self.window, 0) if self.window else 0
+        return int(self.tables.firsts[source]) * self.block_size <= seen_from
 
     def branch(
         self, sources: Sequence[int], slots: Sequence[int], num_tokens: int, step: int
@@ -235,18 +244,21 @@ class CacheManager:
         fork() does; what is copied from is held until `step` has ended.
         """
         full, end = num_tokens // self.block_size, self.blocks_for(num_tokens)
-        rows = [self.tables.row(source)[:end].copy() for source in sources]
-        for row in rows:
-            self.pool.share(row[:full])
+        firsts = self.tables.firsts[list(sources)].tolist()
+        rows = [self.tables.blocks[source, :end].copy() for source in sources]
+        for first, row in zip(firsts, rows, strict=True):
+            self.pool.share(row[first:full])
         copy_from = np.concatenate([NO_BLOCKS, *(row[full:] for row in rows)])
         self.hold(np.unique(copy_from), step)
         index = np.array(slots, np.intp)
         self.pool.release(self.tables.take(index))
         copy_to = self._take_blocks(len(copy_from))
         for at, (source, slot, row) in enumerate(zip(sources, slots, rows, strict=True)):
-            self._inherit_chain(slot, source, row[:full])
+            shared = row[firsts[at] : full]
+            self._inherit_chain(slot, source, shared, full)
             own = copy_to[at : at + 1] if end > full else copy_to[:0]
-            self.tables.append(slot, np.concatenate((row[:full], own)))
+            self.tables.begin(slot, firsts[at])
+            self.tables.append(slot, np.concatenate((shared, own)))
         return copy_from, copy_to
 
     def hold(self, blocks: Int32s, step: int) -> None:
@@ -287,7 +299,8 @@ class CacheManager:
     def swap_out(self, slot: int) -> None:
         """Save the full blocks of `slot`, which gives them back next, to the tier."""
         if self.tiers is not None:
-            self.tiers.swap_out(self.tables.row(slot)[: self._registered[slot]])
+            first = self.tables.firsts[slot]
+            self.tiers.swap_out(self.tables.blocks[slot, first : self._findable_end(slot)])
 
     def swap_in(self, match: PrefixMatch, places: Int32s, token_ids: Int32s) -> Fetch:
         """Begin to fetch what comes after `match` in the chain of token_ids from the tier.
@@ -300,6 +313,23 @@ class CacheManager:
         blocks = self._take_blocks(len(places))
         self._describe_fetched(match, blocks, token_ids)
         return self.tiers.swap_in(match.blocks, blocks, places, match.rest[: len(places)])
+
+    def drop_behind(self, slots: Index, computed: Int32s, tokens: Int32s) -> int:
+        """Give back the blocks that no token of `slots` (distinct) sees after computed[i] - 1.
+
+        They stay findable. Arguments as of register(). Plans in flight may still name them: what is
+        not seen may hold anything. Returns how many blocks became free.
+        """
+        if not self.window:
+            return 0
+        # The last token that is computed may be computed again, by a fork.
+        firsts = np.maximum(computed - self.window, _ZERO) // self._size
+        behind = (firsts > self.tables.firsts[slots]).nonzero()[0]
+        if not len(behind):
+            return 0
+        slots, firsts = slots[behind], firsts[behind]
+        self.register(slots, computed[behind], tokens)
+        return self.pool.release(self.tables.drop(slots, firsts))
 
     def free(self, slots: Index, last_steps: NDArray[np.int64]) -> int:
         """Empty `slots` (distinct). last_steps[i] is the last step that names slots[i].
@@ -454,8 +484,13 @@ class CacheManager:
         """Numbers of owners of what can be found, and of what runs or ran last in each slot."""
         return np.concatenate((self.lineage.owners[self.pool.findable], self._owner_numbers))
 
-    def _inherit_chain(self, slot: int, source: int, shared: Int32s) -> None:
-        """Shared blocks need no second digest where the index knows the last of them."""
+    def _findable_end(self, slot: int) -> int:
+        """Columns of `slot` before this one were offered to the index."""
+        return min(int(self._registered[slot]), int(self.tables.counts[slot]))
+
+    def _inherit_chain(self, slot: int, source: int, shared: Int32s, num_blocks: int) -> None:
+        """Shared blocks, the last of the chain's first num_blocks, need no second digest where the
+        index knows the last of them."""
         self._chains[slot], self._chain_blocks[slot] = None, 0
         self._seeds[slot] = self._seeds[source]
         self._owner_numbers[slot] = self._owner_numbers[source]
@@ -465,8 +500,9 @@ class CacheManager:
             return
         key = self.index.key_of(int(shared[-1])) if len(shared) else None
         if key is None:
-            self._registered[slot] = 0
+            # From the first block on, unless that was given back: then nothing of it is offered.
+            self._registered[slot] = 0 if len(shared) == num_blocks else _ALL_COLUMNS
             self._chain_ends[slot] = self._seeds[slot]
             return
-        self._registered[slot] = len(shared)
+        self._registered[slot] = num_blocks
         self._chain_ends[slot] = np.frombuffer(key, np.uint64)

@@ -1,9 +1,9 @@
 """BlockTable: which pool blocks hold a slot's tokens, in order of position.
 
 Column c of a slot's row is the block of positions c * block_size .. (c + 1) * block_size - 1.
-Knows no tokens and no reference counts, and of whoever is in a slot a name only. Always holds: the
-first `counts[slot]` columns are blocks, the others -1; `capacities[slot]` is counts[slot] *
-block_size tokens.
+Knows no tokens and no reference counts, and of whoever is in a slot a name only. Always holds:
+columns `firsts[slot]` .. `counts[slot]` - 1 are blocks, the others -1 (those before were given
+back, because nothing of them is seen any more); `capacities[slot]` is counts[slot] * block_size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Index = NDArray[np.intp]
 
 
 class BlockTable:
-    """`blocks` int32 [num_slots, num_columns], `counts` and `capacities` int32 [num_slots]."""
+    """`blocks` int32 [num_slots, num_columns]; `firsts`, `counts` and `capacities` [num_slots]."""
 
     def __init__(self, num_slots: int, num_columns: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
@@ -26,12 +26,35 @@ class BlockTable:
         self.holders: NDArray[Any] = np.full(num_slots, "", object)
         self.last_holders: NDArray[Any] = np.full(num_blocks, "", object)
         self.blocks: Int32s = np.full((num_slots, num_columns), -1, np.int32)
+        self.firsts: Int32s = np.zeros(num_slots, np.int32)
         self.counts: Int32s = np.zeros(num_slots, np.int32)
         self.capacities: Int32s = np.zeros(num_slots, np.int32)
 
     def row(self, slot: int) -> Int32s:
-        """The blocks of `slot` (a view)."""
-        return self.blocks[slot, : self.counts[slot]]
+        """The blocks of `slot`, from column firsts[slot] on (a view)."""
+        return self.blocks[slot, self.firsts[slot] : self.counts[slot]]
+
+    def held(self) -> NDArray[np.bool_]:
+        """Which entries are blocks, bool [num_slots, num_columns]."""
+        columns = np.arange(self.blocks.shape[1])
+        held: NDArray[np.bool_] = columns < self.counts[:, None]
+        return held & (columns >= self.firsts[:, None])
+
+    def begin(self, slot: int, first: int) -> None:
+        """`slot`, which is empty, has nothing before column `first`."""
+        self.firsts[slot] = self.counts[slot] = first
+
+    def drop(self, slots: Index, firsts: Int32s) -> Int32s:
+        """Take from slots[i] (distinct) what it has before column firsts[i], last column first."""
+        width = int(firsts.max(initial=0))
+        columns = np.arange(width - 1, -1, -1)
+        mine = (columns < firsts[:, None]) & (columns >= self.firsts[slots][:, None])
+        at, which = mine.nonzero()
+        rows, places = slots[at], columns[which]
+        blocks: Int32s = self.blocks[rows, places]
+        self.blocks[rows, places] = -1
+        self.firsts[slots] = np.maximum(self.firsts[slots], firsts)
+        return blocks
 
     def append(self, slot: int, blocks: Int32s) -> None:
         """Put `blocks` behind those of `slot`."""
@@ -66,10 +89,11 @@ class BlockTable:
         counts = self.counts[slots]
         width = int(counts.max(initial=0))
         columns = np.arange(width - 1, -1, -1)
-        held = columns < counts[:, None]
+        held = (columns < counts[:, None]) & (columns >= self.firsts[slots][:, None])
         rows = self.blocks[slots[:, None], columns]
         blocks: Int32s = rows[held]
         self.blocks[slots, :width] = -1
+        self.firsts[slots] = 0
         self.counts[slots] = 0
         self.capacities[slots] = 0
         return blocks

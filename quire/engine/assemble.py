@@ -182,6 +182,7 @@ def _assembled(
         most_saving=1 if tier is None else tier.most_saving,
         tier_block_ms=1.0 if tier is None else tier.block_ms,
         gates=[GrammarGate(compiler)],
+        window=program.caches[0].window,
     )
     core = EngineCore(
         scheduler,

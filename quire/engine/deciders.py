@@ -54,12 +54,13 @@ def make_scheduler(
     tier_block_ms: float = 1.0,
     prices: LinearCost | None = None,
     gates: Sequence[Gate] = (),
+    window: int = 0,
 ) -> Scheduler:
     """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
     `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
     where there is one, with at most most_saving blocks on their way there at once, and
     tier_block_ms for a block on its way back until that is measured. prices: what steps cost, until
-    some were timed. gates: see Scheduler."""
+    some were timed. gates: see Scheduler; window: see CacheManager."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -68,6 +69,7 @@ def make_scheduler(
         hash_key=hash_key,
         tier=tier,
         most_saving=most_saving,
+        window=window,
     )
     settings = config.scheduler
     tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)

@@ -32,7 +32,10 @@ class Ropes:
 def begin(spec: ModelSpec, dtype: DType) -> ProgramBuilder:
     """A builder with the model's cache declared: a paged one over all layers."""
     p = ProgramBuilder(spec.architecture, dtype=dtype)
-    p.cache(CacheSpec("paged", spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype))
+    # What no layer sees any more need not be kept.
+    window = max(spec.windows) if spec.windows and all(spec.windows) else 0
+    geometry = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    p.cache(CacheSpec("paged", *geometry, dtype, window))
     return p
 
 

@@ -225,7 +225,7 @@ class CacheSpec:
     kv_heads: int
     head_dim: int
     dtype: DType
-    window: int = 0  # 0: all positions are kept
+    window: int = 0  # positions that any layer sees, the last first; 0: all
     scheme: str = ""
 
     def __post_init__(self) -> None:

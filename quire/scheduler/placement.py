@@ -40,7 +40,8 @@ def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement
     known = len(ticket.token_ids)
     total_blocks = cache.blocks_for(known) + ticket.num_tail_blocks(cache)
     leader = ticket.leader
-    if leader is not None and not ticket.was_admitted and prompt_is_computed(leader, state):
+    may_fork = leader is not None and not ticket.was_admitted and prompt_is_computed(leader, state)
+    if leader is not None and may_fork and cache.can_fork(leader.slot, known):
         copied = int(known % cache.block_size > 0)
         return Placement(
             start=known - 1, stored=known, num_new_blocks=copied, leader_slot=leader.slot

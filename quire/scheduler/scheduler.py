@@ -260,6 +260,8 @@ class Scheduler:
         if len(flights) >= self._limits.plans_in_flight:
             return None
         draft, budget = PlanDraft(flights.step + 1), self._budget()
+        if self._cache.window:
+            self._drop_behind()
         self._tenants.changed()
         paused = self._holding.begin_step()
         if self._tenants.has_ceilings:
@@ -389,6 +391,12 @@ class Scheduler:
             self._roster.may_admit = admit(self._queue, draft, budget, now_ms, before=before)
         elif self._tenants.someone_has_floor_left():
             admit(self._queue, draft, budget, now_ms, floors_only=True, before=before)
+
+    def _drop_behind(self) -> None:
+        """Blocks that no running request sees any more are given back."""
+        state, active = self._state, self._state.active
+        if self._cache.drop_behind(active, state.computed[active], state.tokens.tokens):
+            self._roster.may_admit = True
 
     def _budget(self) -> StepBudget:
         limits = self._limits

@@ -236,7 +236,8 @@ class TenantBooks:
         slots = self._slots()
         owners = self._of_slot[slots]
         short = self._cache.blocks_short(slots, self._state.goal[slots])
-        wanted = self._cache.tables.counts[slots] + short
+        tables = self._cache.tables
+        wanted = tables.counts[slots] - tables.firsts[slots] + short
         # As if nothing were shared: if even that is within the ceilings, all is well.
         most = np.bincount(owners, wanted, minlength=len(self.limits))
         return [
@@ -296,11 +297,12 @@ class TenantBooks:
         if self._last_charges is not None:
             return self._last_charges
         slots, tables = self._slots(), self._cache.tables
-        counts = tables.counts[slots]
+        counts, firsts = tables.counts[slots], tables.firsts[slots]
         rows = tables.blocks[slots, : int(counts.max(initial=0))]
-        blocks = rows[np.arange(rows.shape[1]) < counts[:, None]]
+        columns = np.arange(rows.shape[1])
+        blocks = rows[(columns < counts[:, None]) & (columns >= firsts[:, None])]
         shares = 1.0 / self._cache.pool.references[blocks]
-        owners = np.repeat(self._of_slot[slots], counts)
+        owners = np.repeat(self._of_slot[slots], counts - firsts)
         charges = np.bincount(owners, shares, minlength=len(self.limits)).astype(np.float64)
         self._last_charges = charges
         return charges

@@ -201,7 +201,7 @@ def run_case(
     """The case to its end, with the books audited when all is done."""
     executor = wrap_executor(model.executor(case.settings.num_threads))
     runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
-    core = make_core(runner, case.settings)
+    core = make_core(runner, case.settings, window=model.program.caches[0].window)
     streams = {request.request_id: Stream() for request in case.requests}
     num_cancelled = 0
     clock = count()
@@ -327,7 +327,7 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
     return TierMover(executor, store, now_ms=lambda: 0.0, report=report)
 
 
-def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
+def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> EngineCore:
     """A core with fresh books."""
     limits = SchedulerLimits(
         max_num_seqs=settings.max_num_seqs,
@@ -342,6 +342,7 @@ def make_core(runner: WatchedRunner, settings: Settings) -> EngineCore:
         prefix_caching=settings.prefix_caching,
         tier=None if mover is None else TierMap(mover.store.num_blocks),
         most_saving=4,
+        window=window,
     )
 
     def report(problem: str) -> None:

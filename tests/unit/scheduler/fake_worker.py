@@ -118,6 +118,7 @@ class FakeWorker:
     copies_blocks: ClassVar[bool] = True  # False is a planted fault
     wrong: list[str] = field(default_factory=list)
     tier: FakeTier | None = None
+    window: int = 0  # positions a token sees; 0: all
 
     def __post_init__(self) -> None:
         columns = -(-self.max_tokens // self.block_size)
@@ -213,8 +214,11 @@ class FakeWorker:
             return "a token is missing"
         store_from = int(plan.store_from[row])
         digest = 7
+        seen_from = max(start - self.window + 1, 0) if self.window else 0
         for position in range(start + count):
             digest = mix(digest, int(self.tokens.tokens[slot, position]))
+            if position < seen_from:
+                continue
             if position < start or position < store_from:
                 held = self._read(slot, position)
                 if held != digest:

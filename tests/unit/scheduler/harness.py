@@ -47,6 +47,7 @@ class Setup:
     policy: Callable[[], Policy] = FirstCome
     tier_places: int = 0  # of a tier that is used whenever it can be
     tenants: tuple[TenantLimits, ...] = ()
+    window: int = 0  # positions a token sees; 0: all
 
 
 class Harness:
@@ -60,6 +61,7 @@ class Harness:
             prefix_caching=setup.prefix_caching,
             tier=TierMap(setup.tier_places) if setup.tier_places else None,
             most_saving=3,
+            window=setup.window,
         )
         limits = SchedulerLimits(
             max_num_seqs=setup.max_num_seqs,
@@ -89,6 +91,7 @@ class Harness:
             setup.num_blocks,
             setup.block_size,
             tier=self.tier,
+            window=setup.window,
         )
         self.out: deque[tuple[StepPlan, StepResult | None, Sequence[int]]] = deque()
         self.named: deque[dict[int, set[str]]] = deque()  # block: owners, a plan that is out
@@ -236,11 +239,18 @@ class Harness:
         size, written = self.setup.block_size, set(plan.copy_to.tolist())
         ends = plan.starts + plan.counts
         for slot, first, end in zip(plan.slots, plan.store_from, ends, strict=True):
-            written.update(self.cache.tables.row(slot)[first // size : -(-end // size)].tolist())
+            row = self.cache.tables.blocks[slot]
+            written.update(row[first // size : -(-end // size)].tolist())
         return written
 
     def _named_blocks(self, plan: StepPlan) -> set[int]:
-        rows = [self.cache.tables.row(slot) for slot in plan.slots]
+        """Those that a row sees, or writes."""
+        window, size = self.setup.window, self.setup.block_size
+        rows = []
+        for slot, start in zip(plan.slots.tolist(), plan.starts.tolist(), strict=True):
+            seen_from = max(start - window + 1, 0) // size if window else 0
+            rows.append(self.cache.tables.blocks[slot, seen_from : self.cache.tables.counts[slot]])
+            assert (rows[-1] >= 0).all(), "a row sees a block that was given back"
         return set(np.concatenate([plan.copy_from, plan.copy_to, *rows]).tolist())
 
     def _owners(self, block: int) -> set[str]:

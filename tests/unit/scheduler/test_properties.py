@@ -209,6 +209,62 @@ def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operati
     run_case(random, draw_setup(random), num_operations)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    random=st.randoms(use_true_random=False),
+    num_operations=st.integers(0, 60),
+    window=st.sampled_from((1, 2, 3, 5, 9, 17)),
+)
+def test_with_windows_every_request_gets_the_tokens_it_gets_alone(
+    random: Random, num_operations: int, window: int
+) -> None:
+    run_case(random, replace(draw_setup(random), window=window), num_operations)
+
+
+def test_blocks_behind_windows_are_given_back_in_most_cases_and_not_one_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drop_behind, given_back = CacheManager.drop_behind, []
+
+    def watched(self: CacheManager, slots: Any, computed: Any, tokens: Any) -> int:
+        before = int(self.tables.firsts.sum())
+        freed = drop_behind(self, slots, computed, tokens)
+        given_back[-1] += int(self.tables.firsts.sum()) - before
+        return freed
+
+    monkeypatch.setattr(CacheManager, "drop_behind", watched)
+    for seed in range(20):
+        random = Random(seed)
+        given_back.append(0)
+        run_case(random, replace(draw_setup(random), window=random.choice([2, 5, 9])), 60)
+    assert sum(blocks > 0 for blocks in given_back) >= 14
+
+    def too_early(self: CacheManager, slots: Any, computed: Any, tokens: Any) -> int:
+        return drop_behind(self, slots, computed + 3, tokens)
+
+    monkeypatch.setattr(CacheManager, "drop_behind", too_early)
+
+    def run_all() -> None:
+        for seed in range(20):
+            random = Random(seed)
+            run_case(random, replace(draw_setup(random), window=9, prefix_caching=False), 60)
+
+    with pytest.raises(AssertionError, match=r"sees a block|has no block|read"):
+        run_all()
+
+
+def test_a_long_answer_holds_no_more_than_its_window_sees() -> None:
+    for window, most in ((8, 3), (0, 25)):
+        harness = Harness(Setup(num_blocks=32, max_model_len=100, window=window))
+        harness.add(make_request("a", [1, 2, 3], max_tokens=97))
+        used = []
+        while harness.scheduler.has_work:
+            harness.step()
+            used.append(32 - harness.cache.num_free)
+        assert max(used) == most
+        harness.check_end()
+
+
 def test_flushes_in_between_change_no_token_and_leave_the_books_whole() -> None:
     flushed = 0
     for seed in range(25):
