@@ -11,8 +11,10 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
+
+from msgspec import structs
 
 from quire.api.serving import Engine
 from quire.base.cache_use import CacheUse, for_strangers
@@ -103,6 +105,7 @@ class Answers:
         self._metrics = metrics
         self._request_id = request_id
         self._last: dict[tuple[int, int], TextDelta] = {}
+        self._num_open = sum(prompt.sampling.n for prompt in prompts)
         self._cached = [0] * len(prompts)
         self._cache_uses: dict[int, CacheUse] = {}
 
@@ -184,6 +187,13 @@ class Answers:
         return None if timings is None else timings.first_token_ms
 
     @property
+    def more_waits(self) -> bool:
+        """Whether what comes next, a delta or the end, is to be had without waiting for anybody."""
+        if self._num_open == 0:
+            return True
+        return len(self.prompts) == 1 and self._engine.num_waiting(self._request_id) > 0
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Of each choice that has begun, in order: why it ended, or "open"."""
         last = [delta for _, delta in sorted(self._last.items(), key=lambda item: item[0])]
@@ -216,7 +226,7 @@ class Answers:
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
             async for delta in deltas:
-                yield at, replace(delta, index=delta.index - first) if first else delta
+                yield at, structs.replace(delta, index=delta.index - first) if first else delta
 
     def _count(self, prompt: int, delta: TextDelta) -> None:
         self._last[prompt, delta.index] = delta
@@ -231,6 +241,7 @@ class Answers:
                 )
         if delta.finish_reason is None:
             return
+        self._num_open -= 1
         self._ended(delta.index, delta, delta.finish_reason)
         if delta.finish_reason is FinishReason.ERROR:
             raise StepRowError(delta.error or "the engine could not compute this request")

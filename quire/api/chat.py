@@ -160,6 +160,13 @@ class ChatWriter:
                 seed=delta.seed,
             )
 
+    def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
+        """The chunk of more text of a choice that has begun; None where others tell more, or the
+        text is read for reasoning or calls."""
+        if self._listener.listens or self._wants_logprobs:
+            return None
+        return self._chunk(index, {"content": text})
+
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
         """The chunk with the usage, if it was asked for."""
         if not self._include_usage:

@@ -71,7 +71,9 @@ async def read_job(asked: Asked) -> Job:
         )
     prompts = []
     num_told, told_a_token = 0, _told_a_token(given, echo=echo)
-    for text in texts:
+    for at, text in enumerate(texts):
+        if at:
+            await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
         token_ids = await _ids(
             engine, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
         )
@@ -89,7 +91,6 @@ async def read_job(asked: Asked) -> Job:
             num_told,
             param="logprobs" if given.get("prompt_logprobs") is None else "prompt_logprobs",
         )
-        await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
     if len(prompts) > 1:
         await asyncio.to_thread(_refuse_early, engine, prompts)
     writer = CompletionWriter(
@@ -169,6 +170,15 @@ class CompletionWriter:
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
         yield self._chunk([choice])
+
+    def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
+        """The chunk of more text of a choice that has begun; None where others tell more."""
+        if self._num_top is not None:
+            return None
+        place = self._index(prompt, index)
+        return self._chunk(
+            [{"index": place, "text": text, "logprobs": None, "finish_reason": None}]
+        )
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
         """The chunk with the usage, if it was asked for."""

@@ -79,6 +79,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         # How a response ends a connection whose other end does not read: a close would wait for it.
         self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        # How a stream writes an event without a message through every layer.
+        self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -99,6 +101,17 @@ class Connection(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _write_part(self, body: bytes) -> bool:
+        """Write a part of the response that is under way, as `send` would; False where it would
+        wait, or do anything else than write."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        if not (cycle.response_started and cycle.chunked_encoding and body):
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def _await_head(self) -> None:
         if self._head_timer is None:

@@ -30,10 +30,20 @@ class Chunks(Protocol):
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
 
+    def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
+        """The chunk of more text of a choice that has begun; None where others tell more."""
+
     def of_usage(self, usage: Usage) -> dict[str, Any] | None: ...
 
 
 Put = Callable[[list[bytes], bool], Awaitable[None]]
+
+# Events of deltas that waited together are handed over together, up to so many.
+_MOST_TOGETHER = 64
+# Stands for the text of a chunk while the bytes around it are found. No name of ours has a NUL.
+_TEXT = "\0text\0"
+_TEXT_JSON = msgspec.json.encode(_TEXT)
+_text_json = msgspec.json.Encoder().encode
 
 
 class Events:
@@ -44,27 +54,51 @@ class Events:
         self._chunks = chunks
         self._prefix = f"id: {request_id}:".encode()
         self._number = 0
+        # By prompt and choice: what stands before and behind the text of a chunk of nothing else.
+        self._around: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 
     async def tell(self, put: Put) -> None:
-        """Hand all events to `put`, those of a delta together, and with the last of all True."""
-        async with aclosing(self._answers.deltas()) as deltas:
-            async for prompt, delta in deltas:
-                # What tells of a whole prompt is long: beside the loop.
-                if delta.prompt_logprobs:
-                    await put(await asyncio.to_thread(self._of_delta, prompt, delta), False)
-                else:
-                    await put(self._of_delta(prompt, delta), False)
+        """Hand all events to `put`: those that are there together, with the last of all True."""
+        held: list[bytes] = []
+        try:
+            async with aclosing(self._answers.deltas()) as deltas:
+                async for prompt, delta in deltas:
+                    # What tells of a whole prompt is long: beside the loop.
+                    if delta.prompt_logprobs:
+                        held += await asyncio.to_thread(self._of_delta, prompt, delta)
+                    else:
+                        held += self._of_delta(prompt, delta)
+                    if len(held) >= _MOST_TOGETHER or not self._answers.more_waits:
+                        together, held = held, []
+                        await put(together, False)
+        except QuireError:
+            if held:
+                await put(held, False)
+            raise
         usage = self._chunks.of_usage(self._answers.usage)
         last = [] if usage is None else [self._event(msgspec.json.encode(usage))]
-        await put([*last, self._event(b"[DONE]")], True)
+        await put([*held, *last, self._event(b"[DONE]")], True)
 
     def of_error(self, error: QuireError) -> bytes:
         """The event an error is told by."""
         return self._event(msgspec.json.encode(error_body(error)))
 
     def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
-        chunks = self._chunks.of_delta(prompt, delta)
+        if delta.text and delta.finish_reason is None and not delta.prompt_logprobs:
+            around = self._around.get((prompt, delta.index))
+            if around is not None:
+                return [self._event(around[0] + _text_json(delta.text) + around[1])]
+        chunks = [*self._chunks.of_delta(prompt, delta)]
+        self._learn(prompt, delta.index)
         return [self._event(msgspec.json.encode(chunk)) for chunk in chunks]
+
+    def _learn(self, prompt: int, index: int) -> None:
+        """Find what stands around the text in the chunks of a choice, if that is all they tell."""
+        if (prompt, index) not in self._around:
+            chunk = self._chunks.of_text(prompt, index, _TEXT)
+            if chunk is not None:
+                before, _, behind = msgspec.json.encode(chunk).partition(_TEXT_JSON)
+                self._around[prompt, index] = before, behind
 
     def _event(self, line: bytes) -> bytes:
         self._number += 1

@@ -100,14 +100,11 @@ async def generate(
     live = Live(request_id, _asker(request), request.scope["route"].path, is_stream=stream)
     serving.live.begin(live)
     request.state.live = live
-    try:
-        job = await until_gone(
-            _read(serving, read, asked),
-            request.receive,
-            over=serving.over,
-            deadline=deadline,
-            cut=live.cut,
-        )
+
+    async def answered() -> bytes | Response:
+        """The body of a whole answer, or the response that streams it."""
+        await serving.admitted()
+        job = await read(asked)
         if stream:
             _refuse_ranked(job.prompts)
         answers = Answers(
@@ -124,20 +121,19 @@ async def generate(
         live.look = lambda: _progress(answers)
         if stream:
             return _streamed(serving, begun, Events(answers, job.writer, live.id), live)
-        choices = await until_gone(
-            answers.whole(), request.receive, over=serving.over, deadline=deadline, cut=live.cut
+        return await _written(job, await answers.whole(), answers.usage)
+
+    try:
+        done = await until_gone(
+            answered(), request.receive, over=serving.over, deadline=deadline, cut=live.cut
         )
-        content = await _written(job, choices, answers.usage)
     except BaseException as error:
         serving.live.end(live, error if isinstance(error, QuireError) else QuireError("gone"))
         raise
+    if isinstance(done, Response):
+        return done
     serving.live.end(live)
-    return Response(content, headers=begun.headers(), media_type="application/json")
-
-
-async def _read(serving: Serving, read: Reader, asked: Asked) -> Job:
-    await serving.admitted()
-    return await read(asked)
+    return Response(done, headers=begun.headers(), media_type="application/json")
 
 
 def _streamed(serving: Serving, begun: Opened, events: Events, live: Live) -> Response:

@@ -98,9 +98,10 @@ async def _first_of(
             raise ClientGone
         raise TimedOut(late)
     finally:
-        for future in waiting:
-            future.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        if watch is not None or not task.done():  # else all has ended, and was told above
+            for future in waiting:
+                future.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -103,6 +103,9 @@ class IdsWriter:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
         yield {**self._frame, "choices": [choice]}
 
+    def of_text(self, prompt: int, index: int, text: str) -> None:
+        """None: text is not told here."""
+
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
         """The chunk with the usage, if it was asked for."""
         if not self._include_usage:

@@ -23,7 +23,9 @@ def listed(
     name: str, value: Any, *, most: int | None = None, what: str = "entries"
 ) -> tuple[Any, ...]:
     """Any iterable but a text or a mapping, as a tuple of at most `most`."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if type(value) is not tuple and (
+        isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)
+    ):
         raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
     entries = tuple(value)
     if most is not None and len(entries) > most:
@@ -50,7 +52,9 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """The value as a float."""
     found = math.nan
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if type(value) is float:
+        found = value
+    elif isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             found = float(value)
     # NaN fails every comparison.
@@ -65,6 +69,8 @@ def number(name: str, value: Any, low: float, high: float, *, open_low: bool = F
 def token_ids(name: str, value: Any, *, most: int) -> tuple[int, ...]:
     """At most `most` token ids; whether the model has them is not known here."""
     entries = listed(name, value, most=most, what="ids")
+    if not entries:
+        return entries
     # Long lists, checked anew wherever a record arrives, are nearly always fine.
     if set(map(type, entries)) == {int} and min(entries) >= 0 and max(entries) <= MAX_TOKEN_ID:
         return entries

@@ -293,19 +293,22 @@ class StepOutputs:
 
     def __iter__(self) -> Iterator[RequestOutput]:
         yield from self.events
-        for row, request_id in enumerate(self.request_ids):
-            yield RequestOutput(
-                request_id=request_id,
-                token_ids=(int(self.token_ids[row]),),
-                logprobs=token_logprobs(
-                    row,
-                    self.token_ids,
-                    self.logprobs,
-                    self.top_ids,
-                    self.top_logprobs,
-                    self.listed_logprobs,
-                ),
-            )
+        yield from map(self.row, range(len(self.request_ids)))
+
+    def row(self, row: int) -> RequestOutput:
+        """Row `row` of the arrays as an output."""
+        return RequestOutput(
+            request_id=self.request_ids[row],
+            token_ids=(int(self.token_ids[row]),),
+            logprobs=token_logprobs(
+                row,
+                self.token_ids,
+                self.logprobs,
+                self.top_ids,
+                self.top_logprobs,
+                self.listed_logprobs,
+            ),
+        )
 
 
 def token_logprobs(

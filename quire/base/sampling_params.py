@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,12 +120,17 @@ class SamplingParams:
     structured_outputs: Grammar | None = None
 
     def __post_init__(self) -> None:
+        # Several of these are made a request, nearly all of values that need no more than a look.
         for name, low, high in WHOLE_NUMBERS:
-            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
-                self._settle(name, whole(name, getattr(self, name), low, high))
+            value = getattr(self, name)
+            if type(value) is int and low <= value <= high:
+                continue
+            if value is not None or name not in _MAY_BE_NONE:
+                self._settle(name, whole(name, value, low, high))
         for name, least, most in NUMBERS:
-            open_low = name in MUST_BE_ABOVE
-            self._settle(name, number(name, getattr(self, name), least, most, open_low=open_low))
+            value, open_low = getattr(self, name), name in MUST_BE_ABOVE
+            if not (type(value) is float and least < value <= most):
+                self._settle(name, number(name, value, least, most, open_low=open_low))
         if self.top_n_sigma < 0:  # llama.cpp's way to say off
             self._settle("top_n_sigma", 0.0)
         for name in FLAGS:
@@ -309,7 +315,9 @@ class SamplingParams:
         """Return a copy that has a seed; one without is given a random seed."""
         if self.seed is not None:
             return self
-        return replace(self, seed=secrets.randbelow(2**53))
+        resolved = copy(self)  # its values are checked
+        resolved._settle("seed", secrets.randbelow(2**53))
+        return resolved
 
 
 # The filters of token choice, with the values that keep every token.

@@ -109,9 +109,11 @@ class EngineClient:
         self._started: asyncio.Future[ModelCard] | None = None
         self._streams: OpenStreams[_Unread] = OpenStreams()
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
+        self._unread: dict[str, _Unread] = {}  # what waits, by the caller's id
         self._asks: Asks[CacheTold] = Asks()
         self._progress_ms = 0.0
         self._ops_done = -1
+        self._defaults: SamplingParams | None = None  # made once, by the card
 
     @classmethod
     def spawn(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
@@ -165,7 +167,9 @@ class EngineClient:
 
     def default_sampling(self) -> SamplingParams:
         """Sampling parameters with the model's generation defaults."""
-        return default_sampling(self.card)
+        if self._defaults is None:
+            self._defaults = default_sampling(self.card)
+        return self._defaults
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise the RequestError that `generate` would raise for these, if any."""
@@ -227,11 +231,19 @@ class EngineClient:
                     raise error_of(said)
                 if said.finish_reason is not None:
                     num_open -= 1
-                for delta in (said,) if ranking is None else ranking.take(said):
+                if ranking is None:
+                    yield said
+                    continue
+                for delta in ranking.take(said):
                     yield delta
         finally:
-            del self._callers[request_id]
+            del self._callers[request_id], self._unread[request_id]
             self._send_abort(self._streams.close(stream_ids))
+
+    def num_waiting(self, request_id: str) -> int:
+        """Deltas of a request that nobody has taken yet; 0 where it is not open."""
+        unread = self._unread.get(request_id)
+        return 0 if unread is None else len(unread)
 
     async def abort(self, request_id: str) -> None:
         """End the streams of a request; its generator yields their last deltas ("abort")."""
@@ -367,7 +379,7 @@ class EngineClient:
         most = max(MOST_UNREAD // numbers, 16)
         unread: _Unread = Unread(most, lambda is_held: self._hold(stream_ids, is_held=is_held))
         self._streams.open(self.tokenizer, requests, unread, text_rules)
-        self._callers[request_id] = stream_ids
+        self._callers[request_id], self._unread[request_id] = stream_ids, unread
         return unread, stream_ids
 
     @property

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from quire.base.cache_use import CacheUse
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
@@ -37,8 +39,7 @@ class TextRules:
 PLAIN_TEXT = TextRules()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to stream `index` of a request since its last delta.
 
     token_ids were completed by this delta; logprobs are parallel to them, or empty if not asked
@@ -48,7 +49,7 @@ class TextDelta:
     asked for: by one of its streams, in its first delta, before any other stream has one.
     num_unseen_tokens: of sequences that best_of computed and nobody is told of. score: of a beam.
     token_chars: how many characters of the text each token completed, parallel to token_ids, where
-    it was asked for.
+    it was asked for. A Struct, not a dataclass: there is one a token.
     """
 
     index: int
@@ -74,7 +75,8 @@ class OutputStream:
     """Turns the RequestOutputs of one Request into TextDeltas.
 
     finished: the last delta was given out. wants_abort: a stop string or a failure ended the
-    stream before the engine knew; whoever holds the stream should abort the request.
+    stream before the engine knew; whoever holds the stream should abort the request. is_plain:
+    nothing but text is told of a token and no stop string is watched for, as of most streams.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class OutputStream:
         self._counts_chars = rules.counts_chars or sampling.logprobs is not None
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
         self._watches = bool(sampling.stop)
+        self.is_plain = not (self._watches or self._counts_chars)
+        self._num_prompt_tokens = len(prompt)
         self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token
         self._num_held_chars = 0
         self._waiting_ids: list[int] = []
@@ -143,6 +147,18 @@ class OutputStream:
             return None
         return self._delta(text, self._num_complete_tokens() if text else self._num_delivered)
 
+    def push_token(self, token_id: int, step_ms: float) -> TextDelta | None:
+        """As `push` of an output that has this one token and nothing else; of plain streams."""
+        if self.finished:
+            return None
+        self._waiting_ids.append(token_id)
+        self._keep_time(step_ms)
+        spans = self._detokenizer.spans((token_id,))
+        if not spans and not self._prompt_logprobs:
+            return None
+        text = spans[0][0] if len(spans) == 1 else "".join(part for part, _ in spans)
+        return self._delta(text, self._num_complete_tokens() if text else self._num_delivered)
+
     def fail(self, error: Exception, *, engine_knows: bool) -> TextDelta:
         """End the stream because its tokens could not be made text."""
         self.wants_abort = not engine_knows
@@ -167,10 +183,19 @@ class OutputStream:
         self._score = output.score
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._cache_use = output.cache_use or self._cache_use
-        times = output.times or self._times
-        if times is not None and output.token_ids and step_ms > times.last_token_ms:
-            times = replace(times, last_token_ms=step_ms)
-        self._times = times
+        self._times = output.times or self._times
+        if output.token_ids:
+            self._keep_time(step_ms)
+
+    def _keep_time(self, step_ms: float) -> None:
+        times = self._times
+        if times is not None and step_ms > times.last_token_ms:
+            self._times = RequestTimes(
+                arrival_ms=times.arrival_ms,
+                first_scheduled_ms=times.first_scheduled_ms,
+                first_token_ms=times.first_token_ms,
+                last_token_ms=step_ms,
+            )
 
     def _watch(self, spans: list[Span]) -> tuple[str, int]:
         """The text that is certain, and the token that completed the stop string if one did."""
@@ -224,13 +249,17 @@ class OutputStream:
         """A delta that brings the stream's delivered tokens to `num_tokens`."""
         num_new = num_tokens - self._num_delivered
         token_ids = tuple(self._waiting_ids[:num_new])
-        places = range(self._num_delivered, num_tokens)
-        chars = tuple(self._chars_of.pop(place, 0) for place in places if self._counts_chars)
-        logprobs = tuple(
-            self._token_text(token, num_chars)
-            for token, num_chars in zip(self._waiting_logprobs[:num_new], chars, strict=False)
-        )
-        del self._waiting_ids[:num_new], self._waiting_logprobs[:num_new]
+        del self._waiting_ids[:num_new]
+        chars: tuple[int, ...] = ()
+        logprobs: tuple[TokenText, ...] = ()
+        if self._counts_chars:
+            places = range(self._num_delivered, num_tokens)
+            chars = tuple(self._chars_of.pop(place, 0) for place in places)
+            logprobs = tuple(
+                self._token_text(token, num_chars)
+                for token, num_chars in zip(self._waiting_logprobs[:num_new], chars, strict=False)
+            )
+            del self._waiting_logprobs[:num_new]
         self._num_delivered = num_tokens
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         return TextDelta(
@@ -240,7 +269,7 @@ class OutputStream:
             logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
-            num_prompt_tokens=len(self._request.prompt_ids),
+            num_prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._cached_tokens,
             cache_use=self._cache_use,
             num_output_tokens=num_tokens,

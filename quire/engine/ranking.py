@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec import structs
 
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output import TextDelta
@@ -42,7 +43,7 @@ class Ranking:
         )
         shows_logprobs = self._sampling.logprobs is not None
         return [
-            replace(
+            structs.replace(
                 delta,
                 index=self._first + place,
                 logprobs=delta.logprobs if shows_logprobs else (),
@@ -62,7 +63,7 @@ def _mean_logprob(said: Iterable[TextDelta]) -> float:
 
 def _joined(said: list[TextDelta]) -> TextDelta:
     """A stream's deltas as one."""
-    return replace(
+    return structs.replace(
         said[-1],
         text="".join(delta.text for delta in said),
         token_ids=tuple(id_ for delta in said for id_ in delta.token_ids),

@@ -57,19 +57,57 @@ class OpenStreams(Generic[Owner]):
         """
         said: list[tuple[Owner, TextDelta]] = []
         past_end: list[str] = []
-        for output in message.outputs or ():
+        outputs, step_ms = message.outputs, message.stats.last_step_ms
+        if outputs is None:
+            return said, ()
+        for output in outputs.events:
             found = self._open.get(output.request_id)
+            if found is not None:
+                self._take(output, *found, step_ms, said, past_end)
+        token_ids = outputs.token_ids.tolist()
+        for row, request_id in enumerate(outputs.request_ids):
+            found = self._open.get(request_id)
             if found is None:
                 continue
             stream, owner = found
-            delta = _pushed(stream, output, message.stats.last_step_ms)
-            if stream.finished:
-                del self._open[output.request_id]
-                if stream.wants_abort:
-                    past_end.append(output.request_id)
+            if not stream.is_plain:
+                self._take(outputs.row(row), stream, owner, step_ms, said, past_end)
+                continue
+            # What most rows of most steps are: no object but the delta is made for it.
+            try:
+                delta = stream.push_token(token_ids[row], step_ms)
+            except Exception as error:  # noqa: BLE001  as in _pushed
+                delta = self._failed(request_id, stream, error, past_end)
             if delta is not None:
                 said.append((owner, delta))
         return said, tuple(past_end)
+
+    def _take(
+        self,
+        output: RequestOutput,
+        stream: OutputStream,
+        owner: Owner,
+        step_ms: float,
+        said: list[tuple[Owner, TextDelta]],
+        past_end: list[str],
+    ) -> None:
+        delta = _pushed(stream, output, step_ms)
+        if stream.finished:
+            self._close(output.request_id, stream, past_end)
+        if delta is not None:
+            said.append((owner, delta))
+
+    def _failed(
+        self, request_id: str, stream: OutputStream, error: Exception, past_end: list[str]
+    ) -> TextDelta:
+        delta = stream.fail(error, engine_knows=False)
+        self._close(request_id, stream, past_end)
+        return delta
+
+    def _close(self, request_id: str, stream: OutputStream, past_end: list[str]) -> None:
+        del self._open[request_id]
+        if stream.wants_abort:
+            past_end.append(request_id)
 
     def close(self, stream_ids: Iterable[str]) -> tuple[str, ...]:
         """Expect nothing more of these streams; those that were open."""

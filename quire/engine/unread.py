@@ -1,13 +1,15 @@
 """Unread: what was said to one caller and not taken yet, and a word when it becomes too much.
 
 A reader that does not keep up is told of once, and again when it has caught up to a quarter of
-the bound: whoever makes what is said stops meanwhile. Knows no message and no engine. Always
-holds: nothing is dropped, and order is kept.
+the bound: whoever makes what is said stops meanwhile. In place of asyncio.Queue, for one reader, as
+there is a wake-up a token. Knows no message and no engine. Always holds: nothing is dropped, and
+order is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -23,22 +25,32 @@ class Unread(Generic[Said]):
     def __init__(self, most: int, on_hold: Callable[[bool], None]) -> None:
         self._most = most
         self._on_hold = on_hold
-        self._queue: asyncio.Queue[Said] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._said: deque[Said] = deque()
+        self._waiting: asyncio.Future[None] | None = None
         self.is_held = False
 
     def __len__(self) -> int:
-        return self._queue.qsize()
+        return len(self._said)
 
     def put(self, said: Said) -> None:
         """Something more was said."""
-        self._queue.put_nowait(said)
-        if not self.is_held and len(self) > self._most:
+        self._said.append(said)
+        waiting = self._waiting
+        if waiting is not None:
+            self._waiting = None
+            if not waiting.done():  # its reader was cancelled, if it is
+                waiting.set_result(None)
+        if not self.is_held and len(self._said) > self._most:
             self._tell(True)
 
     async def get(self) -> Said:
         """The next; waits for it."""
-        said = await self._queue.get()
-        if self.is_held and len(self) <= self._most // 4:
+        while not self._said:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        said = self._said.popleft()
+        if self.is_held and len(self._said) <= self._most // 4:
             self._tell(False)
         return said
 

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from quire.api.app import build_app
 from quire.api.serving import Serving
 from quire.base.cache_use import CacheReport, CacheUse
@@ -168,6 +170,9 @@ class FakeEngine:
             steps_total=1,
         )
 
+    def num_waiting(self, request_id: str) -> int:
+        return 0
+
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         make_requests(self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0)
 
@@ -204,9 +209,9 @@ class FakeEngine:
                     self.num_deltas += 1
                     delta = self._delta(at, text, first_stream + index, len(prompt_ids), sampling)
                     if text_rules.counts_chars:
-                        delta = replace(delta, token_chars=(len(text),))
+                        delta = structs.replace(delta, token_chars=(len(text),))
                     if at == index == 0 and sampling.prompt_logprobs is not None:
-                        delta = replace(delta, prompt_logprobs=self._scored(prompt_ids))
+                        delta = structs.replace(delta, prompt_logprobs=self._scored(prompt_ids))
                     yield delta
             complete = True
         finally:

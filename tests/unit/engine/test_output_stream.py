@@ -401,3 +401,38 @@ def test_special_tokens_that_are_read_are_shown_and_each_tokens_characters_are_t
     assert len(told) == 1
     plain = _run(tokenizer, _request(stop=stop), _outputs(ids, [3]))
     assert all(delta.token_chars == () for delta in plain)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_a_token_pushed_by_itself_says_what_an_output_of_it_says(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    some = [*tokenizer.encode("a b\n\n猫🐫<tool>\n"), 0, 2, 9, 13, 200]
+    begun = RequestTimes(
+        arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0, last_token_ms=2.0
+    )
+
+    @given(ids=st.lists(st.sampled_from(some) | st.integers(2, 260), min_size=1, max_size=24))
+    @settings(max_examples=200, deadline=None)
+    def check(ids: list[int]) -> None:
+        one, other = OutputStream(tokenizer, _request()), OutputStream(tokenizer, _request())
+        assert one.is_plain
+        first = RequestOutput(request_id="r/2", token_ids=(ids[0],), times=begun)
+        assert one.push(first, 2.0) == other.push(first, 2.0)
+        for step, id_ in enumerate(ids[1:], 3):
+            output = RequestOutput(request_id="r/2", token_ids=(id_,))
+            assert one.push_token(id_, float(step)) == other.push(output, float(step))
+        last = RequestOutput(request_id="r/2", token_ids=(), finish_reason=FinishReason.LENGTH)
+        assert one.push(last, 99.0) == other.push(last, 99.0)
+        assert one.push_token(ids[0], 100.0) is None
+
+    check()
+
+
+@pytest.mark.parametrize("asked", [{"stop": ("a",)}, {"logprobs": 0}, {"logprob_token_ids": (3,)}])
+def test_a_stream_that_tells_or_watches_more_is_not_plain(asked: dict[str, Any]) -> None:
+    assert not OutputStream(_tokenizer("metaspace"), _request(**asked)).is_plain
+
+
+def test_a_stream_that_counts_characters_is_not_plain() -> None:
+    rules = TextRules(counts_chars=True)
+    assert not OutputStream(_tokenizer("metaspace"), _request(), rules).is_plain

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from quire.engine.unread import Unread
 
 
@@ -41,5 +43,25 @@ def test_a_reader_that_waits_gets_what_comes() -> None:
         await asyncio.sleep(0)
         unread.put("a")
         assert await waiting == "a"
+
+    asyncio.run(exchange())
+
+
+def test_nothing_is_lost_where_a_reader_is_cancelled_before_or_after_it_was_woken() -> None:
+    async def exchange() -> None:
+        unread: Unread[str] = Unread(9, lambda is_held: None)
+        for comes_first in (False, True):
+            waiting = asyncio.ensure_future(unread.get())
+            await asyncio.sleep(0)
+            if comes_first:
+                unread.put("b")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            if not comes_first:
+                unread.put("a")
+                assert await unread.get() == "a"
+        assert await unread.get() == "b"
+        assert len(unread) == 0
 
     asyncio.run(exchange())
