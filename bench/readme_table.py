@@ -61,6 +61,20 @@ def _scheduler_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _frontend_rows(result: dict[str, Any]) -> list[str]:
+    """Of the server and engine processes together, beside an empty app on the same server."""
+    flat, paced, asked = (result[part] for part in ("flat_out", "paced", "requests"))
+    return [
+        f"| front end, {result['streams']} streams, a model that takes no time: CPU a streamed "
+        f"token flat out, at {1000 / paced['step_ms']:.0f} steps/s, and a request | "
+        f"{flat['quire']['us_per_token']:.0f} us, {paced['quire']['us_per_token']:.0f} us, "
+        f"{asked['quire']['us_per_request']:.0f} us (empty app: "
+        f"{flat['floor']['us_per_token']:.0f}, {paced['floor']['us_per_token']:.0f}, "
+        f"{asked['floor']['us_per_request']:.0f}) | {result['goal_token_us']:.0f} us, "
+        f"{result['goal_request_us']:.0f} us |"
+    ]
+
+
 def _memory_rows(result: dict[str, Any]) -> list[str]:
     cost = max(case["paged_cost_percent"] for case in result["paged_attention"])
     return [
@@ -183,6 +197,7 @@ def table() -> str:
     for name, rows_of in (
         ("startup", _startup_rows),
         ("scheduler", _scheduler_rows),
+        ("frontend", _frontend_rows),
         ("memory", _memory_rows),
         ("prefix", _sharing_rows),
         ("preemption", _preemption_rows),

@@ -1,0 +1,154 @@
+"""python -m bench.frontend: what the HTTP front end costs, in processor time a token and a request.
+
+The real server over a null executor, which gives each row its token at once (null_executor.py);
+256 streams at once from a client in another process, one event a token. Two paces: `flat out`, as
+fast as tokens can be passed on, and `paced`, a step every 40 ms, as of a model that computes: then
+no two tokens of a stream wait together, and each costs a wake-up and a write of its own. Beside
+each stands the floor: an app without content on the same HTTP server, which sends as many events
+of the same size at the same pace. Refuses to report where a stream has an error, another number of
+events than tokens, or another text than the tokenizer gives. Writes bench/results/frontend.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.compare import quire_state
+from bench.frontend.null_executor import token_at
+from bench.frontend.servers import REPOSITORY, Child
+from quire.bench.machine import machine_card
+from quire.config.groups import ModelConfig
+from quire.engine.text_side import load_text_side
+
+STREAMS = 256
+TOKENS = 384
+STEP_MS = 40.0
+GOAL_TOKEN_US, GOAL_REQUEST_US = 15.0, 400.0
+PROMPT = "Once upon a time there was a little dog who liked to run by the sea."
+
+
+def body(max_tokens: int, *, stream: bool) -> dict[str, Any]:
+    """A completion of exactly so many tokens."""
+    return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+
+
+def digest_wanted(max_tokens: int) -> str:
+    """The digest of the answer's text, as the tokenizer by itself has it."""
+    tokenizer = load_text_side(ModelConfig()).tokenizer
+    prompt = tokenizer.encode(PROMPT)
+    places = range(len(prompt), len(prompt) + max_tokens)
+    whole = tokenizer.decode([*prompt, *map(token_at, places)], skip_special_tokens=True)
+    text = whole[len(tokenizer.decode(prompt, skip_special_tokens=True)) :]
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check(told: dict[str, Any], *, answers: int, events: int, digest: str | None) -> None:
+    """Exits where an answer is not what it has to be."""
+    if told["answers"] != answers or told["events"] != {str(events): answers}:
+        raise SystemExit(f"{events} events in each of {answers} answers wanted, came: {told}")
+    if digest is not None and told["digests"] != {digest: answers}:
+        raise SystemExit(f"texts with digest {digest} wanted, came: {told['digests']}")
+
+
+def streamed(server: Child, tokens: int, wanted: str) -> dict[str, Any]:
+    """All streams at once."""
+    told = server.drive("/v1/completions", body(tokens, stream=True), streams=STREAMS, rounds=1)
+    check(told, answers=STREAMS, events=tokens, digest=wanted)
+    return _per(told, STREAMS * tokens, "token")
+
+
+def asked(server: Child, rounds: int, wanted: str) -> dict[str, Any]:
+    """Requests of one token, on as many connections as there are streams."""
+    told = server.drive("/v1/completions", body(1, stream=False), streams=STREAMS, rounds=rounds)
+    check(told, answers=STREAMS * rounds, events=0, digest=wanted)
+    return _per(told, STREAMS * rounds, "request")
+
+
+def floored(server: Child, *, events: int, size: int, rounds: int) -> dict[str, Any]:
+    """The same of the floor; events 0: requests."""
+    path = f"/?events={events}&bytes={size}" if events else "/"
+    told = server.drive(path, {}, streams=STREAMS, rounds=rounds)
+    check(told, answers=STREAMS * rounds, events=events, digest=None)
+    count = STREAMS * rounds * max(events, 1)
+    return _per(told, count, "token" if events else "request")
+
+
+def _per(told: dict[str, Any], count: int, what: str) -> dict[str, Any]:
+    return {
+        f"{what}s": count,
+        f"{what}s_per_s": round(count / told["seconds"]),
+        f"us_per_{what}": round(sum(told["cpu_s"]) / count * 1e6, 2),
+        f"us_per_{what}_by_process": [round(s / count * 1e6, 2) for s in told["cpu_s"]],
+        f"bytes_per_{what}": round(told["bytes"] / count),
+    }
+
+
+def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each number its median, with the least and most of the processor time."""
+    merged: dict[str, Any] = {"samples": len(samples)}
+    for name, value in samples[0].items():
+        values = [sample[name] for sample in samples]
+        if isinstance(value, list):
+            merged[name] = [statistics.median(column) for column in zip(*values, strict=True)]
+        else:
+            merged[name] = statistics.median(values)
+        if name in ("us_per_token", "us_per_request"):
+            merged[f"{name}_range"] = [min(values), max(values)]
+    return merged
+
+
+def measure(samples: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """All parts; Quire and the floor in turn."""
+    result: dict[str, Any] = {}
+    of_many, of_one = digest_wanted(tokens), digest_wanted(1)
+    serve = ("--port", "0", "--max-num-seqs", str(STREAMS))
+    for part, step_ms in (("flat_out", 0.0), ("paced", STEP_MS)):
+        with (
+            Child("bench.frontend.null_server", str(step_ms), *serve) as quire,
+            Child("bench.frontend.floor_server", str(step_ms)) as floor,
+        ):
+            streamed(quire, tokens, of_many)  # imports, first connections
+            ours, lowest = [], []
+            for _ in range(samples):
+                ours.append(streamed(quire, tokens, of_many))
+                size = ours[0]["bytes_per_token"]
+                lowest.append(floored(floor, events=tokens, size=size, rounds=1))
+            result[part] = {"step_ms": step_ms, "quire": medians(ours), "floor": medians(lowest)}
+            print(json.dumps({part: result[part]}), flush=True)
+            if part == "flat_out":
+                asked(quire, rounds, of_one)
+                ours = [asked(quire, rounds, of_one) for _ in range(samples)]
+                lowest = [floored(floor, events=0, size=0, rounds=rounds) for _ in range(samples)]
+                result["requests"] = {"quire": medians(ours), "floor": medians(lowest)}
+                print(json.dumps({"requests": result["requests"]}), flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=8, help="requests of each connection")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/frontend.json")
+    args = parser.parse_args()
+    result = {
+        "bench": "frontend",
+        "machine": machine_card(),
+        "quire": quire_state(),
+        "streams": STREAMS,
+        "goal_token_us": GOAL_TOKEN_US,
+        "goal_request_us": GOAL_REQUEST_US,
+        **measure(args.samples, args.tokens, args.rounds),
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

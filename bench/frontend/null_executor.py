@@ -1,0 +1,117 @@
+"""NullExecutor: gives each row its token at once, so that only the server around it costs anything.
+
+An Executor (quire/execute/executor.py) that holds no weights and no cache. It is put in place by
+the servers of this folder; no flag and no configuration of Quire reaches it. Always holds: the
+token at a position is `token_at(position)`, whatever the row and the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.execute.executor import ExecutorMemory
+from quire.program.batch import ForwardBatch
+from quire.program.ops import Rows
+from quire.program.program import Program
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
+
+# Ids of the model in the box that each stand for some letters: every token is text at once.
+FIRST_ID, NUM_IDS = 300, 512
+_STEP_TOKENS = 1024
+
+
+def token_at(position: int) -> int:
+    """The token that comes to stand at a position."""
+    return FIRST_ID + position * 7 % NUM_IDS
+
+
+class NullExecutor:
+    """See the top of this file. step_s: a step takes at least so long, asleep (a model's speed)."""
+
+    name = "null"
+    recipe = "null"
+    weights_digest = "none"
+    coarse_rows: Mapping[str, int] = MappingProxyType({})
+    block_bytes = 1
+
+    def __init__(self, program: Program, *, max_samples: int, step_s: float = 0.0) -> None:
+        self.ops_done = 0
+        self._logits = np.zeros((max_samples, program.vocab_size), np.float32)
+        self._step_s = step_s
+        self._next_s = 0.0
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Nothing is kept."""
+
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """Nothing to touch."""
+
+    def copy_blocks(self, copy_from: NDArray[np.int32], copy_to: NDArray[np.int32]) -> None:
+        """Nothing to copy."""
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Refused: a tier would keep nothing."""
+        raise NotImplementedError("the null executor has no blocks to move")
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Refused, likewise."""
+        raise NotImplementedError("the null executor has no blocks to move")
+
+    def run_trunk(self, batch: ForwardBatch) -> None:
+        """Wait until the step's time has come."""
+        self.ops_done += 1
+        if self._step_s:
+            now_s = time.monotonic()
+            time.sleep(max(self._next_s - now_s, 0.0))
+            self._next_s = max(self._next_s, now_s) + self._step_s
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
+        """Zeros."""
+        return self._logits[:count]
+
+    def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
+        """The tokens of the rows' positions."""
+        rows = len(batch.positions)
+        return TokenChoice(
+            token_ids=(FIRST_ID + batch.positions * 7 % NUM_IDS).astype(np.int32),
+            logprobs=np.full(rows, np.nan, np.float32),
+            top_ids=np.empty((rows, 0), np.int32),
+            top_logprobs=np.empty((rows, 0), np.float32),
+        )
+
+    def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
+        """Refused: there is nothing to score by."""
+        raise NotImplementedError("the null executor knows no log-probabilities")
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class NullExecutorClass:
+    """An ExecutorClass whose executors have steps of `step_s`."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def check_program(self, program: Program) -> None:
+        """Any program: none is run."""
+
+    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+        """As little as the sums allow."""
+        return ExecutorMemory(weights_bytes=1, step_bytes=1, token_bytes=1)
+
+    def full_step_tokens(self) -> int:
+        """As many as a fast machine's."""
+        return _STEP_TOKENS
+
+    def __call__(
+        self, program: Program, checkpoint: Any, *, max_samples: int, **_: Any
+    ) -> NullExecutor:
+        return NullExecutor(program, max_samples=max_samples, step_s=self._step_s)

@@ -1,0 +1,38 @@
+"""`quire serve` whose engine process computes nothing: python -m bench.frontend.null_server STEP_MS
+
+All else is the server's own: command line, edge, HTTP, tokenizer, client, wire, engine loop,
+scheduler, cache books, runner, detokenizer. What follows STEP_MS are arguments of `quire serve`.
+Two names of quire are replaced in the processes of this bench: what the engine process is started
+with, and in it the choice of executor.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from bench.frontend.null_executor import NullExecutorClass
+from quire.cli import main as cli
+from quire.engine import launch
+
+
+def engine_main(step_ms: float) -> int:
+    """The engine process."""
+    from quire.engine import assemble, process
+
+    assemble._executor_class = lambda _: NullExecutorClass(step_ms / 1000)  # type: ignore[assignment]
+    return process.main()
+
+
+def main() -> int:
+    step_ms = float(sys.argv[1])
+    theirs = "from quire.engine.process import main"
+    ours = "from bench.frontend.null_server import engine_main\n"
+    ours += f"main = lambda: engine_main({step_ms})"
+    if theirs not in launch._START:
+        raise SystemExit("quire/engine/launch.py starts its process in another way; change this")
+    launch._START = launch._START.replace(theirs, ours)
+    return cli.main(["serve", *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

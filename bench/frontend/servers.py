@@ -1,0 +1,108 @@
+"""The servers under test, each a child process, and the processor time they have used.
+
+Knows how each is started and asked. Always holds: a server's processor time is that of its process
+and of all that it started, user and system, as /proc counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+_READY_S = 60.0
+_TICK_HZ = os.sysconf("SC_CLK_TCK")
+
+
+class Child:
+    """One server, ready once made. words: what follows `python -m`."""
+
+    def __init__(
+        self, *words: str, command: list[str] | None = None, ready: str = "ready in "
+    ) -> None:
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
+        self._process = subprocess.Popen(
+            command or [sys.executable, "-m", *words],
+            stdout=self._out,
+            stderr=self._out,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        self.pid = self._process.pid
+        try:
+            self._await(ready)
+            self.port = int(re.findall(r"(?:address=)?http://[0-9.]+:(\d+)", self.output())[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def output(self) -> str:
+        """What it has printed."""
+        return os.pread(self._out.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def cpu_s(self) -> list[float]:
+        """Processor time so far: of the server's own process, and of each it started."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [_cpu_s(int(pid)) for pid in (self.pid, *map(int, children))]
+
+    def drive(self, path: str, body: object, *, streams: int, rounds: int) -> dict[str, Any]:
+        """Ask it by a client in another process; what came, with the time it took."""
+        asked = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "path": path,
+            "body": body,
+            "streams": streams,
+            "rounds": rounds,
+        }
+        before = self.cpu_s()
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.frontend.client"],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=REPOSITORY,
+        )
+        after = self.cpu_s()
+        if done.returncode:
+            raise SystemExit(f"the client gave up: {done.stderr[-600:]}\n{self.output()[-600:]}")
+        told: dict[str, Any] = json.loads(done.stdout)
+        told["cpu_s"] = [end - begin for begin, end in zip(before, after, strict=True)]
+        return told
+
+    def close(self) -> None:
+        """End it."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+                break
+        self._out.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _await(self, words: str) -> None:
+        end_s = time.monotonic() + _READY_S
+        while words not in self.output():
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                raise SystemExit(f"a server did not start: {self.output()[-600:]}")
+            time.sleep(0.05)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK_HZ
