@@ -1,0 +1,116 @@
+"""python -m bench.soak: many streams at once for minutes; callers vanish, stall and send rubbish.
+
+A server of the model in the box with so many callers at once (callers.py). Before, each good
+request is asked alone; all answers that good callers get must be those. The time is cut into
+rounds; after each the server is left alone until it rests, and holds no more blocks, descriptors
+and tasks than before the first. Memory is told for each round; its growth after the first must stay
+within a bound. Writes bench/results/soak.json, and exits with 1 where something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.compare import quire_state
+from bench.frontend.servers import REPOSITORY, Child
+from bench.soak.callers import Ask, Callers, whole_text
+from bench.soak.holdings import Holdings, idle
+from quire.bench.machine import machine_card
+
+NUM_ASKS = 24
+WORDS = ("once", "upon", "a", "time", "there", "was", "little", "dog", "who", "liked", "the", "sea")
+STALL_S = 4.0
+# Growth of the memory of either process from the first round's end to the last's.
+MOST_GROWTH_BYTES = 24 << 20
+
+
+def bodies(seed: int) -> list[dict[str, Any]]:
+    """Requests of several lengths, some greedy, some drawn."""
+    chance = random.Random(seed)
+    return [
+        {
+            "prompt": " ".join(chance.choices(WORDS, k=chance.randrange(3, 60))),
+            "max_tokens": chance.randrange(4, 48),
+            "temperature": chance.choice([0, 0.8, 1.0]),
+            "seed": chance.randrange(1000),
+            "ignore_eos": True,
+        }
+        for _ in range(NUM_ASKS)
+    ]
+
+
+async def asked_alone(port: int, bodies: list[dict[str, Any]]) -> list[Ask]:
+    """Each request with the answer it gets while nobody else asks."""
+    alone = Callers(port, [], seed=0, stall_s=0.0)
+    return [Ask(body, whole_text(await alone.answer(body))) for body in bodies]
+
+
+async def soak(callers: Callers, streams: int, seconds: float) -> None:
+    """One round; stalls end with it."""
+    end_s = time.monotonic() + seconds
+    asyncio.get_running_loop().call_later(seconds, callers.end_stalls)
+    await callers.run(streams, lambda _: time.monotonic() < end_s)
+
+
+def grown(rounds: list[Holdings]) -> list[str]:
+    """What memory has grown by more than it may after the first round."""
+    told = []
+    for name in ("memory_bytes", "engine_memory_bytes"):
+        growth = getattr(rounds[-1], name) - getattr(rounds[0], name)
+        if growth > MOST_GROWTH_BYTES:
+            told.append(f"{name} grew by {growth >> 20} MiB after the first round")
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/soak.json")
+    args = parser.parse_args()
+    flags = ("--port", "0", "--stall-seconds", "2", "--max-queued-requests", str(2 * args.streams))
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "tasks"
+        with Child("bench.soak.server", str(told), *flags) as server:
+            asks = asyncio.run(asked_alone(server.port, bodies(args.seed)))
+            # Connections, threads and lazily made things of every kind, before anything is counted.
+            asyncio.run(soak(Callers(server.port, asks, seed=-1, stall_s=1.0), 64, 3.0))
+            before = idle(server, told)
+            callers = Callers(server.port, asks, seed=args.seed, stall_s=STALL_S)
+            rounds: list[Holdings] = []
+            for _ in range(args.rounds):
+                asyncio.run(soak(callers, args.streams, 60 * args.minutes / args.rounds))
+                rounds.append(idle(server, told, before))
+                print(dict(callers.done), rounds[-1], callers.wrong[:3], flush=True)
+    wrong = [*callers.wrong, *(one for found in rounds for one in found.beyond(before))]
+    wrong += grown(rounds)
+    result = {
+        "bench": "soak",
+        "machine": machine_card(),
+        "quire": quire_state(),
+        "minutes": args.minutes,
+        "streams": args.streams,
+        "done": dict(callers.done),
+        "wrong": wrong,
+        "before": asdict(before),
+        "after_rounds": [asdict(found) for found in rounds],
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

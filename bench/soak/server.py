@@ -1,0 +1,38 @@
+"""`quire serve`, which tells the number of its event loop's tasks when it gets SIGUSR1.
+
+Run: python -m bench.soak.server FILE, then the arguments of `quire serve`. Nothing else is changed.
+The number is written into FILE, which then is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from quire.api import server
+from quire.cli import main as cli
+
+
+def main() -> int:
+    run, file = server._Life.run, Path(sys.argv[1])
+
+    async def told(life: server._Life, *args: Any) -> int:
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            partial = file.with_suffix(".partial")
+            partial.write_text(str(len(asyncio.all_tasks(loop))))
+            partial.rename(file)
+
+        loop.add_signal_handler(signal.SIGUSR1, tell)
+        return await run(life, *args)
+
+    server._Life.run = told  # type: ignore[method-assign]
+    return cli.main(["serve", *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

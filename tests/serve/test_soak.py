@@ -1,0 +1,33 @@
+"""Many callers at once, bad ones among them: good answers are right, and nothing is left behind.
+
+The short form of `python -m bench.soak`, by counts: no time is measured and no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from bench.frontend.servers import Child
+from bench.soak.__main__ import asked_alone, bodies
+from bench.soak.callers import Callers
+from bench.soak.holdings import idle
+
+NUM_CALLERS, THINGS_EACH = 50, 3
+
+
+def test_after_callers_of_all_kinds_answers_were_right_and_nothing_is_held(tmp_path: Path) -> None:
+    told = tmp_path / "tasks"
+    flags = ("--port", "0", "--threads", "1", "--max-num-seqs", "16", "--stall-seconds", "1")
+    with Child("bench.soak.server", str(told), *flags) as server:
+        asks = asyncio.run(asked_alone(server.port, bodies(seed=3)[:8]))
+        callers = Callers(server.port, asks, seed=5, stall_s=0.5)
+        asyncio.run(callers.run(NUM_CALLERS, lambda done: done < 1))
+        before = idle(server, told)
+        asyncio.run(callers.run(NUM_CALLERS, lambda done: done < THINGS_EACH))
+        after = idle(server, told, before)
+    assert callers.wrong == []
+    assert sum(callers.done.values()) == NUM_CALLERS * (1 + THINGS_EACH)
+    assert set(callers.done) == {"good", "whole", "vanish", "stall", "rubbish"}
+    assert (after.blocks, after.open_requests, after.engine_requests) == (0, 0, 0)
+    assert after.beyond(before) == []
