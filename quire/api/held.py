@@ -26,7 +26,7 @@ from quire.text.tokenizer import Tokenizer
 
 # In what dialect calls that must come are written, where the model's own has values without JSON.
 _SLASHES = re.compile(r"\\.|/|\n")
-_INSTEAD = {"qwen3_coder": "hermes", "pythonic": "json"}
+_INSTEAD = {"qwen3_coder": "hermes", "glm": "hermes", "pythonic": "json"}
 
 
 def held_to(

@@ -26,7 +26,17 @@ KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8")
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # The names of quire/dialects/table.py, which a room of this row does not read.
 TOOL_PARSERS = (
-    *("auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek"),
+    *(
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "glm",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "deepseek",
+    ),
     *("kimi", "granite", "phi", "harmony", "json"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "kimi", "harmony")
@@ -304,7 +314,7 @@ class ServerConfig:
     tool_call_parser: str = setting(
         "auto",
         "how the model writes tool calls: auto, as its chat template shows; none, calls stay text; "
-        "hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, kimi, granite, phi, "
+        "hermes, qwen3_coder, glm, llama3_json, pythonic, mistral, deepseek, kimi, granite, phi, "
         "harmony, json",
     )
     reasoning_parser: str = setting(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
 
-from quire.dialects import harmony, mistral, thinking
+from quire.dialects import harmony, keyed, mistral, thinking
 from quire.dialects.bare import read_bare
 from quire.dialects.harmony import read_harmony
+from quire.dialects.keyed import read_keyed
 from quire.dialects.marked import read_listed, read_marked
 from quire.dialects.mistral import read_mistral
 from quire.dialects.pythonic import read_pythonic
@@ -59,6 +60,7 @@ DIALECTS: Mapping[str, Dialect] = {
     for dialect in (
         _marked("hermes", BLOCK, closes=BLOCK_ENDS),
         Dialect(name="qwen3_coder", read=read_tags, marks=(BLOCK, BLOCK_ENDS)),
+        Dialect(name="glm", read=read_keyed, marks=(BLOCK, BLOCK_ENDS, *keyed.MARKS)),
         Dialect(name="llama3_json", read=partial(read_bare, marks=_LLAMA), marks=_LLAMA),
         Dialect(
             name="pythonic",
@@ -101,6 +103,7 @@ _KNOWN_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     ((KIMI.begins,), "kimi"),
     ((DEEPSEEK.begins,), "deepseek"),
     (("<function=", "<parameter="), "qwen3_coder"),
+    (("<arg_key>", "<arg_value>"), "glm"),
     ((BLOCK,), "hermes"),
     ((mistral.CALLS,), "mistral"),
     (("<|tool_call|>",), "granite"),

@@ -18,6 +18,7 @@ NUM_WRITTEN, NUM_RUBBISH = 25, 60
 _ALPHABET = "ab {}[]\":,\\\n\t'<>|/=()é吾🦙.0"
 _PIECES = (
     *("<tool_call>", "</tool_call>", "<function=now>", "<parameter=text>", "</parameter>"),
+    *("<arg_key>", "text</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>now"),
     *("</function>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "functools", "<|python_tag|>"),
     *("<|tool_call|>", "<|/tool_call|>", "<|python_start|>", "<|python_end|>", "now", "add"),
     *('{"name": "now", "arguments": {}}', '{"name": "', '"arguments": ', '{"a": [1, "x"]}'),

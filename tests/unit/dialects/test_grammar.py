@@ -157,4 +157,4 @@ def test_a_schema_cannot_turn_the_grammar_into_another() -> None:
 
 
 def test_dialects_without_a_form_are_those_whose_values_are_no_json() -> None:
-    assert set(DIALECTS) - set(FORMS) == {"qwen3_coder", "pythonic"}
+    assert set(DIALECTS) - set(FORMS) == {"qwen3_coder", "glm", "pythonic"}

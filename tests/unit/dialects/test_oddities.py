@@ -90,6 +90,23 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("qwen3_coder", "<tool_call>none</tool_call>!", "<tool_call>none</tool_call>!", [], True),
     ("qwen3_coder", "<tool_call><function=now></function><function=now></function></tool_call>", "",
      NOW * 2, True),
+    # GLM: ends left out, marks that begin nothing, white space that is the value's
+    ("glm", "<tool_call>now</tool_call>", "", NOW, True),
+    ("glm", "<tool_call>now\n<tool_call>now\n</tool_call> Well.", "Well.", NOW, True),
+    ("glm", "A <tool_call> is it: <tool_call>now</tool_call>", "A <tool_call> is it:", NOW, True),
+    ("glm", "<tool_call>add<arg_key>days</arg_key><arg_value>7</arg_value><tool_call>now"
+     "</tool_call>", "", [("add", '{"days": 7}'), *NOW], True),
+    ("glm", "<tool_call>add<arg_key>text</arg_key><arg_value>\n a\n</arg_value></tool_call>", "",
+     [("add", '{"text": "\\n a\\n"}')], True),
+    ("glm", "<tool_call>add<arg_key>days</arg_key><arg_key>text</arg_key><arg_value>x</arg_value>"
+     "</tool_call>", "", [("add", '{"text": "x"}')], True),
+    ("glm", "<tool_call>add<arg_key>days</arg_key><arg_value>five</arg_value></tool_call>", "",
+     [("add", '{"days": "five"}')], True),
+    ("glm", "<tool_call>add<arg_key>text</arg_key><arg_value>ab</tool_call>", "",
+     [("add", '{"text": "ab</tool_call>')], False),
+    ("glm", "<tool_call>add\n<arg_key>da", "", [("add", "")], False),
+    ("glm", "<tool_call>ad", "<tool_call>ad", [], True),
+    ("glm", "<tool_call>no name</tool_call>!", "<tool_call>no name</tool_call>!", [], True),
     # Llama 3: a mark, lists, functions that are none, text behind and before
     ("llama3_json", ' {"name": "now", "parameters": {}}', "", NOW, True),
     ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", NOW, True),

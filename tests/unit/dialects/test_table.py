@@ -26,6 +26,7 @@ def names(reading: Reading) -> tuple[str, str]:
         ("<tool_call> {{ tools }}", ("hermes", "none")),
         ("<tool_call> <think> </think>", ("hermes", "think")),
         ("<tool_call> <function=a> <parameter=b>", ("qwen3_coder", "none")),
+        ("<tool_call> <arg_key> <arg_value> </think>", ("glm", "think")),
         ("<|python_tag|>", ("llama3_json", "none")),
         ("<|start_header_id|>ipython", ("llama3_json", "none")),
         ("<|python_start|> <|python_tag|>", ("pythonic", "none")),

@@ -69,6 +69,24 @@ def _qwen3_coder(content: str, calls: Calls) -> str:
     return "\n".join([content, *blocks] if content else blocks)
 
 
+def _glm(content: str, calls: Calls, between: str = "\n") -> str:
+    def argument(key: str, value: Any) -> str:
+        said = value if isinstance(value, str) else dumped(value)
+        return f"<arg_key>{key}</arg_key>{between}<arg_value>{said}</arg_value>{between}"
+
+    blocks = [
+        f"<tool_call>{name}{between}"
+        + "".join(argument(key, value) for key, value in arguments.items())
+        + "</tool_call>"
+        for name, arguments in calls
+    ]
+    return between.join([content, *blocks] if content else blocks)
+
+
+def _glm_close(content: str, calls: Calls) -> str:
+    return _glm(content, calls, "")
+
+
 def _bare_llama(content: str, calls: Calls) -> str:
     said = "; ".join(f'{{"name": "{n}", "parameters": {dumped(a)}}}' for n, a in calls)
     return content + ("<|python_tag|>" if content and calls else "") + said
@@ -158,6 +176,8 @@ def _harmony(content: str, calls: Calls) -> str:
 WRITERS: dict[str, tuple[str, Writer]] = {
     "hermes": ("hermes", _hermes),
     "qwen3_coder": ("qwen3_coder", _qwen3_coder),
+    "glm": ("glm", _glm),
+    "glm, close together": ("glm", _glm_close),
     "llama3_json": ("llama3_json", _bare_llama),
     "json": ("json", _bare_list),
     "pythonic": ("pythonic", _pythonic),
