@@ -26,18 +26,8 @@ KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8")
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # The names of quire/dialects/table.py, which a room of this row does not read.
 TOOL_PARSERS = (
-    *(
-        "auto",
-        "none",
-        "hermes",
-        "qwen3_coder",
-        "glm",
-        "llama3_json",
-        "pythonic",
-        "mistral",
-        "deepseek",
-    ),
-    *("kimi", "granite", "phi", "harmony", "json"),
+    *("auto", "none", "hermes", "qwen3_coder", "glm", "llama3_json", "pythonic", "mistral"),
+    *("deepseek", "kimi", "granite", "phi", "harmony", "json"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "kimi", "harmony")
 # The names checkpoints and other engines use.
