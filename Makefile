@@ -9,7 +9,7 @@ comma   := ,
 STAMP   = $(VENV)/.quire
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint parity clients clients-installed bench clean help
+.PHONY: demo test lint parity fuzz clients clients-installed bench clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -28,6 +28,9 @@ lint: $(STAMP)-lint  ## formatter, linter, types, import law
 
 parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
 	@$(BIN)/python -m pytest -m parity tests
+
+fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
+	@$(BIN)/python -m pytest -m fuzz tests/fuzz
 
 clients:  ## openai, langchain, instructor, litellm and lm-eval against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
@@ -59,6 +62,8 @@ $(STAMP)-lint: $(BIN)/python pyproject.toml
 	$(call install,[lint])
 $(STAMP)-parity: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)parity])
+$(STAMP)-fuzz: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)fuzz])
 clients-installed: $(STAMP)-clients
 $(STAMP)-clients: $(BIN)/python $(NATIVE)
 	$(call install,[clients])

@@ -16,10 +16,11 @@ from typing import cast
 
 from msgspec import structs
 
+from quire.api.errors import NothingToChoose
 from quire.api.serving import Engine
 from quire.base.cache_use import CacheUse, for_strangers
-from quire.base.errors import OverloadedError, RequestError, ShuttingDown, StepRowError
-from quire.base.records import FinishReason
+from quire.base.errors import OverloadedError, QuireError, RequestError, ShuttingDown, StepRowError
+from quire.base.records import NOTHING_LEFT, FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
@@ -244,7 +245,7 @@ class Answers:
         self._num_open -= 1
         self._ended(delta.index, delta, delta.finish_reason)
         if delta.finish_reason is FinishReason.ERROR:
-            raise StepRowError(delta.error or "the engine could not compute this request")
+            raise _failure(self.prompts[prompt].sampling, delta.error)
         if delta.finish_reason is FinishReason.ABORT:
             raise ShuttingDown("the engine ended this request before it was complete; try again")
 
@@ -271,6 +272,19 @@ class Answers:
             output_tokens=delta.num_output_tokens,
             terms=self._terms,
         )
+
+
+def _failure(sampling: SamplingParams, why: str | None) -> QuireError:
+    """The error of a row that failed: the request's own where it may have left no token."""
+    said = why or "the engine could not compute this request"
+    bans = (
+        sampling.structured_outputs is not None
+        or sampling.allowed_token_ids is not None
+        or sampling.bad_words
+        or sampling.no_repeat_ngram_size
+        or sampling.min_tokens
+    )
+    return NothingToChoose(said) if bans and said.startswith(NOTHING_LEFT) else StepRowError(said)
 
 
 async def _interleaved(

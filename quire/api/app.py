@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.api.admin import Admin
@@ -107,7 +107,20 @@ class _Raising:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        await self._router(scope, receive, send)
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            if error.status_code == 405:  # the first route of that path knows only its own
+                raise HTTPException(405, headers={"Allow": self._allowed(scope)}) from error
+            raise
+
+    def _allowed(self, scope: Scope) -> str:
+        matching = [
+            route.methods or set()
+            for route in self._router.routes
+            if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE
+        ]
+        return ", ".join(sorted(set().union(*matching)))
 
 
 async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:

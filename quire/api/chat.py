@@ -27,6 +27,7 @@ from quire.api.serving import Serving
 from quire.api.spoken import Heard, Listener
 from quire.api.tools import offer_of
 from quire.base.errors import InvalidParameter
+from quire.base.parameter_checks import whole
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
 from quire.base.show import show
 from quire.dialects.table import choose
@@ -244,12 +245,7 @@ def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
             param="max_completion_tokens",
         )
     least = 0 if "prompt_logprobs" in given else 1
-    if isinstance(newer, bool) or not isinstance(newer, int) or newer < least:
-        raise InvalidParameter(
-            f"max_completion_tokens is {show(newer)}; a whole number from {least} is allowed",
-            param="max_completion_tokens",
-        )
-    return {"max_tokens": newer}
+    return {"max_tokens": whole("max_completion_tokens", newer, least, 2**31 - 1)}
 
 
 def _num_top(given: Mapping[str, Any], *, wants_logprobs: bool) -> int | None:

@@ -142,9 +142,14 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: bytes, message: str, *, code: str | None) -> None:
         """Answer, then hear nothing more of this connection."""
         self._deaf = True
-        if self._is_answering:  # the request before it: nothing may be said in between
-            self.cycle.keep_alive = False
-            return
+        if self._is_answering:
+            if self._in_head or self.cycle.response_started:
+                # the request before it: nothing may be said in between
+                self.cycle.keep_alive = False
+                return
+            # Its own body is broken: it ends as if its caller had left.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
         head = (

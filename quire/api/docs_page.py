@@ -78,8 +78,7 @@ def _opening(document: Schema) -> str:
             "messages": [{"role": "user", "content": "Tell me a story about a little dog."}],
             "max_tokens": 48,
             "seed": 7,
-        },
-        indent=2,
+        }
     )
     has_keys = "securitySchemes" in document["components"]
     key = "KEY" if has_keys else "none"
@@ -99,10 +98,9 @@ def _opening(document: Schema) -> str:
         '    print(chunk.choices[0].delta.content or "", end="", flush=True)'
     )
     return (
-        f'{_title(document)}<div class="pair">'
+        f"{_title(document)}"
         f"<figure><figcaption>curl</figcaption>{_pre(curl)}</figure>"
         f"<figure><figcaption>Python, with the openai client</figcaption>{_pre(python)}</figure>"
-        "</div>"
     )
 
 

@@ -73,6 +73,10 @@ class ResumeGone(RequestError):
     """The stream cannot go on from there: those events are not kept."""
 
 
+class NothingToChoose(RequestError):
+    """What the request bans, or its grammar, left no token to go on with."""
+
+
 class Aborted(QuireError):
     """Somebody ended the request by its id."""
 
@@ -103,6 +107,9 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     ),
     UnknownRequest: ErrorShape(status=404, type="invalid_request_error", code="unknown_request"),
     ResumeGone: ErrorShape(status=410, type="invalid_request_error", code="resume_gone"),
+    NothingToChoose: ErrorShape(
+        status=400, type="invalid_request_error", code="no_token_to_choose"
+    ),
     Aborted: ErrorShape(status=409, type="server_error", code="aborted"),
     SlowReader: ErrorShape(status=408, type="server_error", code="slow_reader"),
     ReaderGone: ErrorShape(status=408, type="server_error", code="reader_gone"),

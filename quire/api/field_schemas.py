@@ -136,7 +136,7 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
         low_word = "exclusiveMinimum" if name in MUST_BE_ABOVE else "minimum"
         rows[name] = {"type": "number", low_word: least, "maximum": most}
     rows |= dict.fromkeys(FLAGS, FLAG)
-    rows["mirostat"] = {"type": "integer", "enum": [0, 2]}
+    rows["mirostat"] = {"enum": [0, 2]}
     rows["max_tokens"]["maximum"] = most_output(known)
     rows["max_completion_tokens"] = rows["max_tokens"]
     rows["min_tokens"]["maximum"] = most_output(known)

@@ -11,8 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.api.cache import MAX_PREFIXES, NUM_PREFIXES
-from quire.api.errors import Aborted, NotAdmin, ReaderGone, ResumeGone, UnknownRequest
-from quire.api.events import MAX_ID_CHARS
+from quire.api.errors import (
+    Aborted,
+    NotAdmin,
+    NothingToChoose,
+    ReaderGone,
+    ResumeGone,
+    UnknownRequest,
+)
 from quire.api.field_schemas import TEXT, Schema, object_of
 from quire.api.fields import (
     APPLY_TEMPLATE,
@@ -52,7 +58,15 @@ _BODY: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnknownModel, Tim
 _TEXTS: Errors = (*_BODY, ModelError)
 _TOKENS: Errors = (
     *_TEXTS,
-    *(ContextTooLong, Aborted, QueueTimedOut, DeadlineMissed, TenantLimit, StepRowError),
+    *(
+        ContextTooLong,
+        NothingToChoose,
+        Aborted,
+        QueueTimedOut,
+        DeadlineMissed,
+        TenantLimit,
+        StepRowError,
+    ),
 )
 _HI = [{"role": "user", "content": "Tell me a story about a little dog."}]
 
@@ -196,7 +210,7 @@ OPERATIONS: Mapping[str, Operation] = {
                 "name": "Last-Event-ID",
                 "in": "header",
                 "description": "The id of the last event that was read.",
-                "schema": {"type": "string", "maxLength": MAX_ID_CHARS},
+                "schema": TEXT,
             },
         ),
     ),

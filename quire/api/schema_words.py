@@ -57,6 +57,10 @@ def _with_bounds(kind: str, schema: Schema) -> str:
 
 def _list_words(schema: Schema) -> str:
     entry = words_of(schema["items"]) if "items" in schema else "anything"
+    if entry.startswith("integer, 0 to "):  # a name of a token
+        entry = f"token ids{entry.removeprefix('integer')}"
+    elif entry in ("text", "object"):
+        entry += "s"
     most = schema.get("maxItems")
     return f"list of {entry}" if most is None else f"list (at most {most:,}) of {entry}"
 

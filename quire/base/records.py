@@ -165,6 +165,10 @@ class RowError:
     message: str
 
 
+# How such messages begin where what the request bans, or its grammar, may be why.
+NOTHING_LEFT = ("there is no token to choose", "the grammar")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
     """How likely S tokens of prompts were, each given the tokens before it; raw logits.

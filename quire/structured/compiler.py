@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.grammar import Grammar
-from quire.structured.matcher import Matcher
+from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 if TYPE_CHECKING:
@@ -169,14 +169,20 @@ class GrammarCompiler:
         from quire.structured.source import llguidance_grammar, refusal
 
         vocabulary = self._load()
-        source = llguidance_grammar(grammar, vocabulary.special_names)
-        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
+        try:
+            source = llguidance_grammar(grammar, vocabulary.special_names)
+            matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
+        except ValueError as error:  # numbers it has no room for, say
+            raise refusal(grammar, str(error)) from None
         if matcher.is_error():
             raise refusal(grammar, matcher.get_error())
         if matcher.is_stopped():
             raise refusal(grammar, "it allows no text but the empty one")
         root = Matcher(matcher, vocabulary)
-        root.mask()  # the first is the dearest; and a grammar that allows nothing shows itself
+        try:
+            _try_out(root)
+        except MatcherError as error:
+            raise refusal(grammar, str(error)) from None
         return root
 
     def _load(self) -> LoadedVocabulary:
@@ -184,6 +190,18 @@ class GrammarCompiler:
             if self._loaded is None:
                 self._loaded = LoadedVocabulary(self._vocabulary())
             return self._loaded
+
+
+def _try_out(root: Matcher) -> None:
+    """Take the first step here, beside the loop: the first mask is the dearest, a grammar that
+    allows nothing shows itself, and one beyond llguidance's bounds mostly does so at once."""
+    words = root.mask().nonzero()[0]
+    trial, bits = root.copy(), int(root.mask()[words[0]])
+    first = int(words[0]) * 32 + (bits & -bits).bit_length() - 1
+    if not trial.ends_with(first):
+        trial.take([first])
+        if not trial.is_complete:
+            trial.mask()
 
 
 def _limits() -> LLParserLimits:

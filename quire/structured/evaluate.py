@@ -14,6 +14,8 @@ from typing import Any
 # Schemas looked at for one question: references can multiply.
 MAX_LOOKS = 20_000
 MAX_DEPTH = 200
+# Values compared for one document: lists can be long, and every value is held against them.
+MAX_COMPARED = 200_000
 
 
 class Undecided(Exception):
@@ -26,6 +28,18 @@ class Evaluator:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._looks = 0
+        self._compared = 0
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two values are equal as JSON. Raises Undecided."""
+        self._compared += 1
+        if self._compared > MAX_COMPARED:
+            raise Undecided
+        if isinstance(one, list) and isinstance(other, list):
+            return len(one) == len(other) and all(map(self.same, one, other))
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            return one.keys() == other.keys() and all(self.same(one[k], other[k]) for k in one)
+        return equal(one, other)
 
     def allows(self, schema: Any, value: Any, depth: int = 0) -> bool:
         """Whether `value` is valid under `schema`. Raises Undecided."""
@@ -106,12 +120,12 @@ def _of_type(_: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) ->
     return found in allowed or (found == "integer" and "number" in allowed)
 
 
-def _enum(_: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
-    return any(equal(value, one) for one in _list(schema["enum"]))
+def _enum(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
+    return any(of.same(value, one) for one in _list(schema["enum"]))
 
 
-def _const(_: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
-    return equal(value, schema["const"])
+def _const(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
+    return of.same(value, schema["const"])
 
 
 def _not(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
@@ -189,12 +203,12 @@ def _contains(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) 
     return bool(schema.get("minContains", 1) <= count <= schema.get("maxContains", math.inf))
 
 
-def _unique(_: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
+def _unique(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
     if not isinstance(value, list) or not schema["uniqueItems"]:
         return True
     if len(value) > 100:
         raise Undecided
-    return not any(equal(one, other) for at, one in enumerate(value) for other in value[:at])
+    return not any(of.same(one, other) for at, one in enumerate(value) for other in value[:at])
 
 
 def _size(keyword: str, kind: Any, *, least: bool) -> _Check:

@@ -104,7 +104,9 @@ class Matcher:
         return taken
 
     def _why(self) -> str:
-        said = self._matcher.get_error().split("<state>")[0].strip()
+        said = self._matcher.get_error().partition("\n<")[0].partition("<state>")[0].strip()
+        if said == "NoExtensionBias":  # llguidance's word for a grammar that goes round in circles
+            said = "no text ever ends it, or nothing begins it"
         return said[:200] or "no reason was given"
 
 

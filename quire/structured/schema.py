@@ -79,6 +79,7 @@ _SIFTED = frozenset({"not", "if", "contains", "uniqueItems", "oneOf", "dependenc
 MAX_DEPENDENCIES = 6  # each doubles the alternatives
 MAX_CHOICES = 64
 MAX_NEGATED_CHOICES = 5
+MAX_PAIRS = 4096  # of listed values, held against each other for two alternatives
 
 
 def for_llguidance(schema: Any) -> Any:
@@ -366,6 +367,8 @@ def _exclude(one: Any, other: Any) -> bool:
             return _exclude_as_objects(one, other)
     values, other_values = _values(one), _values(other)
     if values is not None and other_values is not None:
+        if len(values) * len(other_values) > MAX_PAIRS:
+            return False
         return not any(equal(value, known) for value in values for known in other_values)
     return False
 

@@ -51,7 +51,7 @@ def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
 
 def refusal(grammar: Grammar, complaint: str) -> InvalidParameter:
     """The error for what llguidance said of a grammar."""
-    said = complaint.split("<state>")[0].strip()
+    said = complaint.split("<state>")[0].split("<backtrace>")[0].strip()
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         return InvalidParameter(
             f"{grammar.param}: {_of_schema(json.loads(grammar.text), said)}", param=grammar.param

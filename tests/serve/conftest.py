@@ -1,14 +1,24 @@
-"""The model and the server that most tests of this folder share."""
+"""The model and server most tests of this folder share, and a stream that must not notice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import RunningServer, text_of
 from tests.tiny_models import write_tiny_llama
+
+COMPLETIONS = "/v1/completions"
+HEALTHY = {
+    "prompt": "the sea and the stone",
+    "seed": 4,
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "logprobs": 1,
+}
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +39,28 @@ def server(shared_server: RunningServer) -> RunningServer:
     """The shared server, with nothing left open by another test."""
     shared_server.until(lambda: shared_server.metric("quire_running_requests") == 0, "idle")
     return shared_server
+
+
+@pytest.fixture(scope="session")
+def healthy_alone(shared_server: RunningServer) -> Any:
+    """What the healthy request says when nothing else runs."""
+    _, body = shared_server.post(COMPLETIONS, HEALTHY)
+    return body["choices"][0]
+
+
+@pytest.fixture
+def beside_a_healthy_stream(server: RunningServer, healthy_alone: Any) -> Iterator[RunningServer]:
+    """The server, while a stream is under way that must not be disturbed."""
+    with server.stream(COMPLETIONS, HEALTHY) as reader:
+        events = [reader.next()]
+        yield server
+        events += list(reader)
+    assert events[-1] == "[DONE]"
+    assert text_of(events) == healthy_alone["text"]
+    logprobs = [
+        value
+        for event in events[:-1]
+        for value in event["choices"][0]["logprobs"]["token_logprobs"]
+    ]
+    assert logprobs == healthy_alone["logprobs"]["token_logprobs"]
+    assert server.get("/health")[1]["state"] == "ready"

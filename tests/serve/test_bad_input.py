@@ -9,48 +9,15 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.data import outside
-from tests.serve.running_server import GIVE_UP_S, RunningServer, text_of
+from tests.serve.running_server import GIVE_UP_S, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HEALTHY = {
-    "prompt": "the sea and the stone",
-    "seed": 4,
-    "max_tokens": 400,
-    "ignore_eos": True,
-    "logprobs": 1,
-}
 CONTEXT = 32768
-
-
-@pytest.fixture(scope="module")
-def healthy_alone(shared_server: RunningServer) -> Any:
-    """What the healthy request says when nothing else runs."""
-    _, body = shared_server.post(COMPLETIONS, HEALTHY)
-    return body["choices"][0]
-
-
-@pytest.fixture
-def beside_a_healthy_stream(server: RunningServer, healthy_alone: Any) -> Iterator[RunningServer]:
-    """The server, while a stream is under way that must not be disturbed."""
-    with server.stream(COMPLETIONS, HEALTHY) as reader:
-        events = [reader.next()]
-        yield server
-        events += list(reader)
-    assert events[-1] == "[DONE]"
-    assert text_of(events) == healthy_alone["text"]
-    logprobs = [
-        value
-        for event in events[:-1]
-        for value in event["choices"][0]["logprobs"]["token_logprobs"]
-    ]
-    assert logprobs == healthy_alone["logprobs"]["token_logprobs"]
-    assert server.get("/health")[1]["state"] == "ready"
 
 
 def deep(depth: int) -> bytes:

@@ -50,6 +50,6 @@ def test_an_answer_comes_again_with_its_seed_and_streams_do_not_change_it(
 def test_a_row_that_has_nothing_to_choose_fails_alone_and_says_why(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "allowed_token_ids": [50, 51], "ignore_eos": True}
     status, answer = server.post("/v1/completions", {**body, "no_repeat_ngram_size": 1})
-    assert (status, answer["error"]["code"]) == (500, "step_row_error")
+    assert (status, answer["error"]["code"]) == (400, "no_token_to_choose")
     assert "n-grams that came already" in answer["error"]["message"]
     assert server.post("/v1/completions", body)[0] == 200

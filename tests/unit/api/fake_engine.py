@@ -129,6 +129,7 @@ class FakeEngine:
         self.fails_with: Exception | None = None
         self.fails_after = 0
         self.last_reason = FinishReason.STOP
+        self.row_error = "row 3 is NaN"
         self.pause: Callable[[], Any] | None = None
         self.cache = CacheReport(
             prefix_caching=True,
@@ -275,7 +276,7 @@ class FakeEngine:
             times=TIMES,
             seed=7 if sampling.seed is None else sampling.seed,
             cache_use=self.cache_use,
-            error="row 3 is NaN" if last and self.last_reason is FinishReason.ERROR else None,
+            error=self.row_error if last and self.last_reason is FinishReason.ERROR else None,
         )
 
 

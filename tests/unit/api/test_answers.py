@@ -232,6 +232,29 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event_and_no_done(prompt: Any)
     asyncio.run(exchange())
 
 
+@pytest.mark.parametrize(
+    ("why", "fields", "status"),
+    [
+        ("there is no token to choose: all is banned", {"no_repeat_ngram_size": 1}, 400),
+        ("there is no token to choose: all is banned", {"allowed_token_ids": [1]}, 400),
+        ("there is no token to choose: NaN", {}, 500),
+        ("the grammar leaves no token", {"structured_outputs": {"regex": "a"}}, 400),
+        ("the executor failed", {"structured_outputs": {"regex": "a"}}, 500),
+    ],
+)
+def test_a_row_that_its_own_request_left_nothing_to_choose_is_the_callers_fault(
+    why: str, fields: dict[str, Any], status: int
+) -> None:
+    async def exchange() -> None:
+        site = Site()
+        site.engine.last_reason, site.engine.row_error = FinishReason.ERROR, why
+        reply = await site.post(COMPLETIONS, {"prompt": "a", **fields})
+        assert reply.status == status
+        assert reply.error["message"] == why
+
+    asyncio.run(exchange())
+
+
 def test_a_row_that_failed_is_an_error_of_its_request() -> None:
     async def exchange() -> None:
         site = Site()
