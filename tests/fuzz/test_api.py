@@ -30,8 +30,10 @@ from tests.serve.running_server import ROOT, RunningServer
 pytestmark = pytest.mark.fuzz
 
 BOX = ROOT / "quire" / "models" / "box"
-NUM_EXAMPLES = 30
-MAX_TOKENS = 8
+NUM_EXAMPLES = 20
+MAX_TOKENS = 2
+# A request of a thousand prompts takes its time on a busy machine; only what never ends fails.
+PATIENCE_S = 300.0
 # The first two would hold or refuse all that comes after them; the others are further names.
 LEFT_OUT = (
     *("POST /admin/pause", "POST /admin/drain"),
@@ -118,7 +120,7 @@ def test_the_document_is_the_one_the_server_has(live: Live) -> None:
 def test_no_request_gets_what_the_document_does_not_say(case: Any, live: Live) -> None:
     if case.meta.generation.mode.is_positive and isinstance(case.body, dict):
         case.body = fewer(case.body, case.operation.path)
-    response = case.call(base_url=live.server.url)
+    response = case.call(base_url=live.server.url, timeout=PATIENCE_S)
     live.answered[case.operation.path, response.status_code] += 1
     if response.status_code >= 500 and case.operation.path != "/health":
         code = response.json()["error"]["code"]
