@@ -30,7 +30,7 @@ from tests.serve.running_server import ROOT, RunningServer
 pytestmark = pytest.mark.fuzz
 
 BOX = ROOT / "quire" / "models" / "box"
-NUM_EXAMPLES = 20
+NUM_EXAMPLES = 30
 MAX_TOKENS = 2
 # A request of a thousand prompts takes its time on a busy machine; only what never ends fails.
 PATIENCE_S = 300.0
@@ -136,7 +136,7 @@ def test_no_request_gets_what_the_document_does_not_say(case: Any, live: Live) -
 def test_of_what_was_asked_enough_was_answered(live: Live) -> None:
     """Else the requests would only have shown how things are refused."""
     for path in ANSWERS:
-        assert live.answered[path, 200] >= 15, live.answered
+        assert live.answered[path, 200] >= 5, live.answered
         assert live.answered[path, 400] >= 100, live.answered
 
 
