@@ -92,7 +92,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
      NOW * 2, True),
     # GLM: ends left out, marks that begin nothing, white space that is the value's
     ("glm", "<tool_call>now</tool_call>", "", NOW, True),
-    ("glm", "<tool_call>now\n<tool_call>now\n</tool_call> Well.", "Well.", NOW, True),
+    ("glm", "<tool_call>now\n<tool_call>now\n</tool_call> Well.", "Well.", NOW * 2, True),
     ("glm", "A <tool_call> is it: <tool_call>now</tool_call>", "A <tool_call> is it:", NOW, True),
     ("glm", "<tool_call>add<arg_key>days</arg_key><arg_value>7</arg_value><tool_call>now"
      "</tool_call>", "", [("add", '{"days": 7}'), *NOW], True),
