@@ -15,6 +15,9 @@ from typing import Generic, TypeVar
 
 Said = TypeVar("Said")
 
+# So many may be taken without anybody else having had a turn.
+_IN_A_ROW = 16
+
 
 class Unread(Generic[Said]):
     """most: how many may wait before `on_hold(True)` is called; `on_hold(False)` when few do.
@@ -29,6 +32,7 @@ class Unread(Generic[Said]):
         self._said: deque[Said] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self.is_held = False
+        self._num_in_a_row = 0
 
     def __len__(self) -> int:
         return len(self._said)
@@ -45,8 +49,14 @@ class Unread(Generic[Said]):
             self._tell(True)
 
     async def get(self) -> Said:
-        """The next; waits for it."""
+        """The next; waits for it. Others get a turn even where much is there: among them who reads
+        what the engine says, and learns that it is too much."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row > _IN_A_ROW:
+            self._num_in_a_row = 0
+            await asyncio.sleep(0)
         while not self._said:
+            self._num_in_a_row = 0
             self._waiting = self._loop.create_future()
             await self._waiting
         said = self._said.popleft()

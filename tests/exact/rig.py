@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from quire.base.errors import DeadlineMissed
@@ -114,6 +115,7 @@ class Outcome:
     chunked: bool
     forked: bool  # a block was really copied
     cancelled: bool
+    held: bool  # a stream stood aside for a while, as if its reader did not keep up
     searched: bool  # beams
     search_preempted: bool
     scored: bool
@@ -212,6 +214,7 @@ def run_case(
         for step in range(MAX_STEPS):
             if not core.has_work and all(arrival.at_step < step for arrival in case.arrivals):
                 break
+            _hold_before(core, case, step)
             for output in _events_before(core, case.arrivals, step):
                 num_cancelled += output.finish_reason is FinishReason.ABORT
                 streams[output.request_id].take(output)
@@ -237,6 +240,7 @@ def run_case(
         chunked=any(not plan.samples.all() for plan, _ in runner.steps),
         forked=any(len(plan.copy_from) for plan, _ in runner.steps),
         cancelled=num_cancelled > 0,
+        held=stats.held_total > 0,
         searched=any(stream.score is not None for stream in streams.values()),
         search_preempted=any(
             stream.score is not None and stream.num_preemptions for stream in streams.values()
@@ -437,6 +441,19 @@ def _untold_scores(outcome: Outcome) -> Iterator[str]:
         if num_told != wanted and not (is_cut_short and num_told < wanted):
             where = f"case {outcome.case.number}, group {arrival.requests[0].group_id}"
             yield f"{where}: scores of the prompt were told {num_told} times, wanted {wanted}"
+
+
+def _hold_before(core: EngineCore, case: Case, step: int) -> None:
+    """In one case of five some streams are held for some steps, and go on."""
+    if case.number % 5:
+        return
+    for request, at_step in (
+        (one, each.at_step) for each in case.arrivals for one in each.requests
+    ):
+        drawn = Random(f"held {request.request_id}")
+        first = at_step + drawn.randint(1, 30)
+        if drawn.random() < 0.3 and step in (first, first + drawn.randint(1, 20)):
+            core.scheduler.hold(request.request_id, is_held=step == first)
 
 
 def _events_before(

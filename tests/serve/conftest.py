@@ -30,7 +30,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_server(tiny: Path) -> Iterator[RunningServer]:
-    with RunningServer(tiny, "--max-num-seqs", "8", "--threads", "1") as server:
+    # Readers that stop are not cut here, however slow the machine is.
+    flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600")
+    with RunningServer(tiny, *flags) as server:
         yield server
 
 

@@ -110,19 +110,19 @@ def test_a_reader_who_stops_reading_costs_nobody_else(server: RunningServer) -> 
 
 
 def test_a_reader_who_was_slow_gets_every_token_in_the_end(server: RunningServer) -> None:
-    asked = {"prompt": "patience", "seed": 3, "max_tokens": 3000, "ignore_eos": True}
+    asked = {"prompt": "patience", "seed": 3, "max_tokens": 4000, "ignore_eos": True}
+    whole = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
     # A chunk is many kilobytes: all of them are more than sockets hold.
     asked |= {"logprobs": 20, "logprob_token_ids": list(range(100))}
-    whole = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
     num_before = server.metric("quire_generated_tokens_total")
     with server.stream(COMPLETIONS, asked, receive_buffer_bytes=4096) as reader:
         first = reader.next()
         server.until(lambda: server.metric("quire_held_requests") == 1, "it stands aside")
-        server.until(lambda: server.metric("quire_running_requests") == 0, "its slot is free")
-        assert server.metric("quire_kv_blocks_used") == 0
-        assert server.metric("quire_generated_tokens_total") < num_before + 3000
+        server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "its blocks are free")
+        assert server.metric("quire_generated_tokens_total") < num_before + 4000
         other = {"prompt": "the stone", "max_tokens": 5, "ignore_eos": True}
         assert server.post(COMPLETIONS, other)[0] == 200
+        reader.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # soon read
         rest = list(reader)
     assert rest[-1] == "[DONE]"
     assert text_of([first, *rest]) == whole

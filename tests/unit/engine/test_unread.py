@@ -65,3 +65,23 @@ def test_nothing_is_lost_where_a_reader_is_cancelled_before_or_after_it_was_woke
         assert len(unread) == 0
 
     asyncio.run(exchange())
+
+
+def test_who_takes_what_is_there_lets_others_have_a_turn() -> None:
+    async def exchange() -> None:
+        unread: Unread[int] = Unread(1000, lambda is_held: None)
+        for number in range(100):
+            unread.put(number)
+        at: list[int] = []
+
+        async def other() -> None:
+            while len(unread):
+                at.append(len(unread))
+                await asyncio.sleep(0)
+
+        turns = asyncio.ensure_future(other())
+        assert [await unread.get() for _ in range(100)] == list(range(100))
+        await turns
+        assert len(at) >= 5
+
+    asyncio.run(exchange())
