@@ -29,7 +29,6 @@ class Stream:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
         self.answers: list[bytes] = []
-        self.first_s: float | None = None
         self._request, self._left = request, rounds
         self._parts: list[bytes] = []
         self._body_from = self._length = -1
@@ -46,8 +45,6 @@ class Stream:
         if not part:
             came = b"".join(self._parts)
             raise SystemExit(f"the server closed a connection after {came[:300]!r}")
-        if self.first_s is None:
-            self.first_s = time.perf_counter()
         self._parts.append(part)
         if not self._is_whole(part):
             return False

@@ -26,12 +26,10 @@ _TICK_HZ = os.sysconf("SC_CLK_TCK")
 class Child:
     """One server, ready once made. words: what follows `python -m`."""
 
-    def __init__(
-        self, *words: str, command: list[str] | None = None, ready: str = "ready in "
-    ) -> None:
+    def __init__(self, *words: str) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
-            command or [sys.executable, "-m", *words],
+            [sys.executable, "-m", *words],
             stdout=self._out,
             stderr=self._out,
             cwd=REPOSITORY,
@@ -39,7 +37,7 @@ class Child:
         )
         self.pid = self._process.pid
         try:
-            self._await(ready)
+            self._await("ready in ")
             self.port = int(re.findall(r"(?:address=)?http://[0-9.]+:(\d+)", self.output())[0])
         except BaseException:
             self.close()

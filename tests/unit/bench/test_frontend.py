@@ -1,0 +1,72 @@
+"""The front end's bench refuses what is not right: it counts events and texts, never times."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.frontend.__main__ import check
+from bench.frontend.client import text_of
+from bench.frontend.null_executor import FIRST_ID, NUM_IDS, token_at
+from bench.soak.callers import Broken, streamed_text, whole_text
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def _chunked(*parts: bytes) -> bytes:
+    return HEAD + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+def _event(text: str) -> bytes:
+    return b'id: r:1\ndata: {"choices":[{"text":"%b"}]}\n\n' % text.encode()
+
+
+def test_events_are_counted_however_they_are_cut_into_chunks() -> None:
+    whole = _event("a") + _event("b") + b"data: [DONE]\n\n"
+    for cut in range(1, len(whole)):
+        raw = _chunked(whole[:cut], whole[cut:])
+        assert text_of(raw) == ("ab", 2)
+        assert streamed_text(raw) == "ab"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        _chunked(_event("a")),
+        _chunked(_event("a"), b'data: {"error":{}}\n\n', b"data: [DONE]\n\n"),
+        b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+def test_a_stream_without_its_end_with_an_error_or_refused_is_no_answer(raw: bytes) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        text_of(raw)
+    with pytest.raises((Broken, LookupError)):
+        streamed_text(raw)
+
+
+def test_a_whole_answer_has_its_text() -> None:
+    body = b'{"choices":[{"text":"ab"}]}'
+    raw = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    assert text_of(raw) == ("ab", 0)
+    assert whole_text(raw) == "ab"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"answers": 1, "events": {"3": 1}, "digests": {"x": 1}},
+        {"answers": 2, "events": {"3": 1, "2": 1}, "digests": {"x": 2}},
+        {"answers": 2, "events": {"3": 2}, "digests": {"x": 1, "y": 1}},
+    ],
+)
+def test_a_wrong_count_or_text_is_not_reported(told: dict[str, object]) -> None:
+    with pytest.raises(SystemExit):
+        check(told, answers=2, events=3, digest="x")
+    check({"answers": 2, "events": {"3": 2}, "digests": {"x": 2}}, answers=2, events=3, digest="x")
+
+
+def test_the_null_executors_tokens_are_of_its_range() -> None:
+    ids = np.array([token_at(position) for position in range(2000)])
+    assert ids.min() >= FIRST_ID
+    assert ids.max() < FIRST_ID + NUM_IDS
+    assert (ids[1:] != ids[:-1]).all()
