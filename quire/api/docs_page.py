@@ -79,7 +79,7 @@ def _opening(document: Schema) -> str:
             "max_tokens": 48,
             "seed": 7,
         }
-    )
+    ).replace("], ", "],\n      ")
     has_keys = "securitySchemes" in document["components"]
     key = "KEY" if has_keys else "none"
     curl = _curl("POST", "/v1/chat/completions", body, needs_key=has_keys)
