@@ -309,6 +309,18 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     assert met["score_on"] >= 0.02 * cases  # rarer since admission learns from preemptions
 
 
+def test_prompts_are_scored_on_after_a_preemption_where_steps_and_blocks_are_few() -> None:
+    """Prompts that take several steps, and blocks for a few of them: what is rare above."""
+    cases, scored_on = 16, 0
+    short = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 4}
+    for seed in range(cases):
+        random = Random(seed)
+        harness = run_case(random, replace(draw_setup(random), **short), 80)
+        admissions = [one for plan in harness.plans for one in plan.admissions]
+        scored_on += any(one.scores_from for one in admissions)
+    assert scored_on >= 0.2 * cases
+
+
 @pytest.mark.parametrize(
     "fault",
     [
