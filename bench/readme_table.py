@@ -117,9 +117,9 @@ def _tier_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _interference_rows(result: dict[str, Any]) -> list[str]:
-    """Of the largest shape that was run."""
-    entry = [one for one in result["summaries"].values() if one["alone"]["runs"]][-1]
+    """Of the longest prompt that was run with the 0.6B shape."""
     prompt = max(run["prompt"] for run in result["runs"] if run["shape"] == "qwen3-0.6b")
+    entry = result["summaries"][f"qwen3-0.6b, {prompt} beside 16"]
     return [
         f"| a prompt of {prompt:,} beside 16 decoding (0.6B): their p99 between tokens, its first "
         f"token | {entry['p99_over_median_before']:.1f}x their median before, "

@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return told
 
 
+def scene_of(run: Mapping[str, Any]) -> str:
+    """What runs that are summed up together have in common, by name."""
+    name = f"{run['shape']}, {run['prompt']} beside {run['decoding']}"
+    return f"{name}, {run['flags']}" if run["flags"] else name
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.policies.interference", description=__doc__)
     parser.add_argument("--model", default="")
@@ -182,7 +189,7 @@ def main(arguments: list[str]) -> None:
         alike = [one for one in content["runs"] if one["flags"] == args.flags]
         alike = [one for one in alike if {name: one[name] for name in about} == about]
         content |= {"bench": "policies interference", "machine": machine_card()}
-        content.setdefault("summaries", {})[f"{about} {args.flags}".strip()] = summary(alike)
+        content.setdefault("summaries", {})[scene_of(run)] = summary(alike)
         args.out.write_text(json.dumps(content, indent=1) + "\n")
     print(json.dumps(content["summaries"], indent=1))
 
