@@ -20,7 +20,7 @@ from quire.api.edge import Edge
 from quire.api.health import Watch
 from quire.api.ids import Ids
 from quire.api.models import Models
-from quire.api.openapi import Document
+from quire.api.openapi.document import Document
 from quire.api.requests import Requests
 from quire.api.serving import Serving
 from quire.api.texts import Texts
@@ -33,7 +33,7 @@ def build_app(serving: Serving) -> ASGIApp:
 
 
 def routes_of(serving: Serving) -> list[Route]:
-    """All that is served where callers ask; operations.py says what each is for."""
+    """All that is served where callers ask; openapi/operations.py says what each is for."""
     completions, chat, ids = Completions(serving), Chat(serving), Ids(serving)
     requests, texts = Requests(serving), Texts(serving)
     models, watch = Models(serving), Watch(serving)

@@ -21,9 +21,9 @@ from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.config import SchemathesisConfig
 from starlette.routing import Route
 
-from quire.api.field_schemas import Known
-from quire.api.openapi import document
-from quire.api.operations import OPERATIONS
+from quire.api.openapi.document import document
+from quire.api.openapi.field_schemas import Known
+from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from tests.serve.running_server import ROOT, RunningServer
 

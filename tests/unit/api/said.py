@@ -16,9 +16,9 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
 from quire.api.auth import OPEN_PATHS
-from quire.api.field_schemas import Known
-from quire.api.openapi import document
-from quire.api.operations import OPERATIONS
+from quire.api.openapi.document import document
+from quire.api.openapi.field_schemas import Known
+from quire.api.openapi.operations import OPERATIONS
 
 EVENTS, JSON = "text/event-stream", "application/json"
 

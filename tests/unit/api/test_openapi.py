@@ -15,8 +15,6 @@ from jsonschema import Draft202012Validator
 
 from quire.api.app import build_admin_app, routes_of
 from quire.api.auth import OPEN_PATHS, is_guarded
-from quire.api.field_schemas import Known
-from quire.api.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -27,8 +25,10 @@ from quire.api.fields import (
     TOKENIZE,
     UNSERVED,
 )
-from quire.api.openapi import document, served
-from quire.api.operations import OPERATIONS
+from quire.api.openapi.document import document, served
+from quire.api.openapi.field_schemas import Known
+from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
+from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from quire.config.tenants import Tenant, key_digest
 from quire.engine.output import TextDelta

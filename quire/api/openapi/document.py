@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from quire.api.answer_schemas import answer_schemas
-from quire.api.docs_page import HEADERS, ORIGIN, written
 from quire.api.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
-from quire.api.field_schemas import Known, Schema, body_schema
-from quire.api.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
+from quire.api.openapi.answer_schemas import answer_schemas
+from quire.api.openapi.field_schemas import Known, Schema, body_schema
+from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
+from quire.api.openapi.page import HEADERS, ORIGIN, written
 from quire.api.serving import Serving
 from quire.api.version import installed_version
 from quire.base.errors import NotAuthorized, QuireError, RequestError

@@ -14,9 +14,9 @@ from typing import Any
 
 from quire.api.completions import MAX_CHOICES
 from quire.api.conversations import EFFORTS, MAX_MESSAGES
-from quire.api.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.fields import CHAT, NO_EFFECT, UNSERVED
 from quire.api.generation import STREAM_OPTIONS
+from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.structured import FORMAT_TYPES
 from quire.api.terms import MAX_SALT_CHARS
 from quire.api.tools import MAX_TOOLS, TOOL_NAME

@@ -19,7 +19,6 @@ from quire.api.errors import (
     ResumeGone,
     UnknownRequest,
 )
-from quire.api.field_schemas import TEXT, Schema, object_of
 from quire.api.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -28,6 +27,7 @@ from quire.api.fields import (
     GENERATE,
     TOKENIZE,
 )
+from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.base.errors import (
     BodyTooLarge,
     ContextTooLong,

@@ -1,6 +1,6 @@
 """/docs: the OpenAPI document as one page, written for people.
 
-Plain HTML and a style of our own (docs.css, put into the page): no script, nothing from any other
+Plain HTML and a style of our own (page.css, put into the page): no script, nothing from any other
 host, and the page forbids both. Knows the document and the groups of its fields, nothing of the
 server. Always holds: what a document holds is escaped.
 """
@@ -15,12 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from quire.api.field_words import GROUPS
-from quire.api.schema_words import default_of, words_of
+from quire.api.openapi.field_words import GROUPS
+from quire.api.openapi.schema_words import default_of, words_of
 
 Schema = Mapping[str, Any]
 
-_STYLE = Path(__file__).with_name("docs.css").read_text(encoding="utf-8")
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _STYLE_DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 HEADERS = {
     "content-type": "text/html; charset=utf-8",

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.api.answers import Timings
 from quire.api.errors import HEAD_TOO_LARGE, SHAPES
-from quire.api.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
+from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
 from quire.base.cache_use import Miss, MissReason, OwnerUse, PrefixUse
 from quire.base.log import LEVELS
 from quire.base.records import FinishReason
