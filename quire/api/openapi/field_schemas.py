@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.api.completions import MAX_CHOICES
 from quire.api.conversations import EFFORTS, MAX_MESSAGES
-from quire.api.fields import CHAT, NO_EFFECT, UNSERVED
+from quire.api.fields import CHAT, GENERATE, NO_EFFECT, UNSERVED
 from quire.api.generation import STREAM_OPTIONS
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.structured import FORMAT_TYPES
@@ -55,7 +55,7 @@ class Known:
 
 def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) -> Schema:
     """The body of a request of these fields: what is honoured, refused by name, or accepted."""
-    rows = _rows(known, is_chat=honoured == CHAT)
+    rows = _rows(known, honoured)
     properties: Schema = {}
     for name in sorted(honoured, key=lambda name: (name not in needed, name)):
         schema = {**rows[name], "description": _words(name, honoured)}
@@ -121,10 +121,12 @@ def _words(name: str, honoured: frozenset[str]) -> str:
     return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]
 
 
-def _rows(known: Known, *, is_chat: bool) -> dict[str, Schema]:
+def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
     rows = _sampling_rows(known) | _terms_rows() | _conversation_rows() | _other_rows(known)
-    if is_chat:
+    if honoured == CHAT:
         rows["logprobs"] = FLAG
+    if honoured == GENERATE:
+        rows["tokens"] = list_of(_token_id(known), least=1)  # none are a text, but no prompt
     return rows
 
 
