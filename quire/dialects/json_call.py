@@ -204,10 +204,7 @@ def _raw_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
     """A string as it is written, quotes and escapes included."""
     out((yield from reader.char()))
     while True:
-        run = reader.plain(_IN_STRING)
-        if run:
-            out(run)
-        character = yield from reader.char()
+        character = yield from _after_plain(reader, out)
         if character == "":
             return End.CUT
         out(character)
@@ -221,10 +218,7 @@ def read_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
     """A string, decoded; an escape that is none stands for what it escapes."""
     yield from reader.char()
     while True:
-        run = reader.plain(_IN_STRING)
-        if run:
-            out(run)
-        character = yield from reader.char()
+        character = yield from _after_plain(reader, out)
         if character == "":
             return End.CUT
         if character == '"':
@@ -233,6 +227,14 @@ def read_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
             yield from _escape(reader, out)
         else:
             out(character)
+
+
+def _after_plain(reader: Reader, out: Callable[[str], None]) -> Parse[str]:
+    """What follows a string's plain characters, which go out; "" where the text ends."""
+    run = reader.plain(_IN_STRING)
+    if run:
+        out(run)
+    return (yield from reader.char())
 
 
 def _escape(reader: Reader, out: Callable[[str], None]) -> Parse[None]:
