@@ -20,7 +20,7 @@ from quire.api.edge import Edge
 from quire.api.health import Watch
 from quire.api.ids import Ids
 from quire.api.models import Models
-from quire.api.openapi.document import Document
+from quire.api.openapi.routes import Document
 from quire.api.requests import Requests
 from quire.api.serving import Serving
 from quire.api.texts import Texts

@@ -1,34 +1,25 @@
-"""GET /openapi.json and /docs: what is served here, as an OpenAPI 3.1 document and as a page of it.
+"""What is served here, as an OpenAPI 3.1 document.
 
 Put together from the routes of the app that answers, the table of fields, the checks' own bounds
-and the table of errors. Always holds: nothing that is served is left out. Where keys are set,
-neither tells of the model, because neither needs a key.
+and the table of errors. Always holds: nothing that is served is left out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from html import escape
 from typing import Any
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from quire.api.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
 from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
-from quire.api.openapi.page import HEADERS, ORIGIN, written
-from quire.api.serving import Serving
 from quire.api.version import installed_version
 from quire.base.errors import NotAuthorized, QuireError, RequestError
 
 _PATH_NAME = re.compile(r"\{(\w+)(?::\w+)?\}")
-_ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
 _ABOUT = (
     "A field that would change the answer is honoured or refused by name, never ignored; null "
     "means not given. The same request with the same seed gets the same answer, bit for bit, "
@@ -36,61 +27,6 @@ _ABOUT = (
 )
 # What any route may answer.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)
-
-
-class Document:
-    """The two routes."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._written: dict[tuple[str, str], bytes] = {}
-
-    async def get(self, request: Request) -> Response:
-        """The document."""
-        content = self._content(request, msgspec.json.encode)
-        return Response(content, media_type=JSON, headers={"cache-control": "no-cache"})
-
-    async def page(self, request: Request) -> Response:
-        """The document as a page."""
-        origin = escape(_origin(request) + self._serving.config.root_path).encode()
-        content = self._content(request, written).replace(ORIGIN.encode(), origin)
-        return Response(content, headers=HEADERS)
-
-    def _content(self, request: Request, write: Any) -> bytes:
-        """Written once for what is known: it changes when the model has loaded."""
-        known = self._known()
-        key = (write.__name__, known.model)
-        if key not in self._written:
-            routes = request.scope["router"].routes
-            root_path = self._serving.config.root_path
-            content = document(routes, known, self._serving.keys.needed, root_path=root_path)
-            self._written[key] = write(content)
-        return self._written[key]
-
-    def _known(self) -> Known:
-        config, engine = self._serving.config, self._serving.loaded
-        known = Known(
-            max_output_tokens=config.max_output_tokens,
-            warns_unknown=config.unknown_fields == "warn",
-        )
-        if engine is None or self._serving.keys:
-            return known
-        return replace(
-            known,
-            model=engine.card.name,
-            vocab_size=engine.card.vocab_size,
-            context_tokens=engine.card.max_model_len,
-            defaults=engine.default_sampling(),
-        )
-
-
-def _origin(request: Request) -> str:
-    """The address the caller asked, where that is plainly one."""
-    try:
-        address = str(request.base_url).rstrip("/")
-    except ValueError:
-        address = ""
-    return address if _ADDRESS.fullmatch(address) else "http://localhost:8000"
 
 
 def document(

@@ -1,0 +1,86 @@
+"""GET /openapi.json and /docs: the document of what is served here, and a page of it.
+
+What writes them is loaded when somebody asks: a start need not wait for it. Always holds: where
+keys are set, neither tells of the model, because neither needs a key.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.serving import Serving
+
+if TYPE_CHECKING:
+    from quire.api.openapi.field_schemas import Known
+
+_ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
+
+
+class Document:
+    """The two routes."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._written: dict[tuple[str, str], bytes] = {}
+
+    async def get(self, request: Request) -> Response:
+        """The document."""
+        content = self._content(request, msgspec.json.encode)
+        return Response(
+            content, media_type="application/json", headers={"cache-control": "no-cache"}
+        )
+
+    async def page(self, request: Request) -> Response:
+        """The document as a page."""
+        from quire.api.openapi.page import HEADERS, ORIGIN, written
+
+        origin = escape(_origin(request) + self._serving.config.root_path).encode()
+        content = self._content(request, written).replace(ORIGIN.encode(), origin)
+        return Response(content, headers=HEADERS)
+
+    def _content(self, request: Request, write: Any) -> bytes:
+        """Written once for what is known: it changes when the model has loaded."""
+        from quire.api.openapi.document import document
+
+        known = self._known()
+        key = (write.__name__, known.model)
+        if key not in self._written:
+            routes = request.scope["router"].routes
+            root_path = self._serving.config.root_path
+            content = document(routes, known, self._serving.keys.needed, root_path=root_path)
+            self._written[key] = write(content)
+        return self._written[key]
+
+    def _known(self) -> Known:
+        from quire.api.openapi.field_schemas import Known
+
+        config, engine = self._serving.config, self._serving.loaded
+        known = Known(
+            max_output_tokens=config.max_output_tokens,
+            warns_unknown=config.unknown_fields == "warn",
+        )
+        if engine is None or self._serving.keys:
+            return known
+        return replace(
+            known,
+            model=engine.card.name,
+            vocab_size=engine.card.vocab_size,
+            context_tokens=engine.card.max_model_len,
+            defaults=engine.default_sampling(),
+        )
+
+
+def _origin(request: Request) -> str:
+    """The address the caller asked, where that is plainly one."""
+    try:
+        address = str(request.base_url).rstrip("/")
+    except ValueError:
+        address = ""
+    return address if _ADDRESS.fullmatch(address) else "http://localhost:8000"
