@@ -41,6 +41,7 @@ from bench.record import (
     Record,
     RecordMismatch,
     Subject,
+    is_settled,
     kv_dtype_of,
 )
 from bench.token_check import agreement, greedy_tokens
@@ -115,8 +116,8 @@ class Comparison:
 
     def _measure(self, name: str, peer: str, probe: ReadProbe) -> bool:
         """Whether the engines ran."""
-        kept = len(self._record.kept(name, peer))
-        if kept >= self._args.pairs:
+        kept = self._record.kept(name, peer)
+        if is_settled(kept, self._args.pairs):
             return True
         engine, precision = peer.removesuffix(TOOL_SUFFIX), self._args.precision
         if not self._record.content["checks"].get(engine, {}).get("ok"):
@@ -125,7 +126,7 @@ class Comparison:
         settings = settings_for(engine, precision=precision, workload=name)
         if peer.endswith(TOOL_SUFFIX):
             settings["tools_only"] = True
-        ours = quire_settings(precision, name)
+        ours = self._quire_settings(name)
         try:
             model = converted(engine, self._checkpoint, precision)
             with (
@@ -168,6 +169,12 @@ class Comparison:
             return False
         return True
 
+    def _quire_settings(self, workload: str) -> dict[str, Any]:
+        settings = quire_settings(self._args.precision, workload)
+        if self._args.quire_kv is not None:
+            settings["kv_cache_dtype"] = self._args.quire_kv
+        return settings
+
     def _note(
         self, peer: str, workload: str, told: dict[str, Any], settings: dict[str, Any], scheme: str
     ) -> None:
@@ -182,7 +189,7 @@ class Comparison:
         """Of the program Quire runs. An integer precision's peak counts for all operations, also
         for those of attention, which are not integers: the true floor is higher."""
         precision = self._args.precision
-        program = program_of(str(self._checkpoint), quire_settings(precision, name))
+        program = program_of(str(self._checkpoint), self._quire_settings(name))
         limits = self._record.content.setdefault("limits", machine_limits(self._args.threads))
         return Floor(
             whole=workload_work(program, WORKLOADS[name]),
@@ -273,6 +280,11 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         default=0.1,
         help="cores the hypervisor may take away in a kept sample",
     )
+    parser.add_argument(
+        "--quire-kv",
+        choices=("bf16", "int8"),
+        help="Quire's KV dtype; default: as the settings say",
+    )
     parser.add_argument("--out", type=Path, help="default: bench/results/cpu-SHAPE-PRECISION.json")
     parser.add_argument("--fresh", action="store_true", help="begin the file anew")
     return parser.parse_args(words)
@@ -292,7 +304,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Compare, print the table."""
     args = _arguments(words)
     end_cleanly_on_sigterm()
-    path = args.out or RESULTS / f"cpu-{args.shape}-{args.precision}.json"
+    kv = f"-kv-{args.quire_kv}" if args.quire_kv else ""
+    path = args.out or RESULTS / f"cpu-{args.shape}-{args.precision}{kv}.json"
     if args.fresh:
         path.unlink(missing_ok=True)
     machine = machine_card()
@@ -302,6 +315,7 @@ def main(words: Sequence[str] | None = None) -> None:
         threads=args.threads,
         quire=quire_state(),
         cpu=str(machine["cpu"]),
+        quire_kv=args.quire_kv,
     )
     try:
         record = Record(path, subject, machine)

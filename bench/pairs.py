@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.floors import Work
 from bench.peers.child import Peer, PeerFailed
-from bench.record import TOOL_SUFFIX
+from bench.record import TOOL_SUFFIX, is_settled
 from quire.bench.foreign import CpuWatch, peak_rss_bytes
 from quire.bench.reading import ReadProbe
 from quire.bench.workloads import Ask, Workload
@@ -191,7 +191,7 @@ def _times(ask: Ask, answer: dict[str, Any]) -> RequestTimes:
 def take_pairs(
     run: PairRun,
     *,
-    already: int,
+    already: Sequence[dict[str, Any]],
     tried: int,
     wanted: int,
     add: Callable[[dict[str, Any]], None],
@@ -199,20 +199,20 @@ def take_pairs(
     say: Callable[[str], None],
     headline: str,
 ) -> bool:
-    """Pairs until `wanted` are kept, three times as many were tried, or time is up.
+    """Pairs until enough are kept (`already` are), three times as many were tried, or time is up.
 
     Whether enough are kept.
     """
-    kept, most = already, tried + 3 * (wanted - already)
-    while kept < wanted and tried < most and has_time():
+    kept, most = list(already), tried + 3 * (wanted - len(already))
+    while not is_settled(kept, wanted) and tried < most and has_time():
         pair = run.pair(tried)
         add(pair)
         tried += 1
-        kept += bool(pair["kept"])
+        kept += [pair] * bool(pair["kept"])
         ours, theirs = pair["quire"]["rates"][headline], pair["other"]["rates"][headline]
         say(
             f"{pair['workload']} {pair['peer']}: Quire {ours:.1f}, {pair['peer']} {theirs:.1f} "
             f"({headline}), {ours / theirs:.2f}x"
             + (f"; not kept: {pair['why']}" * (not pair["kept"]))
         )
-    return kept >= wanted
+    return is_settled(kept, wanted)

@@ -150,13 +150,18 @@ WORKLOAD_NAMES = {
 }
 
 
+_COLUMNS = ("bf16", "int8", "int4", "int4-g128")
+
+
 def _comparison() -> list[str]:
-    """Quire against the strongest peer of each workload whose ratio may be told."""
-    rows = []
+    """Quire against the strongest peer of each workload whose ratio may be told: a line a shape and
+    workload, a column a precision, and then what the peers' schemes are."""
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    schemes: dict[str, None] = {}
     for path in sorted(RESULTS.glob("cpu-*.json")):
         record = json.loads(path.read_text())
-        subject = record["subject"]
-        for workload, name in WORKLOAD_NAMES.items():
+        subject, engines = record["subject"], record["engines"]
+        for workload in WORKLOAD_NAMES:
             told = {
                 peer: entry
                 for peer, entry in record["summary"].get(workload, {}).items()
@@ -165,24 +170,37 @@ def _comparison() -> list[str]:
             if not told:
                 continue
             peer = min(told, key=lambda one: float(told[one]["ratio"]["median"]))
-            entry, engines = told[peer], record["engines"]
-            ratio, share = entry["ratio"], entry.get("quire_floor_share")
-            scheme = f"{engines[peer]['scheme']}, KV {_plain(kv_dtype_of(engines[peer], workload))}"
-            rows.append(
-                f"| {subject['shape']} {subject['precision']}, {name} "
-                f"| {entry['quire']['median']:.0f} tokens/s, KV "
-                f"{_plain(kv_dtype_of(engines['quire'], workload))} "
-                f"| {entry['other']['median']:.0f} ({peer}: {scheme}) "
-                f"| {ratio['median']:.2f}x ({ratio['least']:.2f} to {ratio['most']:.2f}) "
-                f"| {'' if share is None else f'{100 * share:.0f} %'} |"
+            row = cells.setdefault((subject["shape"], workload), {})
+            row.setdefault(subject["precision"], []).append(
+                _cell(told[peer], peer, _plain(kv_dtype_of(engines["quire"], workload)))
             )
-    if not rows:
+            kv = _plain(kv_dtype_of(engines[peer], workload))
+            schemes[f"{peer} {subject['precision']}: {engines[peer]['scheme']}, KV {kv}"] = None
+    if not cells:
         return []
-    head = [
-        "| in pairs of one run | Quire | strongest peer | ratio | of the floor |",
-        "|---|---|---|---|---|",
+    columns = [one for one in _COLUMNS if any(one in row for row in cells.values())]
+    lines = [
+        f"| {' | '.join(('in pairs of one run', *columns))} |",
+        "|---" * (1 + len(columns)) + "|",
     ]
-    return ["", *head, *rows]
+    order = [*WORKLOAD_NAMES]
+    for shape, workload in sorted(
+        cells, key=lambda key: (key[0] != "qwen3-0.6b", key[0], order.index(key[1]))
+    ):
+        row = cells[shape, workload]
+        told_cells = ["<br>".join(row.get(column, [])) for column in columns]
+        lines.append(f"| {' | '.join((f'{shape}, {WORKLOAD_NAMES[workload]}', *told_cells))} |")
+    return ["", *lines, "", f"The strongest peers' schemes: {'; '.join(schemes)}."]
+
+
+def _cell(entry: dict[str, Any], peer: str, kv: str) -> str:
+    """The rate, the keys' and values' dtype, the ratio with its spread, the share of the floor."""
+    ratio, share = entry["ratio"], entry.get("quire_floor_share")
+    return (
+        f"{entry['quire']['median']:.0f} tokens/s (KV {kv}): **{ratio['median']:.2f}x** {peer} "
+        f"({ratio['least']:.2f} to {ratio['most']:.2f})"
+        + ("" if share is None else f", {100 * share:.0f} % of the floor")
+    )
 
 
 def _plain(dtype: str) -> str:

@@ -3,20 +3,23 @@
 Written after each pair, by a move, so that a run can be stopped and go on. Always holds: a file
 has one machine, one shape, one precision, one number of threads and one state of Quire; samples
 of others are refused. Ratios are told only of workloads in which llama.cpp and OpenVINO both have
-enough kept pairs.
+enough kept pairs: five, or two where both put the peer far behind.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NEEDED_PEERS = ("llama.cpp", "openvino")
 MIN_PAIRS = 5
+# A peer that took three times as long in two pairs is not the one that a ratio of 1.3 is about:
+# three more of its minutes would tell nothing.
+FAR_BEHIND, FAR_BEHIND_PAIRS = 3.0, 2
 # What a workload's rate is called.
 HEADLINES = {
     "w1": "decode_tokens_per_s",
@@ -41,6 +44,7 @@ class Subject:
     threads: int
     quire: str
     cpu: str
+    quire_kv: str | None = None  # what Quire keeps keys and values in, where settings say other
 
 
 class Record:
@@ -117,7 +121,7 @@ class Record:
             pairs = self.kept(workload, peer)
             if pairs:
                 entry = _medians(pairs, HEADLINES[workload])
-                if not (self.may_tell(workload) and len(pairs) >= MIN_PAIRS):
+                if not (self.may_tell(workload) and is_settled(pairs, MIN_PAIRS)):
                     del entry["ratio"]
                 told.setdefault(workload, {})[peer] = entry
         return told
@@ -127,7 +131,7 @@ class Record:
         tokens of all were checked."""
         checked = self.content["checks"]
         return all(
-            len(self.kept(workload, peer)) >= MIN_PAIRS and checked.get(peer, {}).get("ok")
+            is_settled(self.kept(workload, peer), MIN_PAIRS) and checked.get(peer, {}).get("ok")
             for peer in NEEDED_PEERS
         )
 
@@ -145,6 +149,18 @@ class Record:
             return None
         peer = min(entries, key=lambda name: float(entries[name]["ratio"]["median"]))
         return peer, entries[peer]
+
+
+def is_settled(kept: Sequence[Mapping[str, Any]], wanted: int) -> bool:
+    """Whether kept pairs of a workload and a peer are enough: `wanted`, or fewer that put the peer
+    far behind."""
+    if len(kept) >= wanted:
+        return True
+    headline = HEADLINES[kept[0]["workload"]] if kept else ""
+    return len(kept) >= FAR_BEHIND_PAIRS and all(
+        pair["quire"]["rates"][headline] >= FAR_BEHIND * pair["other"]["rates"][headline]
+        for pair in kept
+    )
 
 
 def kv_dtype_of(engine: Mapping[str, Any], workload: str) -> str:

@@ -14,7 +14,7 @@ from bench.checkpoints import SHAPES, checkpoint_config, tensor_shapes, tokenize
 from bench.floors import Work, workload_work
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed
-from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject
+from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject, is_settled
 from quire.bench.floor import program_of
 from quire.bench.foreign import CpuUse
 from quire.bench.limits import peak_gflops
@@ -123,7 +123,7 @@ def test_a_pair_in_which_others_computed_is_not_kept_and_taken_again(quiet: list
     said: list[str] = []
     enough = take_pairs(
         run,
-        already=0,
+        already=[],
         tried=0,
         wanted=2,
         add=found.append,
@@ -140,7 +140,7 @@ def test_a_pair_in_which_others_computed_is_not_kept_and_taken_again(quiet: list
 def test_no_more_pairs_are_taken_than_there_is_time_or_patience_for(quiet: list[float]) -> None:
     run, found = _run(_Peer("quire"), _Peer("openvino")), []
     shared: dict[str, Any] = {
-        "already": 0,
+        "already": [],
         "tried": 0,
         "wanted": 2,
         "add": found.append,
@@ -250,6 +250,15 @@ def test_too_few_pairs_or_tokens_that_were_not_checked_tell_no_ratio(tmp_path: P
     assert not wrong.may_tell("w3")
 
 
+def test_two_pairs_settle_that_a_peer_is_far_behind_and_nothing_else() -> None:
+    far, near = _pair("llama.cpp", 30.0, 10.0), _pair("llama.cpp", 30.0, 10.5)
+    assert not is_settled([], MIN_PAIRS)
+    assert not is_settled([far], MIN_PAIRS)
+    assert is_settled([far, far], MIN_PAIRS)
+    assert not is_settled([far, near, far, far], MIN_PAIRS)
+    assert is_settled([far, near, far, far, near], MIN_PAIRS)
+
+
 def test_a_record_goes_on_where_it_was_stopped_and_mixes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     _filled(file, peers=("openvino",), pairs_each=2)
@@ -278,10 +287,10 @@ def test_the_readme_tells_the_strongest_peer_and_nothing_that_may_not_be_told(
     assert readme_table.table() == "Not yet measured."
     _filled(tmp_path / "cpu-b.json", peers=("openvino", "llama.cpp"))
     told = readme_table.table()
-    assert "20 (llama.cpp: int9, KV uint8_t)" in told
-    assert "tokens/s, KV int8 |" in told
-    assert "1.50x (1.50 to 1.50)" in told
-    assert "25 %" in told
+    assert (
+        "| 30 tokens/s (KV int8): **1.50x** llama.cpp (1.50 to 1.50), 25 % of the floor |" in told
+    )
+    assert "llama.cpp bf16: int9, KV uint8_t." in told
 
 
 def test_the_floor_of_one_request_is_its_bytes_or_its_operations() -> None:
