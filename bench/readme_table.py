@@ -127,6 +127,37 @@ def _interference_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _scaling_rows(result: dict[str, Any]) -> list[str]:
+    """What a second thread and continuous batching bring, and Python's share."""
+    median = result["batching"]["median"]
+    rates = {mode: float(median[mode]["total_tokens_per_s"]) for mode in median}
+    return [
+        "| a prompt of 2,048 (0.6B bf16): two threads over one "
+        f"| {result['threads']['ratio']:.2f}x | 1.9x |",
+        "| 32 requests, 16 at once: continuous over static batching; Python's share of the time "
+        f"| {rates['continuous'] / rates['static']:.2f}x; "
+        f"{100 * float(median['continuous']['python_share']):.1f} % | 5 % |",
+    ]
+
+
+def _serving_rows(result: dict[str, Any]) -> list[str]:
+    """Goodput at each server's knee, Quire's over the best peer's."""
+    knees = {
+        name: float(entry["knee"]["goodput_per_s"])
+        for name, entry in result["engines"].items()
+        if entry["knee"] is not None
+    }
+    peers = {name: rate for name, rate in knees.items() if name != "quire"}
+    if "quire" not in knees or not peers:
+        return []
+    best = max(peers, key=lambda name: peers[name])
+    return [
+        "| 0.6B bf16 over HTTP, rising rates: good requests a second where nine in ten have their "
+        f"first token within 2 s, others within 100 ms | {knees['quire']:.2f}, {best} "
+        f"{peers[best]:.2f}: {knees['quire'] / peers[best]:.2f}x | 1.5x |"
+    ]
+
+
 def _quality_rows(result: dict[str, Any]) -> list[str]:
     """Perplexity and divergence of the settings that have a goal."""
     rows = []
@@ -221,6 +252,8 @@ def table() -> str:
         ("preemption", _preemption_rows),
         ("tier-warm", _tier_rows),
         ("interference", _interference_rows),
+        ("serving-qwen3-0.6b-bf16", _serving_rows),
+        ("scaling", _scaling_rows),
         ("quality", _quality_rows),
     ):
         result = _load(name)

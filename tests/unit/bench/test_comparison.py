@@ -15,6 +15,7 @@ from bench.floors import Work, workload_work
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed
 from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject, is_settled
+from bench.scaling import threads_in_turn
 from quire.bench.floor import program_of
 from quire.bench.foreign import CpuUse
 from quire.bench.limits import peak_gflops
@@ -46,7 +47,7 @@ class _Peer:
 
     def __init__(self, name: str, *, short: bool = False, varies: bool = False) -> None:
         self.name = name
-        self._short, self._varies = short, varies
+        self._short, self._varies, self.says = short, varies, 7
         self.asked: list[dict[str, Any]] = []
 
     def ask(self, asked: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class _Peer:
                     "sent_s": 0.0,
                     "first_s": 0.5,
                     "last_s": 1.0,
-                    "token_ids": [count if self._varies else 7]
+                    "token_ids": [count if self._varies else self.says]
                     * (one["output_tokens"] - self._short),
                 }
                 for one in asked["requests"]
@@ -338,3 +339,29 @@ def test_a_tokenizer_made_here_has_every_token_and_gives_text_at_once() -> None:
     text = "Once upon a time."
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer_json(500) == tokenizer_json(500)
+
+
+def test_threads_are_measured_in_turn_and_must_answer_alike() -> None:
+    one, two = _Peer("quire"), _Peer("quire")
+    told = threads_in_turn({1: cast(Peer, one), 2: cast(Peer, two)}, 1000, 3)
+    assert told["ratio"] == 1.0
+    assert {threads: len(found) for threads, found in told["prefill_tokens_per_s"].items()} == {
+        "1": 3,
+        "2": 3,
+    }
+    assert one.asked == two.asked
+    assert len(one.asked) == 4  # the first one warms up
+    two.says = 8
+    with pytest.raises(WrongAnswer, match="threads answer differently"):
+        threads_in_turn({1: cast(Peer, one), 2: cast(Peer, two)}, 1000, 3)
+
+
+def test_the_readme_tells_of_serving_only_beside_a_peer() -> None:
+    def knee_at(goodput: float) -> dict[str, Any]:
+        return {"knee": {"goodput_per_s": goodput}}
+
+    engines = {"quire": knee_at(1.5), "vllm": knee_at(0.75), "llama.cpp": {"knee": None}}
+    [row] = readme_table._serving_rows({"engines": engines})
+    assert "1.50, vllm 0.75: 2.00x" in row
+    del engines["vllm"]
+    assert readme_table._serving_rows({"engines": engines}) == []
