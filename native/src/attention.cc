@@ -56,6 +56,9 @@ class Walk {
 
     bool full() const { return num_rows_ == kRows; }
 
+    // What the thread walks next: nothing here is fetched before its time.
+    void expect(const int32_t*, int64_t, int64_t, int64_t) {}
+
     // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
     // have rising positions, or see all of every such piece. Returns how many pieces were read.
     int64_t attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
@@ -191,8 +194,18 @@ struct Share {
     int32_t begin, end;  // tokens; or, where there is something shared, sequences of `order`
     int32_t sequence;    // of the tokens
     int32_t from, to;
+    int32_t run_begin = 0, run_end = 0;  // shares of the same tokens' sequence, this one among them
 
     bool is_shared() const { return from < to; }
+
+    // One token: which reads the cache, and computes little.
+    bool is_single() const { return !is_shared() && end - begin == 1; }
+};
+
+// A share and the KV head that is walked.
+struct Item {
+    const Share* share;
+    int64_t kv_head;
 };
 
 template <class WalkType>
@@ -205,11 +218,24 @@ void write_rows(const AttentionArgs& args, const WalkType& walk, int row, int64_
     }
 }
 
-// Tokens begin..end of a sequence, one KV head. Returns the pieces read.
+// Tells a walk what its thread walks next, where that is one token.
+template <class WalkType>
+void expect(const AttentionArgs& args, const Item& next, WalkType& walk) {
+    if (next.share == nullptr || !next.share->is_single()) return;
+    const int64_t end = args.positions[next.share->begin] + 1;
+    const int64_t first = args.window > 0 && end > args.window ? end - args.window : 0;
+    walk.expect(args.block_tables + next.share->sequence * args.table_columns, next.kv_head, first,
+                end);
+}
+
+// Tokens begin..end of a sequence, one KV head; `next` is walked after them. Returns the pieces
+// read.
 template <class T>
-int64_t attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_head, char* scratch) {
+int64_t attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_head,
+                      const Item& next, char* scratch) {
     const int64_t group = args.heads / args.shape.kv_heads, dim = args.shape.head_dim;
     typename WalkOf<T>::type walk(args, kv_head, scratch);
+    expect(args, next, walk);
     int64_t first = share.begin * group;  // rows are numbered token * group + head of the group
     const int64_t stop = share.end * group;
     int64_t num_pieces = 0;
@@ -289,12 +315,25 @@ class Shares {
         }
         for (int64_t s = 0; s < args.num_sequences; ++s) taken_[s] = 0;
         for (int64_t s = 0; s < args.num_sequences; ++s) {
+            const int64_t begin = count_;
             if (!taken_[s] && !add_sharers(s)) add_tokens(s);
+            for (int64_t i = begin; i < count_; ++i) {
+                shares_[i].run_begin = static_cast<int32_t>(begin);
+                shares_[i].run_end = static_cast<int32_t>(count_);
+            }
         }
     }
 
-    int64_t count() const { return count_; }
-    const Share& at(int64_t i) const { return shares_[i]; }
+    int64_t num_items() const { return count_ * args_.shape.kv_heads; }
+
+    // Sequence by sequence, of each one KV head after the other: heads of a block lie side by side.
+    Item item(int64_t i) const {
+        const Share& some = shares_[i / args_.shape.kv_heads];
+        const int64_t run = some.run_end - some.run_begin;
+        const int64_t within = i - some.run_begin * args_.shape.kv_heads;
+        return {&shares_[some.run_begin + within % run], within / run};
+    }
+
     const int32_t* order() const { return order_; }
 
   private:
@@ -375,20 +414,23 @@ class Shares {
 template <class T>
 int64_t attend_share(const AttentionArgs& args, const Shares& shares, int64_t item,
                      char* scratch) {
-    const Share& share = shares.at(item % shares.count());
-    const int64_t kv_head = item / shares.count();
-    if (share.is_shared()) return attend_sharers<T>(args, share, shares.order(), kv_head, scratch);
-    return attend_tokens<T>(args, share, kv_head, scratch);
+    const Item now = shares.item(item);
+    if (now.share->is_shared()) {
+        return attend_sharers<T>(args, *now.share, shares.order(), now.kv_head, scratch);
+    }
+    const Item next = item + 1 < shares.num_items() ? shares.item(item + 1) : Item{nullptr, 0};
+    return attend_tokens<T>(args, *now.share, now.kv_head, next, scratch);
 }
 
 }  // namespace
 
-// Work is dealt as (KV head) x (rows that walk together).
+// Work is dealt sequence by sequence, of each KV head by KV head, and there by rows that walk
+// together: memory is faster where the heads of a block are read soon after each other.
 void attention(const AttentionArgs& args) {
     if (args.num_tokens == 0) return;
     const bool wide = args.shape.type == Type::f32;
     const Shares shares(args, wide ? WalkOf<float>::type::kMostRows : WalkOf<bf16>::type::kMostRows);
-    args.pool->deal(shares.count() * args.shape.kv_heads, 1,
+    args.pool->deal(shares.num_items(), 1,
                     [&](int64_t begin, int64_t end, int thread) {
         char* scratch = nullptr;
         if (args.shape.ints) {

@@ -80,7 +80,7 @@ class TileWalk {
 
     // scratch: Expanded<bf16>::bytes(), for a cache of integers.
     TileWalk(const AttentionArgs& args, int64_t kv_head, char* scratch)
-        : args_(args), dim_(args.shape.head_dim),
+        : args_(args), kv_head_(kv_head), dim_(args.shape.head_dim),
           stride_(round_up(args.shape.head_dim, kTileStep)),
           block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
           head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head),
@@ -99,6 +99,13 @@ class TileWalk {
     }
 
     bool full() const { return num_rows_ == kWalkRows; }
+
+    // What the thread walks next: few rows of a KV head that see positions first .. end.
+    void expect(const int32_t* table, int64_t kv_head, int64_t first, int64_t end) {
+        const int64_t heads_on = 2 * part_bytes_ * (kv_head - kv_head_);
+        first_keys(table, first / kFewPositions * kFewPositions, end, expected_);
+        for (const char*& keys : expected_) keys += heads_on;
+    }
 
     // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
     // have rising positions, or see all of every such piece. Returns how many pieces were read.
@@ -203,6 +210,17 @@ class TileWalk {
         for (int i = 0; i < count; ++i) merge(row + i, largest[i], sum[i], piece_ + i * stride_);
     }
 
+    // Points at the groups of keys from `start` on that are read together.
+    void first_keys(const int32_t* table, int64_t start, int64_t end, const char** keys) const {
+        const int64_t block_size = args_.shape.block_size;
+        const int64_t group_bytes = kGroup * dim_ * (args_.shape.ints ? 1 : 2);
+        for (int j = 0; j < kStreams; ++j) {
+            const int64_t next = start + j * kGroup, position = next < end ? next : start;
+            keys[j] = head_ + table[position / block_size] * block_bytes_ +
+                      position % block_size / kGroup * group_bytes;
+        }
+    }
+
     // Points at the groups of the piece at `start` of which `span` is seen. Steps of values that
     // are seen in part get zeros for the rest; of integers whatever is there: it is finite and
     // meets probability 0.
@@ -227,12 +245,10 @@ class TileWalk {
             piece->key_scales[g] = keys + expanded_.scales_at(within);
             piece->value_scales[g] = values + expanded_.scales_at(within);
         }
-        for (int j = 0; j < kStreams; ++j) {
-            int64_t then = start + kPiece + j * kGroup;
-            piece->after[j] = nullptr;
-            if (start + kPiece >= end) continue;
-            if (then >= end) then = start + kPiece;
-            piece->after[j] = block_at(then) + then % block_size / kGroup * group_bytes;
+        if (start + kPiece < end) {
+            first_keys(table, start + kPiece, end, piece->after);
+        } else {
+            for (int j = 0; j < kStreams; ++j) piece->after[j] = expected_[j];
         }
         constexpr int step = static_cast<int>(kTileStep);
         for (int s = span.first / step; s * step < span.end; ++s) {
@@ -464,6 +480,7 @@ class TileWalk {
     }
 
     const AttentionArgs& args_;
+    const int64_t kv_head_;
     const int64_t dim_, stride_;  // columns of a head; of rows of queries and sums, in whole steps
     const int64_t block_bytes_, part_bytes_;
     const char* const head_;
@@ -473,6 +490,7 @@ class TileWalk {
     const bf16* values_[kSteps];
     Span valid_[kSteps];  // what some row of the walk sees of a step
     int finite_[kSteps];  // -1: not looked at
+    const char* expected_[kStreams] = {};  // null: nobody knows
     int configured_ = 0;  // rows the tiles are configured for
 
     int num_rows_ = 0;

@@ -65,6 +65,7 @@ QUIRE_VEC void load_split(const char* p, Vec* even, Vec* odd) {
 // streams: one alone starts anew at every page and waits. Lines come in eighths, `stride` bytes
 // from one to the next.
 constexpr int kStreams = 4;
+constexpr int kFewPositions = kStreams * kGroup;
 struct FewLines {
     const char* at[kStreams];
     int64_t stride;
