@@ -70,7 +70,7 @@ _CPU = Scene(
 _ACCELERATOR = Scene(
     name="accelerator",
     text="llama-3.1-8b on 1.5 TB/s and 300 TFLOP/s; at most 256 run",
-    speeds=(0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0),
+    speeds=(1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0),
     light_speed=0.5,
     goals=Goals(ttft_s=2.0, tpot_s=0.1),
     settings={

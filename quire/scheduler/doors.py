@@ -106,33 +106,42 @@ def broken_promise(
     ticket: Ticket,
     queue: WaitingQueue,
     forecast: Forecast,
-    late_ms: float,
+    now_ms: float,
     cache: CacheManager,
     state: RunningState,
 ) -> DeadlineMissed | None:
-    """What to say where `ticket`, which waits in `queue` and came late_ms ago, would miss what it
-    asks for; None where it would not, and for forks: they go with their leader."""
+    """What to say where `ticket`, which waits in `queue`, would miss what it asks for, if its first
+    token took as long as forecasts may be exceeded by their margin; None where it would not, and
+    for forks: they go with their leader."""
     request = ticket.request
     asks = request.deadline_ms is not None or request.ttft_slo_ms is not None
     if not asks or ticket.leader is not None or not forecast.knows:
         return None
     num_ahead = queue.num_before(ticket)
-    first_ms = late_ms + forecast.first_token_ms(ticket, num_ahead)
+    late_ms = now_ms - request.arrival_ms
     rest_ms = 0.0 if request.deadline_ms is None else forecast.rest_ms(ticket)
-    if not _misses(request, first_ms, rest_ms):
+    cached, foretold = 0, forecast.first_token(ticket, num_ahead, now_ms)
+    times = forecast.margin.times(foretold)
+    missed = _misses(request, late_ms + times * foretold.ms, rest_ms)
+    # What is found by prefix is looked up only where it matters.
+    if missed is not None and (cached := place(ticket, cache, state).start):
+        foretold = forecast.first_token(ticket, num_ahead, now_ms, cached)
+        times = forecast.margin.times(foretold)
+        missed = _misses(request, late_ms + times * foretold.ms, rest_ms)
+    if missed is None:
+        ticket.foretold = foretold
         return None
-    cached = place(ticket, cache, state).start  # looked up only where it matters
-    first_ms = late_ms + forecast.first_token_ms(ticket, num_ahead, cached)
-    missed = _misses(request, first_ms, rest_ms)
-    if not missed:
-        return None
+    if _misses(request, late_ms + foretold.ms, rest_ms) is None:
+        forecast.margin.refused(foretold)
     what, predicted_ms, wanted_ms = missed
-    alone_ms = predicted_ms - first_ms + late_ms + forecast.first_token_ms(ticket, 0, cached)
-    is_hopeless = alone_ms > wanted_ms
+    alone_ms = forecast.first_token(ticket, 0, now_ms, cached).ms
+    is_hopeless = predicted_ms - times * foretold.ms + alone_ms > wanted_ms
     return DeadlineMissed(
         f"{what} is predicted {predicted_ms:.0f} ms after the request came, and is wanted within "
         f"{wanted_ms:.0f} ms: {num_ahead} requests are ahead, and the prompt has "
-        f"{len(ticket.token_ids) - cached} tokens to compute; nothing of it was computed: "
+        f"{len(ticket.token_ids) - cached} tokens to compute"
+        + (f" (forecasts like this were exceeded up to {times:.2f} times)" if times > 1 else "")
+        + "; nothing of it was computed: "
         + ("allow more time" if is_hopeless else "try again later, or allow more time"),
         retry_after_s=None
         if is_hopeless

@@ -17,6 +17,7 @@ import numpy as np
 from quire.cache.manager import CacheManager
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.margin import Foretold, Margin
 from quire.scheduler.passing import Passing
 from quire.scheduler.policy import Policy
 from quire.scheduler.prompts import LONG_SHARE
@@ -57,6 +58,7 @@ class Forecast:
         queue: WaitingQueue,
         policy: Policy,
         yielding: Yielding,
+        margin: Margin,
     ) -> None:
         self._limits = limits
         self._state = state
@@ -66,17 +68,20 @@ class Forecast:
         self._queue = queue
         self._policy = policy
         self._yielding = yielding
+        self.margin = margin
         self._passing = Passing()
 
     def note(self, ticket: Ticket) -> None:
         """`ticket` was let in, and waits."""
+        handicap_ms = self._policy.handicap_ms(ticket)
+        if not self._passing.may_pass(handicap_ms):
+            return
         speed, prompt = self._speed, len(ticket.token_ids)
         rows = max(len(self._state.active), 1)
         each_ms = speed.step_ms(rows, rows * (prompt + ticket.likely_tokens / 2)) / rows
         work_ms = ticket.likely_tokens * each_ms
         if ticket.leader is None:
             work_ms += speed.span_ms(0, prompt)
-        handicap_ms = self._policy.handicap_ms(ticket)
         self._passing.note(ticket.request.arrival_ms, handicap_ms, work_ms)
 
     @property
@@ -86,20 +91,24 @@ class Forecast:
 
     def drain_ms(self) -> float:
         """Until all that wait now have begun."""
-        return self._begin_ms(self._load(), len(self._queue))
+        return self._begin_ms(self._load(), len(self._queue))[0]
 
     def retry_after_s(self) -> float | None:
         """When to come again: all that wait now have begun, within a second and an hour."""
         return min(max(self.drain_ms() / 1000.0, 1.0), 3600.0) if self.knows else None
 
-    def first_token_ms(self, ticket: Ticket, num_ahead: int, num_cached: int = 0) -> float:
-        """From now to the first token of `ticket`, which waits behind num_ahead others; num_cached
-        of its tokens need no computing."""
+    def first_token(
+        self, ticket: Ticket, num_ahead: int, at_ms: float, num_cached: int = 0
+    ) -> Foretold:
+        """From at_ms, which is now, to the first token of `ticket`, which waits behind num_ahead
+        others; num_cached of its tokens need no computing."""
         load, concession = self._load(), self._yielding.concession(ticket)
-        begin_ms = self._begin_ms(load, num_ahead, concession, self._policy.handicap_ms(ticket))
-        return begin_ms + self._prompt_ms(
+        handicap_ms = self._policy.handicap_ms(ticket)
+        begin_ms, waits = self._begin_ms(load, num_ahead, concession, handicap_ms)
+        begin_ms += self._prompt_ms(
             load, num_cached, len(ticket.token_ids), concession.rows, is_long=ticket.is_long
         )
+        return Foretold(at_ms=at_ms, ms=begin_ms, waits=waits)
 
     def rest_ms(self, ticket: Ticket) -> float:
         """From the first token of `ticket` to its end."""
@@ -142,9 +151,9 @@ class Forecast:
         num_ahead: int,
         concession: Concession = NO_CONCESSION,
         handicap_ms: float = -math.inf,
-    ) -> float:
+    ) -> tuple[float, bool]:
         """Until one behind num_ahead others has a place, which those to come pass by its
-        handicap."""
+        handicap; whether it waits for that, and not only for prompts before its own."""
         waiting = max(len(self._queue), 1)
         mean_tokens = self._queue.num_tokens / waiting
         ahead_ms = load.waiting_ms * num_ahead / waiting
@@ -155,11 +164,12 @@ class Forecast:
         free_blocks = self._cache.num_free + concession.blocks
         free_blocks -= (num_ahead + 1) * self._cache.blocks_for(int(mean_tokens))
         if num_ahead < len(self._state.free_slots) + concession.slots and free_blocks >= 0:
-            return prompts_ms
+            return prompts_ms, False
         # When it begins all other places are taken, on the average by those half done.
         mean_ms = load.waiting_ms / waiting
         begin_ms = load.running_ms + ahead_ms - (load.rows - 1) * mean_ms / 2
-        return self._passing.prolonged_ms(max(begin_ms, prompts_ms, 0.0), handicap_ms)
+        wait_ms = max(begin_ms, prompts_ms, 0.0)
+        return self._passing.prolonged_ms(wait_ms, handicap_ms), True
 
     def _prompt_ms(
         self,

@@ -26,6 +26,10 @@ class Passing:
         self._came: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
         self._least_ms = self._most_ms = 0.0  # of all handicaps ever
 
+    def may_pass(self, handicap_ms: float) -> bool:
+        """Whether anybody ever passes another, now that one of that handicap has come."""
+        return handicap_ms != 0.0 or self._least_ms != self._most_ms
+
     def note(self, arrival_ms: float, handicap_ms: float, work_ms: float) -> None:
         """A request was let in."""
         self._came.append((arrival_ms, handicap_ms, work_ms))

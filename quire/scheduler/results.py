@@ -24,6 +24,7 @@ from quire.scheduler.certain import NO_IDS, NOTHING_CERTAIN, Certain, certain_of
 from quire.scheduler.flight import Landing
 from quire.scheduler.groups import BeamGroup, BeamGroups
 from quire.scheduler.lengths import LengthHistory
+from quire.scheduler.margin import Margin
 from quire.scheduler.outputs import Event, make_outputs
 from quire.scheduler.roster import Roster
 from quire.scheduler.scores import keep_scores
@@ -35,12 +36,18 @@ class Results:
     """Of one scheduler's steps. row_errors: how many requests failed in all."""
 
     def __init__(
-        self, roster: Roster, state: RunningState, beams: BeamGroups, lengths: LengthHistory
+        self,
+        roster: Roster,
+        state: RunningState,
+        beams: BeamGroups,
+        lengths: LengthHistory,
+        margin: Margin,
     ) -> None:
         self._roster = roster
         self._state = state
         self._beams = beams
         self._lengths = lengths
+        self._margin = margin
         self.row_errors = 0
 
     def apply(
@@ -96,6 +103,9 @@ class Results:
                 continue
             if math.isnan(ticket.first_token_ms):
                 ticket.first_token_ms = now_ms
+                if ticket.foretold is not None:
+                    self._margin.came(ticket.foretold, now_ms)
+                    ticket.foretold = None
             ticket.last_token_ms = now_ms
             self._state.next_event[slot] = ticket.limit
             reason, more, stop_id = None, NO_IDS, None

@@ -44,6 +44,7 @@ from quire.scheduler.groups import BeamGroups
 from quire.scheduler.holding import Holding
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.margin import Margin
 from quire.scheduler.move_cost import Choice, MoveCost
 from quire.scheduler.policy import Policy
 from quire.scheduler.preemption_tally import PreemptionTally
@@ -164,9 +165,18 @@ class Scheduler:
             watermark=self._watermark,
             seating=self._seating,
         )
-        self._results = Results(roster, state, beams, self.lengths)
+        margin = Margin()
+        self._results = Results(roster, state, beams, self.lengths, margin)
         self.forecast = Forecast(
-            limits, state, cache, self.speed, self.lengths, roster.queue, policy, self._yielding
+            limits,
+            state,
+            cache,
+            self.speed,
+            self.lengths,
+            roster.queue,
+            policy,
+            self._yielding,
+            margin,
         )
         self._expiry = Expiry(roster, self.forecast, limits.queue_timeout_ms)
         self._num_arrivals = 0
@@ -207,9 +217,9 @@ class Scheduler:
         self._num_arrivals += 1
         waiting = self._roster.come(ticket)
         if waiting is ticket:
-            late_ms = max(self._last_step_ms - request.arrival_ms, 0.0)
+            at_ms = max(self._last_step_ms, request.arrival_ms)
             broken = broken_promise(
-                ticket, self._queue, self.forecast, late_ms, self._cache, self._state
+                ticket, self._queue, self.forecast, at_ms, self._cache, self._state
             )
             if broken is not None:
                 self._roster.withdraw(ticket)
@@ -219,14 +229,15 @@ class Scheduler:
         self._expiry.note(ticket, waiting)
 
     def foretell_ms(self, request_id: str) -> float | None:
-        """From its arrival to its first token, as predicted now for one that waits; None for any
-        other, and before a few steps were timed."""
+        """From its arrival to its first token, as predicted now for one that waits, without a
+        margin; None for any other, and before a few steps were timed."""
         ticket = self._roster.tickets.get(request_id)
         if ticket is None or ticket.slot != NO_SLOT or not self.forecast.knows or ticket.is_held:
             return None
-        late_ms = max(self._last_step_ms - ticket.request.arrival_ms, 0.0)
+        at_ms = max(self._last_step_ms, ticket.request.arrival_ms)
         num_ahead = self._queue.num_before(ticket)
-        return late_ms + self.forecast.first_token_ms(ticket, num_ahead)
+        foretold = self.forecast.first_token(ticket, num_ahead, at_ms)
+        return at_ms - ticket.request.arrival_ms + foretold.ms
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever it is; None if it is not here (any more)."""

@@ -28,6 +28,7 @@ from quire.base.records import (
 )
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
+from quire.scheduler.margin import Foretold
 
 if TYPE_CHECKING:
     from quire.scheduler.groups import BeamGroup
@@ -47,7 +48,8 @@ class Ticket:
     made once while it waits. key: the policy's, given when it entered the queue. is_long: whether
     its known tokens were many then. passed: how many went before it while blocks were short.
     likely_tokens: how many it will still make, as it looked when it entered the queue. is_held: its
-    reader does not keep up; it stands aside, or will when no plan names it (holding.py).
+    reader does not keep up; it stands aside, or will when no plan names it (holding.py). foretold:
+    by what it was let in, where it named a time; until its first token is there.
     """
 
     request: Request
@@ -74,6 +76,7 @@ class Ticket:
     had_computed: int = 0  # tokens, when it was preempted; 0 since it runs again
     waited_ms: float = 0.0  # for blocks from a tier, since it entered the queue
     mirostat_mu: float | None = None
+    foretold: Foretold | None = None
     first_scheduled_ms: float = math.nan
     first_token_ms: float = math.nan
     last_token_ms: float = math.nan

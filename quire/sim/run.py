@@ -140,6 +140,7 @@ class Feed:
                 self._take_arrived()
                 if on_progress is not None:
                     on_progress(self._next)
+            self._expire()
             if not core.has_work:
                 continue
             outputs = core.step(clock.now_ms)
@@ -166,6 +167,13 @@ class Feed:
             except QuireError as error:
                 self._run.refused.append((job, type(error).__name__))
                 self._requests.forget(request.request_id)
+
+    def _expire(self) -> None:
+        """End whose time is over."""
+        for refused in self._core.expire(self._clock.now_ms()):
+            for request_id in refused.request_ids:
+                self._run.refused.append((self._jobs[int(request_id)], refused.fault.kind))
+                self._requests.forget(request_id)
 
     def _wait(self, since_ms: float | None) -> float:
         """Nothing could be scheduled: as the engine does, try again a little later."""

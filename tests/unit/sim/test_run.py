@@ -102,3 +102,14 @@ def test_a_summary_tells_times_by_tenant() -> None:
     assert found["latency_mean_s"] == pytest.approx((0.020 + 0.071) / 2)
     assert found["good_share"] == 0.5
     assert found["longest_wait_s"] == 0.0
+
+
+def test_deadlines_and_the_queues_limit_end_requests_as_they_do_in_service() -> None:
+    asks = Asks(max_tokens=64, max_model_len=512, deadline_ms=100.0)
+    run = simulate([job(0.0, 1, 30)], asks, machine(), config())
+    assert run.refusals == {"TimedOut": 1}
+    assert run.end_ms == 100
+    jobs = [job(0.0, 1, 60)] * 4 + [job(0.0, 1, 5)] * 2
+    run = simulate(jobs, ASKS, machine(), config(queue_timeout=0.2))
+    assert run.refusals == {"QueueTimedOut": 2}
+    assert len(run.ended) == 4

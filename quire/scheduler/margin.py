@@ -1,0 +1,60 @@
+"""Margin: how many times as long as foretold first tokens may take, learned from those that came.
+
+A forecast that is right in the middle is too short for half of those it lets in; with its margin it
+is kept by all but one in twenty. Each kind of forecast has a margin of its own: who waits for a
+place or begins at once, and how long it is, within a factor of two. Knows no requests and no clock.
+Always holds: without experience a forecast is taken as it is; no margin is below 1 or above the
+most; one that only refuses shrinks, so that somebody is let in again and tells how it is now.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# The share of forecasts that are to be kept with their margin.
+CONFIDENCE = 0.95
+# One forecast that was not kept multiplies its margin by e to this, times the confidence; one that
+# was divides it by so much less that the two balance where the confidence is right.
+_STEP = 0.1
+_MOST = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """A first token `ms` after at_ms. waits: others, or a lack of blocks, keep it from a place."""
+
+    at_ms: float
+    ms: float
+    waits: bool
+
+
+class Margin:
+    """Nothing has come yet."""
+
+    def __init__(self) -> None:
+        # Logarithms, by kind of forecast: a few dozen at most.
+        self._margins: dict[tuple[bool, int], float] = {}
+
+    def times(self, foretold: Foretold) -> float:
+        """How many times as long it may take."""
+        return math.exp(self._margins.get(_kind(foretold), 0.0))
+
+    def came(self, foretold: Foretold, now_ms: float) -> None:
+        """The first token is there."""
+        took_ms = now_ms - foretold.at_ms
+        kept = took_ms <= foretold.ms * self.times(foretold)
+        self._move(foretold, CONFIDENCE - 1.0 if kept else CONFIDENCE)
+
+    def refused(self, foretold: Foretold) -> None:
+        """Nobody will know: it was let in but for the margin."""
+        self._move(foretold, CONFIDENCE - 1.0)
+
+    def _move(self, foretold: Foretold, share: float) -> None:
+        kind = _kind(foretold)
+        moved = self._margins.get(kind, 0.0) + _STEP * share
+        self._margins[kind] = min(max(moved, 0.0), math.log(_MOST))
+
+
+def _kind(foretold: Foretold) -> tuple[bool, int]:
+    return foretold.waits, math.frexp(foretold.ms)[1]

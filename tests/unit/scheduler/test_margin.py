@@ -1,0 +1,118 @@
+"""How much longer than foretold a first token may take: learned, forgotten, and by kind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from quire.base.errors import DeadlineMissed
+from quire.scheduler.margin import CONFIDENCE, Foretold, Margin
+from quire.sim.load import Asks, Job
+from quire.sim.run import simulate
+from tests.unit.scheduler.fake_worker import make_request
+from tests.unit.scheduler.test_doors import harness_of
+from tests.unit.sim.made import config, drawn_jobs, machine
+
+WAIT = Foretold(at_ms=1000.0, ms=100.0, waits=True)
+
+
+def came(margin: Margin, foretold: Foretold, times: float) -> None:
+    margin.came(foretold, foretold.at_ms + times * foretold.ms)
+
+
+def test_without_experience_a_forecast_is_taken_as_it_is() -> None:
+    assert Margin().times(WAIT) == 1.0
+
+
+def test_all_but_one_in_twenty_are_kept_whatever_the_forecasts_error() -> None:
+    for scale, spread in ((1.0, 0.1), (1.5, 0.5), (0.9, 1.0)):
+        margin, rng = Margin(), np.random.default_rng(1)
+        late = []
+        for times in scale * np.exp(spread * rng.normal(size=4000)):
+            late.append(times > margin.times(WAIT))
+            came(margin, WAIT, float(times))
+        assert np.mean(late[1000:]) == pytest.approx(1 - CONFIDENCE, abs=0.015)
+
+
+def test_forecasts_that_were_too_long_need_no_margin_and_get_none() -> None:
+    margin = Margin()
+    for _ in range(100):
+        came(margin, WAIT, 0.5)
+    assert margin.times(WAIT) == 1.0
+
+
+def test_those_who_begin_at_once_are_not_refused_for_what_a_queue_did() -> None:
+    margin = Margin()
+    for _ in range(50):
+        came(margin, WAIT, 100.0)
+    assert margin.times(WAIT) == pytest.approx(10.0)  # the most
+    assert margin.times(Foretold(at_ms=0.0, ms=100.0, waits=False)) == 1.0
+    assert margin.times(Foretold(at_ms=0.0, ms=1000.0, waits=True)) == 1.0
+    assert margin.times(Foretold(at_ms=0.0, ms=90.0, waits=True)) == pytest.approx(10.0)
+
+
+def test_a_margin_that_only_refuses_shrinks_until_somebody_is_let_in() -> None:
+    margin = Margin()
+    for _ in range(50):
+        came(margin, WAIT, 100.0)
+    num_refused = 0
+    while margin.times(WAIT) > 2.0:
+        margin.refused(WAIT)
+        num_refused += 1
+    assert num_refused < 400
+
+
+def test_what_is_kept_does_not_grow_with_what_came() -> None:
+    margin, rng = Margin(), np.random.default_rng(2)
+    for ms in 1e7 * rng.random(5000):
+        came(margin, Foretold(at_ms=0.0, ms=float(ms), waits=bool(ms > 1e5)), 2.0)
+    assert len(margin._margins) < 60
+    came(margin, Foretold(at_ms=0.0, ms=0.0, waits=False), 1.0)  # nothing foretold is no fault
+
+
+def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
+    harness = harness_of(max_num_seqs=1)
+    for number in range(5):
+        harness.add(make_request(f"r{number}", [1] * 30, max_tokens=20))
+    foretold_ms = harness.scheduler.foretell_ms("r4")
+    assert foretold_ms is not None
+    harness.abort("r4")
+    margin, kind = harness.scheduler.forecast.margin, Foretold(0.0, foretold_ms, True)
+    for _ in range(5):
+        came(margin, kind, 10.0)
+    before = margin.times(kind)
+    assert before == pytest.approx(math.exp(5 * 0.1 * CONFIDENCE))
+    asks = {"max_tokens": 20, "ttft_slo_ms": 1.5 * foretold_ms}
+    with pytest.raises(DeadlineMissed, match=r"were exceeded up to 1\.61 times") as refused:
+        harness.add(make_request("refused", [1] * 30, **asks))  # type: ignore[arg-type]
+    assert refused.value.retry_after_s is not None
+    assert margin.times(kind) < before
+    margin._margins.clear()
+    harness.add(make_request("taken", [1] * 30, **asks))  # type: ignore[arg-type]
+    harness.drain()
+    assert len(margin._margins) == 1  # its first token has come
+    harness.check_end()
+
+
+def told(jobs: list[Job], goal_ms: float) -> tuple[int, int, int]:
+    """How many met their goal, were late, and were refused."""
+    asks = Asks(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
+    run = simulate(jobs, asks, machine(), config(kv_cache_memory="4MiB"))
+    late = sum(one.first_token_ms - one.job.arrival_ms > goal_ms for one in run.ended)
+    return len(run.ended) - late, late, len(run.refused)
+
+
+def test_beyond_saturation_few_are_taken_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = drawn_jobs(600, per_s=12, seed=3)
+    good, late, _ = told(jobs, 2000.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Margin, "times", lambda *_: 1.0)
+        good_without, late_without, _ = told(jobs, 2000.0)
+    assert late_without > 3 * late
+    assert good > 1.5 * good_without
+
+
+def test_with_a_short_queue_nobody_is_refused() -> None:
+    assert told(drawn_jobs(300, per_s=2, seed=4), 2000.0) == (300, 0, 0)
