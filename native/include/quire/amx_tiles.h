@@ -24,8 +24,6 @@ constexpr int64_t kTileStep = 32;   // of K
 constexpr int64_t kTileElements = kTileRows * kTileStep;
 constexpr int64_t kTileBytes = 1024;
 
-QUIRE_VEC void memory_barrier() { __asm__ volatile("" ::: "memory"); }
-
 // Tiles 0 1 / 2 3: sums of the upper and lower rows. 4, 5: their x. 6, 7: the weight's halves.
 QUIRE_VEC void configure_tiles(int64_t upper_rows, int64_t lower_rows) {
     struct alignas(64) {

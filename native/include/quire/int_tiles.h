@@ -36,18 +36,23 @@ constexpr int kShortRows = 0;
 // How a tile fetches weights before they are needed.
 enum class IntFetch { none, same_stream, next_panel };
 
-// For two lines that are loaded.
+// For two lines that are loaded, before the first and before the second is used. Of one stream each
+// is kept apart: GCC makes bursts of fetches, behind which loads wait.
 template <IntFetch fetch>
-QUIRE_VEC void fetch_quad(const char*& ahead) {
+QUIRE_VEC void fetch_first(const char*& ahead) {
     if constexpr (fetch == IntFetch::same_stream) {
         prefetch_l1(ahead);
-        prefetch_l1(ahead + 64);
-        ahead += 128;
+        memory_barrier();
+        ahead += 64;
     }
     if constexpr (fetch == IntFetch::next_panel) {
         prefetch_l2(ahead);
         ahead += 64;
     }
+}
+template <IntFetch fetch>
+QUIRE_VEC void fetch_second(const char*& ahead) {
+    if constexpr (fetch == IntFetch::same_stream) fetch_first<fetch>(ahead);
 }
 
 template <int kRows>
@@ -180,9 +185,10 @@ static __attribute__((noinline)) void tile8(const RowPack& pack, const RowShape&
 #pragma GCC unroll 4
                 for (int q = 0; q < 4; ++q) {
                     PackedQuad w[kIntVecs];
-                    fetch_quad<fetch>(ahead);
+                    fetch_first<fetch>(ahead);
 #pragma GCC unroll 8
                     for (int j = 0; j < kIntVecs; ++j) {
+                        if (j == kIntVecs / 2) fetch_second<fetch>(ahead);
                         w[j] = load_packed(panel + q * kQuadBytes + j * kLanes * 4);
                     }
                     if (kRows <= kShortRows && q % 2 != 0) {
@@ -238,7 +244,9 @@ static __attribute__((noinline)) void tile4(const RowPack& pack, const RowShape&
     for (int64_t step = 0; step < shape.steps; step += 2) {
         const int64_t steps = shape.steps - step < 2 ? 1 : 2;
         const int64_t groups = block_groups(scheme, steps);
-        const char* weights = panel + block_head_bytes(scheme, steps);
+        const int64_t head = block_head_bytes(scheme, steps);
+        [[maybe_unused]] int64_t fetched = 0;  // of the head
+        const char* weights = panel + head;
         FloatSums<kRows> t;
         begin_fold(t, kept);
         int64_t octs = steps * kIntStep / 8;  // left
@@ -258,12 +266,13 @@ static __attribute__((noinline)) void tile4(const RowPack& pack, const RowShape&
 #pragma GCC unroll 4
                 for (int o = 0; o < 4; ++o) {
                     PackedQuad w[kIntVecs];
-                    fetch_quad<fetch>(ahead);
+                    fetch_first<fetch>(ahead);
 #pragma GCC unroll 8
                     for (int j = 0; j < kIntVecs; ++j) {
                         w[j] = load_packed(weights + j * kLanes * 4);
                     }
                     add_quads<Part::low>(sums, w, quads + o * 8);
+                    fetch_second<fetch>(ahead);
                     add_quads<Part::high>(sums, w, quads + o * 8 + 4);
                     weights += kQuadBytes;
                 }
@@ -288,6 +297,9 @@ static __attribute__((noinline)) void tile4(const RowPack& pack, const RowShape&
                 }
             }
             starts += kRows;
+            if constexpr (fetch == IntFetch::same_stream) {  // the lines of scales and zero points
+                for (; fetched < head * (g + 1) / groups; fetched += 64) fetch_first<fetch>(ahead);
+            }
         }
 #pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i) {
@@ -299,11 +311,6 @@ static __attribute__((noinline)) void tile4(const RowPack& pack, const RowShape&
                                                         : load(kept + i * kIntLanes + j * kLanes);
                 store(at, fma(of_row, scale, load(at)));
             }
-        }
-        if constexpr (fetch == IntFetch::same_stream) {  // the lines of scales and zero points
-            const int64_t head = block_head_bytes(scheme, steps);
-            for (int64_t i = 0; i < head; i += 64) prefetch_l1(ahead + i);
-            ahead += head;
         }
         scales += kRows;
         x += steps * kRows * kIntStep;

@@ -312,6 +312,9 @@ constexpr int64_t kTileAheadBytes = 8192;  // the same for tiles of the matrix u
 
 // ---- the same on every instruction set
 
+// Loads, stores and fetches stay on their side of it, as the compiler orders them.
+QUIRE_VEC void memory_barrier() { __asm__ volatile("" ::: "memory"); }
+
 QUIRE_VEC Vec zero() { return set1(0.0f); }
 
 // Vectors that lie one behind the other.
