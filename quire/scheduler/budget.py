@@ -83,8 +83,7 @@ class StepBudget:
         if self._cost is not None and count > 0:
             most = self._cost.most_tokens(start, self.ms, scored=scored)
             count = min(count, max(most, int(self._untouched)))
-            row = np.array([start], np.int32), np.array([count], np.int32), np.array([scored])
-            self.ms -= float(self._cost.rows_ms(*row)[0])
+            self.ms -= self._cost.row_ms(start, count, scored=scored)
         self.tokens -= count
         self._untouched = self._untouched and not count
         return count
@@ -102,8 +101,7 @@ class StepBudget:
             most -= in_step % TILE_TOKENS if in_step > 2 * TILE_TOKENS else 0
         count = min(count, max(most, self._least))
         if count > 0:
-            row = np.array([start], np.int32), np.array([count], np.int32), np.array([scored])
-            ms = float(cost.rows_ms(*row)[0])
+            ms = cost.row_ms(start, count, scored=scored)
             self._prompt_ms -= ms
             self._long_ms -= ms * is_long
             self._least = max(self._least - count, 0)

@@ -31,6 +31,9 @@ class CostModel(Protocol):
         scored: rows whose tokens are all scored, so that the head runs on each; None: no row.
         """
 
+    def row_ms(self, start: int, count: int, *, scored: bool = False) -> float:
+        """The same of one row."""
+
     def most_tokens(self, start: int, budget_ms: float, *, scored: bool = False) -> int:
         """The most tokens from position `start` on whose cost lies within the budget."""
 
@@ -57,6 +60,14 @@ class LinearCost:
         if self.read_ms:
             cost += np.where(counts > 0, starts + tokens, 0.0) * self.read_ms
         return cost if scored is None else cost + tokens * (scored * self.score_ms)
+
+    def row_ms(self, start: int, count: int, *, scored: bool = False) -> float:
+        """See CostModel."""
+        positions = count * start + count * (count + 1) / 2.0
+        cost = count * self.token_ms + positions * self.position_ms
+        if count > 0:
+            cost += (start + count) * self.read_ms
+        return cost + count * self.score_ms * scored
 
     def most_tokens(self, start: int, budget_ms: float, *, scored: bool = False) -> int:
         """See CostModel: the root of (position_ms / 2) n^2 + (token_ms + ...) n = budget."""

@@ -129,6 +129,10 @@ class FairShare(FirstCome):
                 return ticket
         return None
 
+    def may_be_owed(self, ticket: Ticket) -> bool:
+        """Whether its tenant is flooded."""
+        return self._is_flooded(ticket.request.tenant, self._most_lately())
+
     def owes(self, running: Ticket, ticket: Ticket) -> bool:
         """Whether the one's tenant floods the other's."""
         most = self._had_lately(running.request.tenant)

@@ -27,8 +27,9 @@ NEARLY_FINISHED_TOKENS = 16
 class Policy(Protocol):
     """Order of the queue and choice of victim. `FirstCome` is one to begin from.
 
-    makes_way: whether anybody who runs may ever owe anything; if not, `hurries`, `owes` and
-    `takes_place` are not asked. hurried: who runs, and for whose prompts others may stand back.
+    makes_way: whether anybody who runs may ever owe anything; if not, `hurries`, `may_be_owed`,
+    `owes` and `takes_place` are not asked. hurried: who runs, and for whose prompts others may
+    stand back.
     """
 
     makes_way: bool
@@ -70,6 +71,9 @@ class Policy(Protocol):
 
     def hurries(self, first_waiting: Ticket | None) -> Ticket | None:
         """For whose prompt others stand back in this step: one that runs, or who is next."""
+
+    def may_be_owed(self, ticket: Ticket) -> bool:
+        """Whether anybody who runs may owe `ticket` anything now; if not, nobody is asked."""
 
     def owes(self, running: Ticket, ticket: Ticket) -> bool:
         """Whether `running` is left out of steps so that the prompt of `ticket` is computed."""
@@ -127,6 +131,10 @@ class FirstCome:
     def hurries(self, first_waiting: Ticket | None) -> Ticket | None:
         """For nobody's."""
         return None
+
+    def may_be_owed(self, ticket: Ticket) -> bool:
+        """Where anybody makes way."""
+        return self.makes_way
 
     def owes(self, running: Ticket, ticket: Ticket) -> bool:
         """Nobody anything."""

@@ -77,6 +77,10 @@ class SpeedEstimate:
         """See CostModel."""
         return self.now.rows_ms(starts, counts, scored)
 
+    def row_ms(self, start: int, count: int, *, scored: bool = False) -> float:
+        """See CostModel."""
+        return self.now.row_ms(start, count, scored=scored)
+
     def most_tokens(self, start: int, budget_ms: float, *, scored: bool = False) -> int:
         """See CostModel."""
         return self.now.most_tokens(start, budget_ms, scored=scored)

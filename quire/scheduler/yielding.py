@@ -112,7 +112,7 @@ class Yielding:
     def concession(self, ticket: Ticket) -> Concession:
         """What `ticket`, which waits, would find if it were next now."""
         policy, state = self._policy, self._state
-        if not policy.makes_way:
+        if not policy.makes_way or not policy.may_be_owed(ticket):
             return NO_CONCESSION
         slots = state.active.tolist()
         running = (state.ticket(slot) for slot in slots)
@@ -153,6 +153,8 @@ class Yielding:
         """
         state, cache = self._state, self._cache
         if ticket.beams is not None or self._tenants.is_full(ticket):
+            return []
+        if not self._policy.may_be_owed(ticket):
             return []
         slots = [slot for slot in state.active.tolist() if self._may_go(slot, ticket)]
         if not slots:

@@ -114,3 +114,13 @@ def test_a_step_budget_shortens_chunks_at_depth() -> None:
     assert counts[0] > counts[-2] >= 1
     assert counts[:-1] == sorted(counts[:-1], reverse=True)
     harness.check_end()
+
+
+def test_one_row_costs_what_it_does_among_others() -> None:
+    cost = LinearCost(fixed_ms=1.0, token_ms=0.3, position_ms=0.01, score_ms=0.7, read_ms=0.002)
+    starts, counts = ints(0, 5, 9, 4000), ints(1, 7, 0, 300)
+    for scored in (False, True):
+        rows = cost.rows_ms(starts, counts, np.full(4, scored))
+        each = zip(starts.tolist(), counts.tolist(), strict=True)
+        ones = [cost.row_ms(start, count, scored=scored) for start, count in each]
+        assert ones == pytest.approx(rows.tolist(), rel=1e-14)

@@ -165,3 +165,18 @@ def test_a_stream_of_light_tenants_stops_nobody(seed: int) -> None:
     assert made > 3 * 12
     harness.drain()
     harness.check_end()
+
+
+def test_a_tenant_alone_asks_none_of_those_that_run_for_their_place() -> None:
+    harness = harness_of("fair")
+    asked = []
+    policy = harness.scheduler._policy
+    policy.owes = lambda running, ticket: bool(asked.append(ticket))  # type: ignore[method-assign,func-returns-value]
+    flooded(harness)
+    harness.add(make_request("more", LONG_PROMPT, max_tokens=4, tenant="flood"))
+    assert harness.scheduler.foretell_ms("more") is not None
+    harness.step()
+    assert asked == []
+    harness.add(make_request("light", LONG_PROMPT, max_tokens=4, tenant="light"))
+    harness.step()
+    assert len(asked) >= 8
