@@ -74,6 +74,7 @@ int64_t read(const char* at, int64_t bytes) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             prefetch_l1(at + i + 64 * j + kStreamAheadBytes);
+            __asm__ volatile("" ::: "memory");  // or the fetches come in bursts
             sums[j] = _mm512_or_si512(sums[j], _mm512_loadu_si512(at + i + 64 * j));
         }
     }
