@@ -160,6 +160,7 @@ void vector_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
 // Up to so many rows a vector tile is as fast: of int8, and of int4, which it need not expand.
 constexpr int64_t kVectorRows = 2;
 constexpr int64_t kVectorRows4 = 4;
+constexpr int64_t kFewestInSteps = 9;  // of int4 whose groups share a step: see few_int4_panels
 constexpr int64_t kBlockBytes = 5 << 18;      // of rows: what stays in the second-level cache
 constexpr int64_t kMostBlockRows = 1024;
 constexpr int64_t kPanelsAtOnce = 8;
@@ -243,24 +244,40 @@ bool rows_are_lines(const LinearIntsArgs& args) {
            reinterpret_cast<uintptr_t>(args.y.data) % 64 == 0;
 }
 
-template <IntForm form, bool zeros = false>
-void few_panels(const AmxBlock& block, const FinishRows& finish) {
-    if (block.rows > kTileRows) return few_int_panels<form, zeros, true>(block, finish);
-    few_int_panels<form, zeros, false>(block, finish);
+template <class Feed>
+bool few_panels(const AmxBlock& block, const FinishRows& finish) {
+    if (block.rows > kTileRows) return few_int_panels<Feed, true>(block, finish);
+    return few_int_panels<Feed, false>(block, finish);
 }
 
-template <IntForm form>
+// Of kGroups groups a block. Scales mostly are in steps, or else are not from the beginning; of
+// fewer rows, sums of each group cost less than such bytes.
+template <int kGroups>
 void few_int4_panels(const AmxBlock& block, const FinishRows& finish) {
-    if (block.weight.scheme.has_zero_points) return few_panels<form, true>(block, finish);
-    few_panels<form>(block, finish);
+    if (block.weight.scheme.has_zero_points) {
+        few_panels<Int4Feed<kGroups, Int4Bytes::less_zeros>>(block, finish);
+        return;
+    }
+    if constexpr (kGroups > 1) {
+        if (block.rows >= kFewestInSteps &&
+            few_panels<Int4Feed<kGroups, Int4Bytes::in_steps>>(block, finish)) {
+            return;
+        }
+    }
+    few_panels<Int4Feed<kGroups, Int4Bytes::sixteenfold>>(block, finish);
 }
 
 void few_panels(const AmxBlock& block, const FinishRows& finish) {
     const IntScheme& scheme = block.weight.scheme;
-    if (scheme.bits == 8) return few_panels<IntForm::int8>(block, finish);
-    if (scheme.group == 32) return few_int4_panels<IntForm::group32>(block, finish);
-    if (scheme.group == 64) return few_int4_panels<IntForm::group64>(block, finish);
-    few_int4_panels<IntForm::group128>(block, finish);
+    if (scheme.bits == 8) {
+        few_panels<Int8Feed>(block, finish);
+    } else if (scheme.group == 32) {
+        few_int4_panels<4>(block, finish);
+    } else if (scheme.group == 64) {
+        few_int4_panels<2>(block, finish);
+    } else {
+        few_int4_panels<1>(block, finish);
+    }
 }
 
 // Rows of one pack as integers: all threads share even one row.

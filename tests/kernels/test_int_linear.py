@@ -67,8 +67,8 @@ def test_a_product_of_integers_is_the_recipe(
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64"])
-@pytest.mark.parametrize("rows", [33, 100])
-@pytest.mark.parametrize("k", [128, 192, 448])
+@pytest.mark.parametrize("rows", [5, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("k", [64, 128, 192, 448])
 def test_panels_with_scales_in_steps_lie_beside_others(scheme: str, rows: int, k: int) -> None:
     """What had 4 bits before keeps its scales, so that its products are folded group by group;
     the largest products that steps allow, too, are the recipe's."""

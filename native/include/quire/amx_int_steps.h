@@ -16,59 +16,96 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-constexpr int kMostBlockGroups = 4;
+// The upper 16 bits of a positive f32, rounded.
+constexpr uint16_t bf16_bits(double value) {
+    int exponent = 127;
+    for (; value >= 2.0; value /= 2.0) ++exponent;
+    for (; value < 1.0; value *= 2.0) --exponent;
+    return static_cast<uint16_t>(exponent * 128 + static_cast<int>((value - 1.0) * 128.0 + 0.5));
+}
 
-// Steps of the largest scale by its size less 64; 0: there is none of that size.
+// By the size of the largest scale less 64, as bits of an f32 to which the scale's exponent comes:
+// the step, which 3 bits hold, and roughly its inverse; 0: there is none of that size.
 struct StepTable {
-    alignas(64) uint16_t most[64] = {};
+    static constexpr uint16_t kBias = 127 * 128;
+    alignas(64) uint16_t step[64] = {};
+    alignas(64) uint16_t inverse[64] = {};
 
     constexpr StepTable() {
         for (const ScaleSteps& steps : kScaleSteps) {
-            most[steps.size - 64] = static_cast<uint16_t>(steps.most);
+            const double size = steps.size / 64.0;
+            step[steps.size - 64] = static_cast<uint16_t>(bf16_bits(size / steps.most) - kBias);
+            inverse[steps.size - 64] = static_cast<uint16_t>(bf16_bits(steps.most / size) + kBias);
         }
     }
 };
 constexpr StepTable kStepTable;
 
-// Of a block and half of the lanes: the step, and how many of it each group's scale is.
-struct BlockSteps {
-    Vec step;
-    Vec steps[kMostBlockGroups];
-    __mmask16 found;  // lanes whose scales are multiples of it
+// How many steps a group's scales are, by halves of the lanes; lanes for which that is exact.
+struct GroupSteps {
+    __m512i count[2];
+    __mmask16 found;
+};
+
+// The step of each lane of a block.
+struct StepsOfBlock {
+    Vec step[2], inverse[2];
+
+    // scales: of `groups` groups, at most kGroups.
+    template <int kGroups>
+    QUIRE_VEC StepsOfBlock of(const char* scales, int64_t groups) {
+        const __m512i exponents = _mm512_set1_epi32(0x7f800000);
+        StepsOfBlock made;
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            __m512 largest = _mm512_setzero_ps();
+#pragma GCC unroll 4
+            for (int g = 0; g < kGroups; ++g) {
+                const Vec scale = scales_of(scales + (g < groups ? g : 0) * kScaleBytes, j);
+                largest = _mm512_range_ps(largest, scale.v, 0x0b);  // the larger magnitude
+            }
+            const __m512i bits = _mm512_castps_si512(largest);
+            const __m512i exponent = _mm512_and_si512(bits, exponents);
+            made.step[j] = {_mm512_castsi512_ps(
+                _mm512_add_epi32(upper_of(kStepTable.step, bits), exponent))};
+            made.inverse[j] = {_mm512_castsi512_ps(
+                _mm512_sub_epi32(upper_of(kStepTable.inverse, bits), exponent))};
+        }
+        return made;
+    }
+
+    __attribute__((always_inline)) GroupSteps of_group(const char* scales) const {
+        GroupSteps made;
+        made.found = 0xffff;
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            const Vec scale = scales_of(scales, j);
+            made.count[j] = _mm512_cvtps_epi32(mul(scale, inverse[j]).v);
+            const Vec steps = mul({_mm512_cvtepi32_ps(made.count[j])}, step[j]);
+            made.found &= _mm512_cmp_ps_mask(steps.v, scale.v, _CMP_EQ_OQ);
+        }
+        return made;
+    }
+
+  private:
+    QUIRE_VEC Vec scales_of(const char* scales, int half) {
+        return load(reinterpret_cast<const bf16*>(scales) + half * kLanes);
+    }
+    // Entries of a table, by the sizes of numbers with these bits, as the upper halves of words.
+    QUIRE_VEC __m512i upper_of(const uint16_t* table, __m512i bits) {
+        const __m512i size = _mm512_srli_epi32(bits, 1);  // in the upper half; its last six bits
+        return _mm512_maskz_permutex2var_epi16(0xaaaaaaaa, _mm512_load_si512(table), size,
+                                               _mm512_load_si512(table + 32));
+    }
 };
 
 template <int kGroups>
-QUIRE_VEC BlockSteps steps_of_block(const char* scales, int half) {
-    Vec of_groups[kGroups], largest = zero();
+QUIRE_VEC bool block_in_steps(const char* scales) {
+    const StepsOfBlock steps = StepsOfBlock::of<kGroups>(scales, kGroups);
+    __mmask16 found = 0xffff;
 #pragma GCC unroll 4
-    for (int g = 0; g < kGroups; ++g) {
-        of_groups[g] =
-            load(reinterpret_cast<const bf16*>(scales + g * kScaleBytes) + half * kLanes);
-        largest = max(largest, abs(of_groups[g]));
-    }
-    const __m512i bits = _mm512_castps_si512(largest.v);
-    const __m512i size = _mm512_and_si512(_mm512_srli_epi32(bits, 17), _mm512_set1_epi32(63));
-    const __m512i found = _mm512_permutex2var_epi16(
-        _mm512_load_si512(kStepTable.most), size, _mm512_load_si512(kStepTable.most + 32));
-    const Vec most = {_mm512_cvtepi32_ps(_mm512_and_si512(found, _mm512_set1_epi32(0xffff)))};
-    const __mmask16 some = _mm512_cmp_ps_mask(largest.v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    const Vec inverse = {_mm512_maskz_div_ps(some, most.v, largest.v)};
-    BlockSteps made;
-    made.step = {_mm512_maskz_div_ps(some, largest.v, most.v)};
-    made.found = 0xffff;
-#pragma GCC unroll 4
-    for (int g = 0; g < kGroups; ++g) {
-        made.steps[g] = round_near(mul(of_groups[g], inverse));
-        made.found &= _mm512_cmp_ps_mask(mul(made.steps[g], made.step).v, of_groups[g].v,
-                                         _CMP_EQ_OQ);
-    }
-    return made;
-}
-
-template <int kGroups>
-QUIRE_VEC bool block_in_steps(const char* block) {
-    return (steps_of_block<kGroups>(block, 0).found & steps_of_block<kGroups>(block, 1).found) ==
-           0xffff;
+    for (int g = 0; g < kGroups; ++g) found &= steps.of_group(scales + g * kScaleBytes).found;
+    return found == 0xffff;
 }
 
 // Are all scales of a panel multiples of their block's step?
@@ -85,27 +122,21 @@ QUIRE_VEC bool panel_in_steps(const char* panel, const IntScheme& scheme, int64_
     return true;
 }
 
-// Integers from 0 to 15 times steps, less eight times steps. Two bytes are multiplied at once: a
-// product is below 2^8, so none reaches its neighbour; the sign comes after.
+// Integers from 0 to 15, less eight, times steps. Two bytes are multiplied at once, the lower one
+// with 128 more, so that it never borrows from its neighbour.
 struct StepBytes {
-    __m512i steps, sign, rest;
+    __m512i steps, rest;
 
-    QUIRE_VEC StepBytes of(Vec signed_steps) {
-        const __m512i count = _mm512_cvtps_epi32(signed_steps.v);
-        const __m512i size = _mm512_abs_epi32(count);
+    QUIRE_VEC StepBytes of(__m512i count) {
         StepBytes made;
-        made.steps = _mm512_or_si512(size, _mm512_slli_epi32(size, 16));
-        made.sign = _mm512_srai_epi32(count, 31);
-        // Eight times steps, and one where the product is negated: -a is ~a + 1.
-        const __m512i taken = _mm512_add_epi32(_mm512_slli_epi32(count, 3), made.sign);
-        const __m512i rest = _mm512_sub_epi32(_mm512_setzero_si512(), taken);
-        made.rest = _mm512_mullo_epi32(_mm512_and_si512(rest, _mm512_set1_epi32(255)),
-                                       _mm512_set1_epi32(0x01010101));
+        made.steps = _mm512_mask_blend_epi16(0xaaaaaaaa, count, _mm512_slli_epi32(count, 16));
+        made.rest = _mm512_sub_epi16(_mm512_set1_epi16(128),
+                                     _mm512_mullo_epi16(made.steps, _mm512_set1_epi16(8 * 257)));
         return made;
     }
     __attribute__((always_inline)) __m512i bytes(__m512i nibbles) const {
-        const __m512i product = _mm512_mullo_epi16(nibbles, steps);
-        return _mm512_add_epi8(_mm512_xor_si512(product, sign), rest);
+        const __m512i product = _mm512_add_epi16(_mm512_mullo_epi16(nibbles, steps), rest);
+        return _mm512_xor_si512(product, _mm512_set1_epi16(128));
     }
 };
 
@@ -116,13 +147,14 @@ QUIRE_VEC void expand_block_steps(const char* block, const char* weights, int64_
                                   float* scales) {
     const __m512i lower = _mm512_set1_epi8(15);
     const int64_t of_group = octs / kGroups;
+    const StepsOfBlock steps = StepsOfBlock::of<kGroups>(block, kGroups);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
-        const BlockSteps found = steps_of_block<kGroups>(block, j);
-        store(scales + j * kLanes, found.step);
+        store(scales + j * kLanes, steps.step[j]);
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g) {
-            const StepBytes to_bytes = StepBytes::of(found.steps[g]);
+            const GroupSteps found = steps.of_group(block + g * kScaleBytes);
+            const StepBytes to_bytes = StepBytes::of(found.count[j]);
             for (int64_t oct = g * of_group; oct < (g + 1) * of_group; ++oct) {
                 const __m512i w = _mm512_loadu_si512(weights + oct * kQuadBytes + j * 64);
                 const __m512i high = _mm512_and_si512(_mm512_srli_epi16(w, 4), lower);
