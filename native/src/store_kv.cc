@@ -4,7 +4,8 @@
 // either product takes. The column beside an odd last one is stored as zero, once per token.
 // Integers lie as what they stand for would, a byte each.
 // A token's key is four bytes of each of many lines: neighbours in one group write theirs together,
-// whole lines at a time, where vectors are as long as a line.
+// whole lines at a time, where vectors are as long as a line. Of a single token, whose lines mostly
+// come from memory, those of the heads that follow are on their way while one is stored.
 
 #include "quire/kernels.h"
 #include "quire/kv_ints.h"
@@ -24,6 +25,21 @@ void store_singles(const E* k, const E* v, int64_t within, int64_t dim, E* keys,
     for (int64_t d = 0; d < dim; ++d) values[within * dim + d] = v[d];
 }
 
+// Every second element.
+template <class E>
+void store_value(const E* v, int64_t dim, E* out) {
+    int64_t d = 0;
+#if defined(QUIRE_ZMM)
+    if constexpr (sizeof(E) == 2) {
+        for (; d + kLanes <= dim; d += kLanes) {
+            const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + d));
+            _mm512_mask_storeu_epi16(out + 2 * d, 0x55555555, _mm512_cvtepu16_epi32(some));
+        }
+    }
+#endif
+    for (; d < dim; ++d) out[2 * d] = v[d];
+}
+
 // Keys in pairs of columns, values in pairs of positions.
 template <class E>
 void store_pairs(const E* k, const E* v, int64_t within, int64_t dim, E* keys, E* values) {
@@ -34,8 +50,7 @@ void store_pairs(const E* k, const E* v, int64_t within, int64_t dim, E* keys, E
         keys[d * kKeyGroup] = k[d];
         keys[d * kKeyGroup + 1] = E{};
     }
-    E* out = values + within / 2 * 2 * dim + within % 2;
-    for (d = 0; d < dim; ++d) out[2 * d] = v[d];
+    store_value(v, dim, values + within / 2 * 2 * dim + within % 2);
 }
 
 template <class T, class E>
@@ -56,6 +71,26 @@ void store_ints(const T* k, const T* v, int64_t within, const CacheShape& shape,
     reinterpret_cast<float*>(values + scales)[within] = v_scale;
 }
 
+#if defined(__x86_64__)
+// For writing: a line that others have read is fetched anew otherwise.
+QUIRE_VEC void fetch_for_writing(const char* line) {
+    __asm__ volatile("prefetchw %0" : : "m"(*line));
+}
+#else
+QUIRE_VEC void fetch_for_writing(const char* line) { __builtin_prefetch(line, 1, 3); }
+#endif
+
+// The lines a head's key and value of one position are stored to; `at`: where its parts begin.
+QUIRE_VEC void fetch_head(const CacheShape& shape, const char* at, int64_t within) {
+    const int64_t bytes = kv_element_bytes(shape), of_position = bytes / shape.block_size;
+    const char* keys = at + within / kKeyGroup * kKeyGroup * of_position;
+    const char* values = at + kv_part_bytes(shape) + within / 2 * 2 * of_position;
+    for (int64_t i = 0; i < kKeyGroup * of_position; i += 64) fetch_for_writing(keys + i);
+    for (int64_t i = 0; i < 2 * of_position; i += 64) fetch_for_writing(values + i);
+}
+
+constexpr int64_t kHeadsAhead = 1;
+
 template <class T>
 void store_token(const StoreKvArgs& args, int64_t token, int64_t slot) {
     const CacheShape& shape = args.shape;
@@ -63,8 +98,12 @@ void store_token(const StoreKvArgs& args, int64_t token, int64_t slot) {
     char* at = static_cast<char*>(args.cache) + slot / shape.block_size * kv_block_bytes(shape);
     const T* k = static_cast<const T*>(args.k.at(token));
     const T* v = static_cast<const T*>(args.v.at(token));
+    const int64_t within = slot % shape.block_size;
     for (int64_t head = 0; head < shape.kv_heads; ++head, at += 2 * part) {
-        const int64_t c = head * shape.head_dim, within = slot % shape.block_size;
+        const int64_t c = head * shape.head_dim;
+        if (head + kHeadsAhead < shape.kv_heads) {
+            fetch_head(shape, at + kHeadsAhead * 2 * part, within);
+        }
         if (shape.ints) {
             store_ints(k + c, v + c, within, shape, at, at + part);
         } else {
