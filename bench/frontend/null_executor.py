@@ -64,7 +64,7 @@ class NullExecutor:
         """Refused, likewise."""
         raise NotImplementedError("the null executor has no blocks to move")
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         """Wait until the step's time has come."""
         self.ops_done += 1
         if self._step_s:

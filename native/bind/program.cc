@@ -172,7 +172,7 @@ void add_segment(quire::Program& self, const std::vector<OpTuple>& ops) {
 
 void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const Int32s& positions,
          const Int32s& rope_positions, const Int32s& kv_slots, const Int32s& seq_starts,
-         const Table& block_tables, const Int32s& sample_rows) {
+         const Table& block_tables, const Int32s& sample_rows, int64_t then) {
     const size_t tokens = token_ids.size(), sequences = block_tables.shape(0);
     if (positions.size() != tokens || rope_positions.size() != tokens ||
         kv_slots.size() != tokens || seq_starts.size() != sequences + 1) {
@@ -193,6 +193,7 @@ void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const I
     nb::gil_scoped_release release;
     const ComputeTime counted;
     self.run(segment, inputs);
+    if (then >= 0) self.run(then, inputs);
 }
 
 // A NumPy view [rows, width] of a buffer: float32, or uint16 holding bf16.
@@ -258,7 +259,8 @@ void bind_interpreter(nb::module_& module) {
              },
              "copy_from"_a, "copy_to"_a)
         .def("run", &run, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
-             "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a)
+             "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
+             "then"_a = -1, "then: a segment that follows at once, on the same inputs; -1 none.")
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
         .def_prop_ro("pieces_read", &quire::Program::pieces_read,

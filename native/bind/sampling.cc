@@ -7,6 +7,8 @@
 #include <nanobind/stl/optional.h>
 
 #include <optional>
+#include <stdexcept>
+#include <vector>
 
 #include "compute_time.h"
 #include "quire/kernels.h"
@@ -65,42 +67,71 @@ class RareArrays {
     quire::RareArgs args_{};
 };
 
-void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Floats top_p,
-            Floats min_p, Floats repetition_penalty, Floats presence_penalty,
-            Floats frequency_penalty, Longs seeds, Ints streams, Ints positions,
-            Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
-            Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
-            Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks,
+// All that token choice is told but logits and positions. Keeps its arrays alive.
+class Wishes {
+  public:
+    Wishes(Floats temperature, Ints top_k, Floats top_p, Floats min_p, Floats repetition_penalty,
+           Floats presence_penalty, Floats frequency_penalty, Longs seeds, Ints streams,
+           Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
+           Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
+           Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks)
+        : rows_(temperature.shape(0)),
+          floats_{temperature, top_p, min_p, repetition_penalty, presence_penalty,
+                  frequency_penalty, bias_values},
+          ints_{top_k, streams, num_prompt_tokens, num_logprobs, history_starts, history,
+                bias_starts, bias_ids, banned_starts, banned_ids, mask_rows},
+          seeds_(seeds), masks_(masks), rare_(std::move(rare)) {
+        args_.temperature = temperature.data();
+        args_.top_k = top_k.data();
+        args_.top_p = top_p.data();
+        args_.min_p = min_p.data();
+        args_.repetition_penalty = repetition_penalty.data();
+        args_.presence_penalty = presence_penalty.data();
+        args_.frequency_penalty = frequency_penalty.data();
+        args_.seeds = seeds.data();
+        args_.streams = streams.data();
+        args_.num_prompt_tokens = num_prompt_tokens.data();
+        args_.num_logprobs = num_logprobs.data();
+        args_.history_starts = history_starts.data();
+        args_.history = history.data();
+        args_.bias_starts = bias_starts.data();
+        args_.bias_ids = bias_ids.data();
+        args_.bias_values = bias_values.data();
+        args_.banned_starts = banned_starts.data();
+        args_.banned_ids = banned_ids.data();
+        args_.mask_rows = mask_rows.size() > 0 ? mask_rows.data() : nullptr;
+        args_.masks = masks.data();
+        if (rare_) args_.rare = rare_arrays_.emplace(*rare_).args();
+    }
+    Wishes(const Wishes&) = delete;
+    Wishes& operator=(const Wishes&) = delete;
+
+    size_t rows() const { return rows_; }
+    const quire::ChooseArgs& args() const { return args_; }
+
+  private:
+    size_t rows_;
+    std::vector<Floats> floats_;
+    std::vector<Ints> ints_;
+    Longs seeds_;
+    Masks masks_;
+    std::optional<nb::dict> rare_;
+    std::optional<RareArrays> rare_arrays_;
+    quire::ChooseArgs args_{};
+};
+
+void choose(quire::Pool& pool, const Wishes& wishes, Logits logits, Ints positions,
             IntsOut token_ids, FloatsOut logprobs, IntTable top_ids, FloatTable top_logprobs,
             FloatsOut mus) {
-    quire::ChooseArgs args{};
+    if (logits.shape(0) != wishes.rows() || positions.size() != wishes.rows()) {
+        throw std::invalid_argument("logits, positions and wishes differ in rows");
+    }
+    quire::ChooseArgs args = wishes.args();
     args.logits = logits.data();
     args.stride = logits.stride(0);
     args.rows = static_cast<int32_t>(logits.shape(0));
     args.vocabulary = static_cast<int32_t>(logits.shape(1));
-    args.temperature = temperature.data();
-    args.top_k = top_k.data();
-    args.top_p = top_p.data();
-    args.min_p = min_p.data();
-    args.repetition_penalty = repetition_penalty.data();
-    args.presence_penalty = presence_penalty.data();
-    args.frequency_penalty = frequency_penalty.data();
-    args.seeds = seeds.data();
-    args.streams = streams.data();
     args.positions = positions.data();
-    args.num_prompt_tokens = num_prompt_tokens.data();
-    args.num_logprobs = num_logprobs.data();
-    args.history_starts = history_starts.data();
-    args.history = history.data();
-    args.bias_starts = bias_starts.data();
-    args.bias_ids = bias_ids.data();
-    args.bias_values = bias_values.data();
-    args.banned_starts = banned_starts.data();
-    args.banned_ids = banned_ids.data();
-    std::optional<RareArrays> rare_arrays;
-    if (rare) args.rare = rare_arrays.emplace(*rare).args();
-    args.mask_rows = mask_rows.size() > 0 ? mask_rows.data() : nullptr;
-    args.masks = masks.data();
     args.mus = mus.size() > 0 ? mus.data() : nullptr;
     args.num_top = static_cast<int32_t>(top_ids.shape(1));
     args.token_ids = token_ids.data();
@@ -116,12 +147,15 @@ void choose(quire::Pool& pool, Logits logits, Floats temperature, Ints top_k, Fl
 }  // namespace
 
 void bind_sampling(nb::module_& module) {
-    module.def("choose", &choose,
-               "pool"_a, nb::kw_only(), "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a,
-               "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a,
-               "seeds"_a, "streams"_a, "positions"_a, "num_prompt_tokens"_a, "num_logprobs"_a,
-               "history_starts"_a, "history"_a, "bias_starts"_a, "bias_ids"_a, "bias_values"_a,
-               "banned_starts"_a, "banned_ids"_a, "rare"_a.none(), "mask_rows"_a, "masks"_a, "token_ids"_a,
-               "logprobs"_a, "top_ids"_a, "top_logprobs"_a, "mus"_a,
-               "Choose a token for each row; see quire/sampling/native.py.");
+    nb::class_<Wishes>(module, "Wishes",
+                       "What rows ask of token choice; see quire/sampling/native.py.")
+        .def(nb::init<Floats, Ints, Floats, Floats, Floats, Floats, Floats, Longs, Ints, Ints, Ints,
+                      Ints, Ints, Ints, Ints, Floats, Ints, Ints, std::optional<nb::dict>, Ints,
+                      Masks>(),
+             nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
+             "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a, "seeds"_a,
+             "streams"_a, "num_prompt_tokens"_a, "num_logprobs"_a, "history_starts"_a, "history"_a,
+             "bias_starts"_a, "bias_ids"_a, "bias_values"_a, "banned_starts"_a, "banned_ids"_a,
+             "rare"_a.none(), "mask_rows"_a, "masks"_a);
+    module.def("choose", &choose, "Choose a token for each row; see quire/sampling/native.py.");
 }

@@ -95,8 +95,9 @@ class Executor(Protocol):
     def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
         """Make a pool block what export_block gave, of this or of an equal executor."""
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
-        """Compute the trunk segment for all token rows of the batch."""
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
+        """Compute the trunk segment for all token rows of the batch. head_rows: run_head is asked
+        for so many of the first sample rows next, so that they may be computed at once."""
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
         """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.

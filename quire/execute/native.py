@@ -39,6 +39,7 @@ _NO_POOL: NDArray[np.uint8] = np.empty((0, 0, 0), np.uint8)
 # Touching one byte of each makes them memory; huge pages take one of many.
 _PAGE_BYTES = 4096
 SEGMENTS = ("trunk", "head")
+TRUNK, HEAD, NONE = 0, 1, -1  # places in these
 MAX_ROPES = 256
 # Where products reach their peak: later on the matrix unit, which takes rows in blocks of 32.
 FEWEST_FULL_TOKENS = 128
@@ -106,6 +107,8 @@ class NativeExecutor:
                 [_native_op(op, packed.weights) for op in program.segments.get(segment, ())]
             )
         self._native.set_poison(poison)
+        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
+        self._outputs: dict[tuple[str, int], NDArray[Any]] = {}
         self._pool_bytes = _NO_POOL
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -161,21 +164,29 @@ class NativeExecutor:
         of_block = self._pool_bytes[:, block]
         of_block[:] = raw.reshape(of_block.shape)
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
-        """Compute the trunk segment for all token rows of the batch."""
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
+        """Compute the trunk segment for all token rows of the batch, and with it the head of what
+        is asked for next."""
         num_positions = int(batch.rope_positions.max(initial=-1)) + 1
         for index, table in enumerate(self._ropes):
             if table.num_positions < num_positions:
                 table.reserve(num_positions)
                 self._native.set_rope(index, table.cos, table.sin)
-        self._run("trunk", batch, batch.sample_rows[:0])
+        self._head_of = None
+        if head_rows:
+            self._run(TRUNK, batch, batch.sample_rows[:head_rows], then=HEAD)
+            self._head_of = batch, head_rows
+        else:
+            self._run(TRUNK, batch, batch.sample_rows[:0])
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
 
         A view of the logits buffer: valid until the next call.
         """
-        self._run("head", batch, batch.sample_rows[first : first + count])
+        there, self._head_of = self._head_of, None
+        if there is None or there[0] is not batch or (0, there[1]) != (first, count):
+            self._run(HEAD, batch, batch.sample_rows[first : first + count])
         return self.output("logits", count)
 
     def output(self, name: str, num_rows: int) -> NDArray[Any]:
@@ -183,7 +194,11 @@ class NativeExecutor:
 
         Trunk outputs hold until the next run_trunk, the head's until the next run_head.
         """
-        return self._native.array(_triple(self._program.outputs[name]), num_rows)
+        kept = self._outputs.get((name, num_rows))
+        if kept is None:
+            kept = self._native.array(_triple(self._program.outputs[name]), num_rows)
+            self._outputs[name, num_rows] = kept
+        return kept
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row of `logits`."""
@@ -226,6 +241,8 @@ class NativeExecutor:
     def close(self) -> None:
         """Free threads and memory; further calls are errors."""
         self._pool_bytes = _NO_POOL
+        self._outputs.clear()
+        self._head_of = None
         del self._native, self.pool
 
     @staticmethod
@@ -259,10 +276,12 @@ class NativeExecutor:
 
     # ---- private
 
-    def _run(self, segment: str, batch: ForwardBatch, sample_rows: Int32s) -> None:
+    def _run(
+        self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
+    ) -> None:
         try:
             self._native.run(
-                SEGMENTS.index(segment),
+                segment,
                 token_ids=batch.token_ids,
                 positions=batch.positions,
                 rope_positions=batch.rope_positions,
@@ -270,6 +289,7 @@ class NativeExecutor:
                 seq_starts=batch.seq_starts,
                 block_tables=batch.block_tables,
                 sample_rows=sample_rows,
+                then=then,
             )
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error

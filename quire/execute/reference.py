@@ -130,7 +130,7 @@ class ReferenceExecutor:
             part[:] = raw[first : first + part.nbytes].view(np.float32).reshape(part.shape)
             first += part.nbytes
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         """Run the trunk segment on all token rows."""
         num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_starts) - 1
         self._check_fits(Rows.TOKENS, num_tokens)

@@ -1,11 +1,15 @@
 """From a StepPlan and the slot tables to the arrays executors read: ForwardBatch, SampleBatch.
 
 Vector operations only: a step of many rows costs no Python loop but over those that carry
-penalties, bias, banned ids or rare parameters. Letters: N rows of the plan, T token rows, R rows
-that sample.
+penalties, bias, banned ids or rare parameters. Between two steps a model's weights have driven all
+else out of the caches, so that each array made anew costs microseconds: what rows ask of token
+choice is kept while they stay the same. Letters: N rows of the plan, T token rows, R rows that
+sample.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +27,8 @@ Index = NDArray[np.intp]
 
 def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
     """The token rows of `plan` [T], in the order of its rows. The plan has at least one row."""
+    if (plan.counts == 1).all():
+        return _one_token_each(plan, tables)
     block_size = tables.block_size
     num_rows = len(plan.slots)
     seq_starts = np.zeros(num_rows + 1, np.int32)
@@ -44,6 +50,55 @@ def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
         block_tables=tables.blocks[plan.slots, :num_columns],
         sample_rows=seq_starts[1:][plan.samples] - np.int32(1),
     )
+
+
+def _one_token_each(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
+    """As forward_batch does, of rows of one token each: most steps."""
+    slots, positions = plan.slots, plan.starts
+    columns, within = np.divmod(positions, np.int32(tables.block_size))
+    kv_slots = tables.blocks[slots, columns] * np.int32(tables.block_size) + within
+    kv_slots[positions < plan.store_from] = -1
+    seq_starts = _counted(len(slots) + 1)
+    return ForwardBatch(
+        token_ids=tables.tokens.tokens[slots, positions],
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=kv_slots,
+        seq_starts=seq_starts,
+        block_tables=tables.blocks[slots, : int(columns.max()) + 1],
+        sample_rows=seq_starts[:-1][plan.samples],
+    )
+
+
+@lru_cache(maxsize=1024)
+def _counted(end: int) -> Int32s:
+    """0, 1 and so on, before `end`."""
+    numbers = np.arange(end, dtype=np.int32)
+    numbers.setflags(write=False)
+    return numbers
+
+
+class KeptSampleBatch:
+    """sample_batch, made anew only where rows or what they ask for changed: else the last one
+    stands, at other positions. Only plain rows are kept: what others carry changes with each token,
+    or is not to outlive its request."""
+
+    def __init__(self, tables: SlotTables) -> None:
+        self._tables = tables
+        self._last: tuple[int, bytes, SampleBatch] | None = None
+
+    def of(self, slots: Int32s, positions: Int32s, masks: Masks) -> SampleBatch:
+        """See sample_batch."""
+        tables, rows = self._tables, slots.tobytes()
+        if self._last is not None and not len(masks.rows):
+            changes, last_rows, batch = self._last
+            if changes == tables.changes and last_rows == rows:
+                return batch.at(positions)
+        batch = sample_batch(slots, positions, tables, masks)
+        lasting = not (len(batch.history) or len(batch.bias_ids) or batch.rare or len(masks.rows))
+        stays = lasting and not tables.stops_from[slots].any()
+        self._last = (tables.changes, rows, batch) if stays else None
+        return batch
 
 
 def sample_batch(

@@ -20,7 +20,7 @@ from quire.base.errors import WorkerError
 from quire.base.records import NO_BOOLS, NO_FLOATS, NO_INTS, Bools, RowError, StepPlan, StepResult
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
-from quire.runner.batches import forward_batch, sample_batch
+from quire.runner.batches import KeptSampleBatch, forward_batch
 from quire.runner.grammar_rows import NO_MASK, Follow, Masks, MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, stacked
@@ -74,6 +74,7 @@ class ModelRunner:
             jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover
+        self._sampling = KeptSampleBatch(self.tables)
         self._max_samples = max_samples
         self._thread = WorkerThread("quire-runner") if overlap else None
 
@@ -117,7 +118,8 @@ class ModelRunner:
         positions = (plan.starts + plan.counts)[plan.samples]  # [R]
         masks = self.tables.grammars.begin(slots, positions)
         try:
-            self.executor.run_trunk(batch)
+            at_once = not self.tables.num_scoring and len(slots) <= self._max_samples
+            self.executor.run_trunk(batch, head_rows=len(slots) if at_once else 0)
         finally:
             if masks is not None:
                 masks.exception()  # it reads the tables: they change only when it is done
@@ -145,17 +147,25 @@ class ModelRunner:
         self, batch: ForwardBatch, slots: Int32s, positions: Int32s, masks: Masks
     ) -> tuple[TokenChoice, Float32s]:
         """Head and token choice, at most max_samples rows at a time; and listed_logprobs."""
+        if 0 < len(slots) <= self._max_samples:
+            return self._choose_slice(batch, 0, slots, positions, masks)
         parts, listed = [], []
         for first in range(0, len(slots), self._max_samples):
             rows = slice(first, min(first + self._max_samples, len(slots)))
-            logits = self.executor.run_head(batch, first, rows.stop - first)
             of_rows = replace(masks, rows=masks.rows[rows])
-            sampling = sample_batch(slots[rows], positions[rows], self.tables, of_rows)
-            listed.append(listed_logprobs(logits, slots[rows], self.tables, self.executor))
-            parts.append(self.executor.sample(logits, sampling))
-        if len(parts) == 1:
-            return parts[0], listed[0]
+            part = self._choose_slice(batch, first, slots[rows], positions[rows], of_rows)
+            parts.append(part[0])
+            listed.append(part[1])
         return _joined(parts), stacked(listed, np.float32(np.nan))
+
+    def _choose_slice(
+        self, batch: ForwardBatch, first: int, slots: Int32s, positions: Int32s, masks: Masks
+    ) -> tuple[TokenChoice, Float32s]:
+        """Of rows that sample, from `first` on; all arguments are theirs."""
+        logits = self.executor.run_head(batch, first, len(slots))
+        sampling = self._sampling.of(slots, positions, masks)
+        listed = listed_logprobs(logits, slots, self.tables, self.executor)
+        return self.executor.sample(logits, sampling), listed
 
     def _finish(
         self,
@@ -173,13 +183,15 @@ class ModelRunner:
         for row in follow.failed:
             choice.token_ids[row] = -1
         forced_counts, forced_ids, complete = _follow_arrays(follow, plan)
-        why = _reasons(masks, follow, self.tables, plan)
         token_counts = plan.samples.astype(np.int32)
-        failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
-        failed[plan.samples] |= choice.token_ids < 0
         errors: tuple[RowError, ...] = ()
-        if failed.any():
+        if min(choice.token_ids.tolist(), default=0) < 0 or (
+            scored is not None and scored.failed.any()
+        ):
+            failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
+            failed[plan.samples] |= choice.token_ids < 0
             token_counts[failed] = 0
+            why = _reasons(masks, follow, self.tables, plan)
             errors = tuple(
                 RowError(row=row, message=why.get(row, ROW_FAILED))
                 for row in np.flatnonzero(failed).tolist()

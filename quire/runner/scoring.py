@@ -79,7 +79,7 @@ def listed_logprobs(
     logits: Float32s, slots: Int32s, tables: SlotTables, executor: Executor
 ) -> Float32s:
     """Of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
-    rows = tables.has_listed[slots].nonzero()[0]
+    rows = tables.has_listed[slots].nonzero()[0] if tables.num_listed else ()
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)
     starts, ids = ragged(

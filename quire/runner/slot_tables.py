@@ -7,6 +7,8 @@ name is what the scheduler knew when it made the plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +35,7 @@ class SlotTables:
         jump_ahead: bool = True,
     ) -> None:
         self.block_size = block_size
+        self.changes = 0  # how often somebody came, went or branched off
         self.tokens = TokenTable(num_slots, max_model_len)
         self.rare = RareTables(num_slots)
         self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
@@ -60,10 +63,12 @@ class SlotTables:
         self.bias_values: list[NDArray[np.float32]] = [NO_FLOATS] * num_slots
         self.stop_ids: list[Int32s] = [NO_INTS] * num_slots
         self.has_listed = np.zeros(num_slots, np.bool_)
+        self.num_listed = 0  # slots with such ids
         self.listed_ids: list[Int32s] = [NO_INTS] * num_slots  # logprob_token_ids
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the plan: slots given back, admissions, branches, then table deltas."""
+        self.changes += bool(len(plan.retired) or plan.admissions or len(plan.known_slots))
         for slot in plan.retired.tolist():
             self._retire(slot)
         for admission in plan.admissions:
@@ -94,12 +99,16 @@ class SlotTables:
         self.bias_ids[slot], self.bias_values[slot] = NO_INTS, NO_FLOATS
         self.stop_ids[slot] = NO_INTS
         self._score_from(slot, NEVER)
-        self.has_listed[slot] = False
-        self.listed_ids[slot] = NO_INTS
+        self._list(slot, ())
 
     def _score_from(self, slot: int, position: int) -> None:
         self.num_scoring += int(position != NEVER) - int(self.scores_from[slot] != NEVER)
         self.scores_from[slot] = position
+
+    def _list(self, slot: int, ids: Sequence[int]) -> None:
+        self.num_listed += int(bool(ids)) - int(self.has_listed[slot])
+        self.has_listed[slot] = bool(ids)
+        self.listed_ids[slot] = np.array(ids, np.int32) if ids else NO_INTS
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -121,8 +130,7 @@ class SlotTables:
         self.num_logprobs[slot] = max(num_logprobs, admission.num_candidates or -1)
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
-        self.has_listed[slot] = bool(sampling.logprob_token_ids)
-        self.listed_ids[slot] = np.array(sampling.logprob_token_ids, np.int32)
+        self._list(slot, sampling.logprob_token_ids)
         self.has_penalty[slot] = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0

@@ -24,34 +24,48 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> Token
 
     Raises ValueError on shapes that disagree.
     """
-    check_shapes(logits, batch)
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
+    wishes = batch.prepared.get(logits.shape)
+    if wishes is None:
+        wishes = batch.prepared[logits.shape] = _Wishes(logits, batch)
     num_rows = len(logits)
-    num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
     choice = TokenChoice(
         token_ids=np.empty(num_rows, np.int32),
         logprobs=np.empty(num_rows, np.float32),
-        top_ids=np.empty((num_rows, num_top), np.int32),
-        top_logprobs=np.empty((num_rows, num_top), np.float32),
-        mus=np.empty(num_rows if has_mirostat(batch) else 0, np.float32),
+        top_ids=np.empty((num_rows, wishes.num_top), np.int32),
+        top_logprobs=np.empty((num_rows, wishes.num_top), np.float32),
+        mus=np.empty(num_rows if wishes.has_mirostat else 0, np.float32),
     )
-    if num_rows == 0:
-        return choice
-    _native.choose(
-        pool,
-        logits=logits,
-        **_arrays(batch, _FIELDS),
-        rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
-        mask_rows=np.ascontiguousarray(batch.mask_rows, np.int32),
-        masks=np.ascontiguousarray(batch.masks, np.uint32),
-        token_ids=choice.token_ids,
-        logprobs=choice.logprobs,
-        top_ids=choice.top_ids,
-        top_logprobs=choice.top_logprobs,
-        mus=choice.mus,
-    )
+    if num_rows > 0:
+        _native.choose(
+            pool,
+            wishes.native,
+            logits,
+            np.ascontiguousarray(batch.positions, np.int32),
+            choice.token_ids,
+            choice.logprobs,
+            choice.top_ids,
+            choice.top_logprobs,
+            choice.mus,
+        )
     return choice
+
+
+class _Wishes:
+    """All of a batch but its positions, checked against logits of a shape, as the kernels take
+    it."""
+
+    def __init__(self, logits: NDArray[np.float32], batch: SampleBatch) -> None:
+        check_shapes(logits, batch)
+        self.num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
+        self.has_mirostat = has_mirostat(batch)
+        self.native = _native.Wishes(
+            **_arrays(batch, _FIELDS),
+            rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
+            mask_rows=np.ascontiguousarray(batch.mask_rows, np.int32),
+            masks=np.ascontiguousarray(batch.masks, np.uint32),
+        )
 
 
 _Fields = tuple[tuple[str, type[np.generic]], ...]
@@ -71,7 +85,6 @@ _FIELDS: _Fields = (
     ("frequency_penalty", np.float32),
     ("seeds", np.int64),
     ("streams", np.int32),
-    ("positions", np.int32),
     ("num_prompt_tokens", np.int32),
     ("num_logprobs", np.int32),
     ("history_starts", np.int32),

@@ -56,7 +56,7 @@ class _Executor:
     def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
         self._inner.import_block(block, raw)
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         self._inner.run_trunk(batch)
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
@@ -213,7 +213,7 @@ class SharesMirostat(ModelRunner):
 class WritesWhereItShouldNot(_Executor):
     """A fully cached prompt writes its last token into the shared block, and writes it wrong."""
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         blocks = np.repeat(np.arange(len(batch.seq_starts) - 1), np.diff(batch.seq_starts))
         size = self._block_size
         slots = batch.block_tables[blocks, batch.positions // size] * size

@@ -138,7 +138,7 @@ def take_rows(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
     fields: dict[str, Any] = {}
     for name in SampleBatch.__slots__:
         values = getattr(batch, name)
-        if name in ("history", "bias_ids", "bias_values", "banned_ids"):
+        if name in ("history", "bias_ids", "bias_values", "banned_ids", "prepared"):
             continue
         if name == "rare":
             fields[name] = None if values is None else take_rare(values, rows)

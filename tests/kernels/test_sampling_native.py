@@ -88,6 +88,20 @@ def test_row_count_order_and_threads_change_nothing() -> None:
             np.testing.assert_array_equal(choice.top_logprobs, whole.top_logprobs[rows])
 
 
+def test_what_was_made_of_a_batch_serves_at_other_positions() -> None:
+    draw = np.random.default_rng(8)
+    logits, pool = random_logits(draw, 9, 600), _native.Pool(2)
+    batch = random_batch(draw, 9, 600)
+    native.choose(logits, batch, pool)
+    later = batch.at(batch.positions + np.int32(5))
+    assert later.prepared is batch.prepared
+    fresh = take_rows(later, np.arange(9))
+    found = native.choose(logits, later, pool)
+    assert_same_choice(found, native.choose(logits, fresh, pool))
+    assert_same_choice(found, reference.choose(logits, fresh))
+    assert not np.array_equal(found.token_ids, native.choose(logits, batch, pool).token_ids)
+
+
 def test_a_row_alone_and_split_is_the_row_among_many() -> None:
     draw = np.random.default_rng(6)
     logits = random_logits(draw, 20, 50_000)

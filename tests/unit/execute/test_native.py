@@ -106,6 +106,23 @@ def test_the_head_runs_on_slices_of_the_sample_rows(tmp_path: Path, dtype: DType
         )
 
 
+def test_a_head_computed_with_the_trunk_is_of_its_batch_only(tmp_path: Path) -> None:
+    executor = _open(write_tiny_llama(tmp_path), DType.F32, poison=True)
+    batch, other = _batch([(0, 0, 30)]), _batch([(1, 3, 33)])
+    executor.run_trunk(batch)
+    expected = executor.run_head(batch, 0, 30).copy()
+    for head_rows, first, count in ((30, 0, 30), (30, 0, 7), (7, 0, 30), (5, 5, 5)):
+        executor.run_trunk(batch, head_rows=head_rows)
+        found = executor.run_head(batch, first, count)
+        np.testing.assert_array_equal(found, expected[first : first + count])
+    executor.run_trunk(batch, head_rows=30)
+    executor.run_trunk(other)
+    of_other = executor.run_head(other, 0, 30).copy()
+    executor.run_trunk(other, head_rows=30)
+    np.testing.assert_array_equal(executor.run_head(other, 0, 30), of_other)
+    assert not np.array_equal(of_other, expected)
+
+
 def test_a_copied_block_serves_like_the_original(tmp_path: Path) -> None:
     executor = _open(write_tiny_llama(tmp_path), DType.BF16)
     expected = _one_by_one(executor)

@@ -45,7 +45,7 @@ class ScriptedExecutor:
     def copy_blocks(self, copy_from: NDArray[np.int32], copy_to: NDArray[np.int32]) -> None:
         self.copies.append((copy_from.tolist(), copy_to.tolist()))
 
-    def run_trunk(self, batch: ForwardBatch) -> None:
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         error, self.fail_next_trunk = self.fail_next_trunk, None
         if error is not None:
             raise error

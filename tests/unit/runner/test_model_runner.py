@@ -104,6 +104,27 @@ def test_a_mixed_step_becomes_one_flat_batch() -> None:
             assert array.flags.c_contiguous
 
 
+def test_rows_that_stay_ask_for_the_same_and_others_for_their_own() -> None:
+    executor = ScriptedExecutor()
+    runner = _runner(executor)
+    both = [(0, 2, 1, True), (1, 2, 1, True)]
+    asked = (_admission(0, [1, 2], temperature=0.5), _admission(1, [3, 4], temperature=0.25))
+    runner.submit(_plan(1, [(0, 0, 2, True), (1, 0, 2, True)], admissions=asked))
+    runner.submit(_plan(2, both))
+    runner.submit(_plan(3, [(1, 3, 1, True)]))
+    later = _admission(0, [5, 6, 7], temperature=0.75, logit_bias={1: 1.0})
+    runner.submit(_plan(4, [(0, 2, 1, True), (1, 4, 1, True)], admissions=(later,)))
+    runner.submit(_plan(5, [(0, 3, 1, True), (1, 5, 1, True)]))
+    temperatures = [batch.temperature.tolist() for batch in executor.samples]
+    assert temperatures == [[0.5, 0.25], [0.5, 0.25], [0.25], [0.75, 0.25], [0.75, 0.25]]
+    positions = [batch.positions.tolist() for batch in executor.samples]
+    assert positions == [[2, 2], [3, 3], [4], [3, 5], [4, 6]]
+    assert [batch.bias_ids.tolist() for batch in executor.samples] == [[], [], [], [1], [1]]
+    prepared = [id(batch.prepared) for batch in executor.samples]
+    assert prepared[0] == prepared[1]
+    assert len(set(prepared)) == 4
+
+
 def test_nothing_is_stored_before_store_from() -> None:
     executor = ScriptedExecutor()
     plan = _plan(
@@ -115,6 +136,19 @@ def test_nothing_is_stored_before_store_from() -> None:
     )
     _runner(executor).submit(plan)
     assert executor.batches[0].kv_slots.tolist() == [-1, -1, -1, 16, 17]
+
+
+def test_a_row_of_one_token_stores_nothing_before_store_from() -> None:
+    executor = ScriptedExecutor()
+    plan = _plan(
+        1,
+        [(0, 7, 1, True), (1, 5, 1, False)],
+        admissions=(_admission(0, list(range(8))), _admission(1, list(range(6)))),
+        blocks={0: [1, 2], 1: [3, 4]},
+        store_from=[8, 4],
+    )
+    _runner(executor).submit(plan)
+    assert executor.batches[0].kv_slots.tolist() == [-1, 17]
 
 
 def test_plans_of_only_changes_compute_nothing() -> None:
@@ -310,14 +344,15 @@ def test_with_overlap_submit_returns_at_once_and_plans_run_in_order() -> None:
     runner.close()
 
 
-def test_random_steps_agree_with_a_loop_over_rows() -> None:
+@pytest.mark.parametrize("most", [1, 11])
+def test_random_steps_agree_with_a_loop_over_rows(most: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         executor = ScriptedExecutor()
         runner = _runner(executor)
         num_rows = int(rng.integers(1, 8))
         slots = rng.permutation(8)[:num_rows].tolist()
-        counts = rng.integers(1, 12, num_rows).tolist()
+        counts = rng.integers(1, most + 1, num_rows).tolist()
         starts = rng.integers(0, 40, num_rows).tolist()
         tables = {slot: rng.integers(0, 99, 16).tolist() for slot in slots}
         tokens = {slot: rng.integers(0, 50, 60).tolist() for slot in slots}
