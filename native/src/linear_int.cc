@@ -160,7 +160,9 @@ void vector_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
 // Up to so many rows a vector tile is as fast: of int8, and of int4, which it need not expand.
 constexpr int64_t kVectorRows = 2;
 constexpr int64_t kVectorRows4 = 4;
-constexpr int64_t kFewestInSteps = 9;  // of int4 whose groups share a step: see few_int4_panels
+// Of int4 with so many groups a block: from which rows on bytes in steps cost less than sums of
+// each group.
+constexpr int64_t fewest_in_steps(int groups) { return groups == 4 ? 9 : 25; }
 constexpr int64_t kBlockBytes = 5 << 18;      // of rows: what stays in the second-level cache
 constexpr int64_t kMostBlockRows = 1024;
 constexpr int64_t kPanelsAtOnce = 8;
@@ -250,8 +252,7 @@ bool few_panels(const AmxBlock& block, const FinishRows& finish) {
     return few_int_panels<Feed, false>(block, finish);
 }
 
-// Of kGroups groups a block. Scales mostly are in steps, or else are not from the beginning; of
-// fewer rows, sums of each group cost less than such bytes.
+// Of kGroups groups a block. Scales mostly are in steps, or else are not from the beginning.
 template <int kGroups>
 void few_int4_panels(const AmxBlock& block, const FinishRows& finish) {
     if (block.weight.scheme.has_zero_points) {
@@ -259,7 +260,7 @@ void few_int4_panels(const AmxBlock& block, const FinishRows& finish) {
         return;
     }
     if constexpr (kGroups > 1) {
-        if (block.rows >= kFewestInSteps &&
+        if (block.rows >= fewest_in_steps(kGroups) &&
             few_panels<Int4Feed<kGroups, Int4Bytes::in_steps>>(block, finish)) {
             return;
         }
