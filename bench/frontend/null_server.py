@@ -9,14 +9,17 @@ with, and in it the choice of executor.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from bench.frontend.null_executor import NullExecutorClass
 from quire.cli import main as cli
 from quire.engine import launch
 
 
-def engine_main(step_ms: float) -> int:
-    """The engine process."""
+def child_main(module: str, step_ms: float) -> int:
+    """A process that the server starts: an API process as it is, the engine's with our executor."""
+    if module != "quire.engine.process":
+        return int(import_module(module).main())
     from quire.engine import assemble, process
 
     assemble._executor_class = lambda _: NullExecutorClass(step_ms / 1000)  # type: ignore[assignment]
@@ -25,9 +28,8 @@ def engine_main(step_ms: float) -> int:
 
 def main() -> int:
     step_ms = float(sys.argv[1])
-    theirs = "from quire.engine.process import main"
-    ours = "from bench.frontend.null_server import engine_main\n"
-    ours += f"main = lambda: engine_main({step_ms})"
+    theirs = "import_module(sys.argv.pop(1)).main()"
+    ours = f"import_module('bench.frontend.null_server').child_main(sys.argv.pop(1), {step_ms})"
     if theirs not in launch._START:
         raise SystemExit("quire/engine/launch.py starts its process in another way; change this")
     launch._START = launch._START.replace(theirs, ours)

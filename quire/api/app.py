@@ -35,7 +35,7 @@ def build_app(serving: Serving) -> ASGIApp:
 def routes_of(serving: Serving) -> list[Route]:
     """All that is served where callers ask; openapi/operations.py says what each is for."""
     completions, chat, ids = Completions(serving), Chat(serving), Ids(serving)
-    requests, texts = Requests(serving), Texts(serving)
+    requests, texts = Requests(serving, serving.peers), Texts(serving)
     models, watch = Models(serving), Watch(serving)
     document, pointer = Document(serving), Pointer(serving.config.root_path)
     routes = [
@@ -49,10 +49,7 @@ def routes_of(serving: Serving) -> list[Route]:
         Route("/tokenizer_info", models.tokenizer, methods=["GET"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
-        Route("/v1/requests/{id}", requests.get, methods=["GET"]),
-        Route("/v1/requests/{id}", requests.abort, methods=["DELETE"]),
-        Route("/v1/requests/{id}/abort", requests.abort, methods=["POST"]),
-        Route("/v1/requests/{id}/stream", requests.stream, methods=["GET"]),
+        *requests.routes(),
         Route("/health", watch.health, methods=["GET"]),
         Route("/metrics", watch.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),

@@ -6,44 +6,62 @@ holds: a request is found only with the key it was sent with; for anybody else t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from quire.api.errors import ResumeGone
+from quire.api.errors import ResumeGone, UnknownRequest
 from quire.api.events import place_of
 from quire.api.live import Live
+from quire.api.peers import Peers
 from quire.api.serving import Serving
 from quire.api.stream import FollowStream
 from quire.base.show import show
 
 
 class Requests:
-    """The routes."""
+    """The routes. peers: who may know a request that this process does not."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, peers: Peers | None = None) -> None:
         self._serving = serving
+        self._peers = peers
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/requests/{id}", self.get, methods=["GET"]),
+            Route("/v1/requests/{id}", self.abort, methods=["DELETE"]),
+            Route("/v1/requests/{id}/abort", self.abort, methods=["POST"]),
+            Route("/v1/requests/{id}/stream", self.stream, methods=["GET"]),
+        ]
 
     async def get(self, request: Request) -> Response:
         """What a request does: its state, its tokens so far."""
-        return _json(shown(self._found(request)))
+        return await self._answered(request, lambda live: _json(shown(live)))
 
     async def abort(self, request: Request) -> Response:
         """End a request; `aborted` is false where it had ended before."""
-        live = self._found(request)
-        aborted = self._serving.live.abort(live)
-        return _json({"id": live.id, "object": "request", "aborted": aborted})
+        return await self._answered(request, self._aborted)
 
     async def stream(self, request: Request) -> Response:
         """The events of a resumable stream behind Last-Event-ID, or all of them without one."""
-        live = self._found(request)
+        last_id = request.headers.get("last-event-id")
+        return await self._answered(request, lambda live: self._followed(live, last_id))
+
+    def _aborted(self, live: Live) -> Response:
+        aborted = self._serving.live.abort(live)
+        return _json({"id": live.id, "object": "request", "aborted": aborted})
+
+    def _followed(self, live: Live, last_id: str | None) -> Response:
         telling = self._serving.tellings.find(live.id)
         if telling is None:
             raise ResumeGone(
                 f"the stream of request {show(live.id)} is not kept; ask for it with "
                 'stream_options: {"resumable": true}, and come back within --resume-seconds'
             )
-        last_id = request.headers.get("last-event-id")
         after = 0
         if last_id is not None:
             of_request, after = place_of(last_id)
@@ -54,8 +72,16 @@ class Requests:
         headers = {"x-request-id": live.id}
         return FollowStream(self._serving, telling, headers, after=after, resumes=True)
 
-    def _found(self, request: Request) -> Live:
-        return self._serving.live.find(request.path_params["id"], request.state.key)
+    async def _answered(self, request: Request, answer: Callable[[Live], Response]) -> Response:
+        """The answer for the request that is asked for, by the process that has it."""
+        try:
+            live = self._serving.live.find(request.path_params["id"], request.state.key)
+        except UnknownRequest:
+            passed = None if self._peers is None else await self._peers.pass_on(request)
+            if passed is None:
+                raise
+            return passed
+        return answer(live)
 
 
 def shown(live: Live) -> dict[str, object]:

@@ -4,9 +4,10 @@
 
 While the engine starts, /health says so and requests get 503. SIGTERM or SIGINT: nothing new is
 taken (503), what is open may finish for grace_s, then gets an error; exit 0. A second signal exits
-at once. SIGHUP: the tenants file is read again. The engine's death: every open stream gets an error
-event, /health says "dead" for a moment, exit 1. Knows no route. Always
-holds: each wait after the end has begun has a limit.
+at once. SIGHUP: the tenants file is read again. The engine's death: every open stream gets an
+error event, /health says "dead" for a moment, exit 1. One of several API processes is told these
+things by its keeper, not by signals. Knows no route. Always holds: each wait after the end has
+begun has a limit.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from starlette.types import ASGIApp
 
 from quire.api.app import build_admin_app, build_app
 from quire.api.connection import Connection
+from quire.api.peers import Peers
+from quire.api.private import build_private_app
 from quire.api.serving import Engine, Serving
 from quire.base.errors import SettingError
 from quire.base.log import Log
@@ -52,6 +55,20 @@ _NUM_THREADS = 4
 _SWITCH_S = 0.0005
 
 
+class Seat(Protocol):
+    """One API process's place among several, as quire.api.process has it. folder: of what they
+    share. sees_steps: whether this one observes the engine's steps. replaces: it comes in the place
+    of another, so callers wait for it rather than being told that it loads."""
+
+    folder: Path
+    peers: Peers
+    sees_steps: bool
+    replaces: bool
+
+    def follow(self, *, stop: Callable[[], None], reread: Callable[[], None]) -> None:
+        """Call these in the event loop when the keeper says so."""
+
+
 class StartingEngine(Engine, Protocol):
     """An engine that is being started, and is closed by us."""
 
@@ -71,17 +88,19 @@ def run(
     tenants: Sequence[Tenant] | None = None,
     read_tenants: Callable[[], Sequence[Tenant]] | None = None,
     tenants_file: str | None = None,
+    seat: Seat | None = None,
 ) -> int:
     """Serve until told to stop; the exit code. `announce` is called when requests are taken.
 
     for_admins: the socket of --admin-port. read_tenants: reads the tenants anew, where there is a
-    file of them: tenants_file, which is looked at every few seconds.
+    file of them: tenants_file, which is looked at every few seconds. seat: this process's among
+    several.
 
     Raises what kept the engine from starting.
     """
     sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        life = _Life(engine, config, log, announce, tenants, read_tenants, tenants_file)
+        life = _Life(engine, config, log, announce, tenants, read_tenants, tenants_file, seat)
         return runner.run(life.run(listening, for_admins))
 
 
@@ -95,8 +114,10 @@ class _Life:
         tenants: Sequence[Tenant] | None,
         read_tenants: Callable[[], Sequence[Tenant]] | None,
         tenants_file: str | None,
+        seat: Seat | None,
     ) -> None:
         self._engine = engine
+        self._seat = seat
         self._config = config
         self._log = log
         self._announce = announce
@@ -107,23 +128,27 @@ class _Life:
         self._rereading: asyncio.Task[None] | None = None
 
     async def run(self, listening: socket.socket, for_admins: socket.socket | None) -> int:
-        self._stop = asyncio.Event()
+        self._stop, self._opened = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
         serving = self._new_serving()
-        if self._read_tenants is not None:
-            read = self._read_tenants
-            loop.add_signal_handler(signal.SIGHUP, lambda: self._on_hangup(serving, read))
-            if self._tenants_file is not None:
-                self._looking = asyncio.ensure_future(
-                    self._look(self._tenants_file, lambda: self._on_hangup(serving, read))
-                )
-        servers = [(_server(serving), listening)]
+
+        def reread_tenants() -> None:
+            if self._read_tenants is not None:
+                self._reread(serving, self._read_tenants)
+
+        self._obey(loop, reread_tenants)
+        if self._read_tenants is not None and self._tenants_file is not None:
+            self._looking = asyncio.ensure_future(self._look(self._tenants_file, reread_tenants))
+        servers: list[tuple[_Server, socket.socket]] = [(_server(serving), listening)]
         if for_admins is not None:
             servers.append((_admin_server(serving), for_admins))
-        http = asyncio.ensure_future(_serve_all(servers))
+        if self._seat is not None:
+            peers = self._seat.peers
+            servers.append((_private_server(serving, peers), peers.listen()))
+        if self._seat is None or not self._seat.replaces:
+            self._opened.set()
+        http = asyncio.ensure_future(_serve_all(servers, self._opened))
         try:
             return await self._serve(serving, http)
         finally:
@@ -131,14 +156,27 @@ class _Life:
                 self._looking.cancel()
             for server, _ in servers:
                 server.should_exit = True
+            self._opened.set()
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
             serving.lanes.close()
             await self._engine.close()
             http.cancel()
 
+    def _obey(self, loop: asyncio.AbstractEventLoop, reread_tenants: Callable[[], None]) -> None:
+        if self._seat is not None:
+            self._seat.follow(stop=self._stop.set, reread=reread_tenants)
+            return
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        if self._read_tenants is not None:
+            loop.add_signal_handler(signal.SIGHUP, reread_tenants)
+
     def _new_serving(self) -> Serving:
         names = [tenant.name for tenant in self._tenants or ()]
-        return Serving(self._config, Metrics(names), self._log, self._tenants)
+        if self._seat is None:
+            return Serving(self._config, Metrics(names), self._log, self._tenants)
+        metrics = Metrics(names, shared=self._seat.folder, sees_steps=self._seat.sees_steps)
+        return Serving(self._config, metrics, self._log, self._tenants, self._seat.peers)
 
     async def _serve(self, serving: Serving, http: asyncio.Future[None]) -> int:
         stopped = asyncio.ensure_future(self._stop.wait())
@@ -151,7 +189,10 @@ class _Life:
                 self._log.event("stopped while the model was loading")
                 return EXIT_FAILED if http.done() else EXIT_DONE
             starting.result()
+            if self._seat is not None:
+                await self._seat.peers.catch_up(serving)
             serving.start(self._engine)
+            self._opened.set()
             self._announce()
             await _first(stopped, died, http)
             if died.done():
@@ -208,7 +249,7 @@ class _Life:
                 known = mark
                 on_change()
 
-    def _on_hangup(self, serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None:
+    def _reread(self, serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None:
         if self._rereading is None or self._rereading.done():
             self._rereading = asyncio.ensure_future(reread(serving, read))
 
@@ -242,16 +283,28 @@ async def reread(serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: what a signal means is decided here."""
+    """uvicorn without its own signal handling: what a signal means is decided here. is_private: no
+    caller can ask it."""
+
+    is_private = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _serve_all(servers: Sequence[tuple[_Server, socket.socket]]) -> None:
-    """Run all of them until they are told to exit, or one ends by itself."""
-    running = [asyncio.ensure_future(server.serve(sockets=[at])) for server, at in servers]
+async def _serve_all(
+    servers: Sequence[tuple[_Server, socket.socket]], opened: asyncio.Event
+) -> None:
+    """Run all of them until they are told to exit, or one ends by itself. opened: before it only
+    private ones are served."""
+
+    async def serve(server: _Server, at: socket.socket) -> None:
+        if not server.is_private:
+            await opened.wait()
+        await server.serve(sockets=[at])
+
+    running = [asyncio.ensure_future(serve(server, at)) for server, at in servers]
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for server, _ in servers:
         server.should_exit = True
@@ -266,6 +319,13 @@ def _server(serving: Serving) -> _Server:
 def _admin_server(serving: Serving) -> _Server:
     """Plain HTTP: who asks does so on this machine, by an address that no certificate names."""
     return _serves(build_admin_app(serving), cert=None, key=None)
+
+
+def _private_server(serving: Serving, peers: Peers) -> _Server:
+    """Plain HTTP at a private socket."""
+    server = _serves(build_private_app(serving, peers), cert=None, key=None)
+    server.is_private = True
+    return server
 
 
 def _serves(app: ASGIApp, *, cert: str | None, key: str | None) -> _Server:

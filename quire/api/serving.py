@@ -17,6 +17,7 @@ from quire.api.auth import Keys
 from quire.api.errors import SlowReader, shape_of
 from quire.api.lanes import Lanes
 from quire.api.live import LiveRequests
+from quire.api.peers import Peers
 from quire.api.telling import Tellings
 from quire.base.cache_use import CacheReport
 from quire.base.errors import (
@@ -81,7 +82,8 @@ class Engine(Protocol):
 class Serving:
     """One server process's state. Made and used in the event loop's thread.
 
-    tenants: of the tenants file, None without one. keys: who may ask, as of now.
+    tenants: of the tenants file, None without one. keys: who may ask, as of now. peers: the other
+    processes, where the server has several.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class Serving:
         metrics: Metrics,
         log: Log,
         tenants: Sequence[Tenant] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
+        self.peers = peers
         self._admin_keys = read_admin_keys(config.admin_key_file)
         self.know(tenants)
         self.metrics = metrics
@@ -152,6 +156,14 @@ class Serving:
         """Take requests again, unless the server is being stopped."""
         self._takes.set()
         self.draining = self.leaving.done()
+
+    def become(self, *, paused: bool, draining: bool) -> None:
+        """As another process of this server is, where an admin was."""
+        self.draining = draining or self.leaving.done()
+        if paused and not self.draining:
+            self._takes.clear()
+        else:
+            self._takes.set()
 
     async def admitted(self) -> None:
         """Wait while the server is paused. Raises OverloadedError where too many wait, or none may

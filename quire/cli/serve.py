@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +31,13 @@ from quire.config.groups import (
     SchedulerConfig,
     ServerConfig,
 )
-from quire.config.tenants import Tenant, read_tenants
+from quire.config.tenants import Tenant, read_tenants_of_server
 
 if TYPE_CHECKING:
+    from quire.engine.card import ModelCard
     from quire.engine.client import EngineClient
     from quire.engine.launch import EngineProcess
+    from quire.engine.messages import Ready
 
 _PROGRESS_S = 0.2
 
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         executor=built(ExecutorConfig, arguments),
     )
     path = engine.scheduler.tenants
-    tenants = None if path is None else _tenants(path, server)
+    tenants = None if path is None else _tenants_of(path, server)
     check_tls(server)
     read_admin_keys(server.admin_key_file)  # told now if it cannot be
     for_admins = listen_for_admins(server)
@@ -84,7 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         process = EngineProcess.launch(engine)
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
+        _tell_start(server, engine, urls, is_open=not server.api_key and tenants is None)
         sockets = (listening, for_admins)
+        if server.api_processes > 1:
+            return _keep(server, engine, sockets, process, urls=urls)
         return _serve(server, engine, sockets, process, urls=urls, tenants=tenants)
     finally:
         file.remove()
@@ -98,20 +103,8 @@ def _refuse_both(arguments: argparse.Namespace) -> None:
             raise SettingError(f"--uds and --{name} are both given; give one of them")
 
 
-def _tenants(path: str, server: ServerConfig) -> tuple[Tenant, ...]:
-    """The tenants of a file, who must be able to come in."""
-    tenants = read_tenants(path)
-    for tenant in tenants:
-        if not tenant.key_digests and not tenant.is_default:
-            raise SettingError(
-                f"the tenants file {path}: tenant {tenant.name} has no key, so nobody could be it; "
-                "give it keys or key_digests"
-            )
-    if not server.api_key and not any(tenant.key_digests for tenant in tenants):
-        raise SettingError(
-            f"the tenants file {path}: no tenant has a key; give them keys or key_digests"
-        )
-    return tenants
+def _tenants_of(path: str, server: ServerConfig) -> tuple[Tenant, ...]:
+    return read_tenants_of_server(path, has_keys=bool(server.api_key))
 
 
 def _with_key_of_environment(server: ServerConfig) -> ServerConfig:
@@ -130,15 +123,6 @@ def _serve(
     tenants: tuple[Tenant, ...] | None,
 ) -> int:
     log = Log("server")
-    url, *admins = urls
-    log.event(
-        "loading",
-        model=config.model.model or "the model in the box",
-        address=url,
-        **({"admin_address": admins[0]} if admins else {}),
-    )
-    if "*" in server.cors_origin and not server.api_key and tenants is None:
-        log.warning("any page in a browser that reaches this server may use it: no key is set")
     listening, for_admins = sockets
     # Only now, while the engine's own imports run beside ours.
     from quire.api.server import run as run_server
@@ -146,20 +130,11 @@ def _serve(
 
     client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
     announced = threading.Event()
-    if sys.stderr.isatty():
-        threading.Thread(
-            target=_show_progress, args=(client, announced), name="quire-progress", daemon=True
-        ).start()
+    _start_progress(lambda: client.loading, announced)
 
     def announce() -> None:
         announced.set()
-        for problem in _template_problems(client):
-            log.warning("chat template cannot be used", reason=problem)
-        try:
-            print(_block(client, urls), flush=True)
-        except OSError as error:  # requests are taken all the same
-            lose_output()
-            log.warning("standard output cannot be written", reason=str(error), address=url)
+        _announce(client.card, client.notes, _template_problems(client), urls, log)
 
     try:
         path = config.scheduler.tenants
@@ -171,22 +146,88 @@ def _serve(
             announce=announce,
             for_admins=for_admins,
             tenants=tenants,
-            read_tenants=None if path is None else lambda: _tenants(path, server),
+            read_tenants=None if path is None else lambda: _tenants_of(path, server),
             tenants_file=path,
         )
     finally:
         announced.set()
 
 
-def _block(client: EngineClient, urls: Sequence[str]) -> str:
+def _keep(
+    server: ServerConfig,
+    config: EngineConfig,
+    sockets: tuple[socket.socket, socket.socket | None],
+    process: EngineProcess,
+    *,
+    urls: Sequence[str],
+) -> int:
+    """Serve by several API processes, which this one only keeps."""
+    from quire.api.keeper import keep
+
+    log, loading, announced = Log("server"), [(0, 0)], threading.Event()
+    _start_progress(lambda: loading[0], announced)
+
+    def see(done_bytes: int, total_bytes: int) -> None:
+        loading[0] = done_bytes, total_bytes
+
+    def announce(ready: Ready, problems: Sequence[str]) -> None:
+        announced.set()
+        _announce(ready.card, ready.notes, problems, urls, log)
+
+    listening, for_admins = sockets
+    try:
+        return keep(
+            process,
+            config,
+            server,
+            listening,
+            log,
+            announce=announce,
+            for_admins=for_admins,
+            on_loading=see,
+        )
+    finally:
+        announced.set()
+
+
+def _tell_start(
+    server: ServerConfig, config: EngineConfig, urls: Sequence[str], *, is_open: bool
+) -> None:
+    log = Log("server")
+    url, *admins = urls
+    log.event(
+        "loading",
+        model=config.model.model or "the model in the box",
+        address=url,
+        **({"admin_address": admins[0]} if admins else {}),
+    )
+    if "*" in server.cors_origin and is_open:
+        log.warning("any page in a browser that reaches this server may use it: no key is set")
+
+
+def _announce(
+    card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str], log: Log
+) -> None:
+    """Requests are taken: say so."""
+    for problem in problems:
+        log.warning("chat template cannot be used", reason=problem)
+    try:
+        print(_block(card, notes, problems, urls), flush=True)
+    except OSError as error:  # requests are taken all the same
+        lose_output()
+        log.warning("standard output cannot be written", reason=str(error), address=urls[0])
+
+
+def _block(
+    card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str]
+) -> str:
     """What is served, where, in how much memory, and how long it took to get here."""
-    card = client.card
     kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
     lines = [
         f"model    {card.name} ({card.dtype}{kept}, {card.recipe}), "
         f"context {card.max_model_len} tokens",
-        *(f"memory   {note}" for note in client.notes),
-        *(f"chats    not served: {why}" for why in _template_problems(client)),
+        *(f"memory   {note}" for note in notes),
+        *(f"chats    not served: {why}" for why in problems),
         *(f"{what}  {url}" for what, url in zip(("address", "admin  "), urls, strict=False)),
         f"ready in {_age_s():.2f} s",
     ]
@@ -199,11 +240,18 @@ def _template_problems(client: EngineClient) -> list[str]:
     return [] if template is None else list(template.problems.values())
 
 
-def _show_progress(client: EngineClient, announced: threading.Event) -> None:
+def _start_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:
+    if sys.stderr.isatty():
+        threading.Thread(
+            target=_show_progress, args=(loading, announced), name="quire-progress", daemon=True
+        ).start()
+
+
+def _show_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:
     """A line on the terminal that counts the weights while they are packed."""
     shown = False
     while not announced.wait(_PROGRESS_S):
-        done_bytes, total_bytes = client.loading
+        done_bytes, total_bytes = loading()
         if total_bytes:
             shown = True
             share = 100 * done_bytes // total_bytes

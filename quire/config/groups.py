@@ -30,6 +30,8 @@ TOOL_PARSERS = (
     *("deepseek", "kimi", "granite", "phi", "harmony", "json"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "kimi", "harmony")
+# Each has a tokenizer of its own in memory.
+MOST_API_PROCESSES = 64
 # The names checkpoints and other engines use.
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # The names of quire/quant/scheme.py, which a room of this row does not read.
@@ -265,6 +267,9 @@ class ServerConfig:
     api_key: tuple[str, ...] = setting(
         (), "a key callers must show; may be repeated; default: QUIRE_API_KEY of the environment"
     )
+    api_processes: int = setting(
+        1, "processes that speak HTTP, template and tokenize, before the one engine: 1 to 64"
+    )
     insecure: bool = setting(False, "listen beyond loopback without a key")
     uds: str | None = setting(
         None, "listen on a Unix socket at this path, in place of an address and a port"
@@ -357,6 +362,11 @@ class ServerConfig:
             raise SettingError(f"port is {self.port}; 0 to 65535 is allowed")
         if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
             raise SettingError(f"admin_port is {self.admin_port}; 0 to 65535 is allowed")
+        if not 1 <= self.api_processes <= MOST_API_PROCESSES:
+            raise SettingError(
+                f"api_processes is {self.api_processes}; 1 to {MOST_API_PROCESSES} are allowed "
+                "(more than there are cores bring nothing)"
+            )
         if self.uds == "":
             raise SettingError("uds is empty; give the path of a socket, or leave it out")
         _check_root_path(self.root_path)

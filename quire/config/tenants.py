@@ -105,6 +105,25 @@ def read_tenants(path: str) -> tuple[Tenant, ...]:
         raise SettingError(f"the tenants file {path}: {error}") from error
 
 
+def read_tenants_of_server(path: str, *, has_keys: bool) -> tuple[Tenant, ...]:
+    """The tenants of a file, who must be able to come in. has_keys: the server has keys beside it.
+
+    Raises SettingError.
+    """
+    tenants = read_tenants(path)
+    for tenant in tenants:
+        if not tenant.key_digests and not tenant.is_default:
+            raise SettingError(
+                f"the tenants file {path}: tenant {tenant.name} has no key, so nobody could be it; "
+                "give it keys or key_digests"
+            )
+    if not has_keys and not any(tenant.key_digests for tenant in tenants):
+        raise SettingError(
+            f"the tenants file {path}: no tenant has a key; give them keys or key_digests"
+        )
+    return tenants
+
+
 def needs_restart(told: Sequence[Tenant], now: Sequence[Tenant]) -> str | None:
     """What of `now` an engine that was told `told` cannot take up while it runs; None if nothing.
 

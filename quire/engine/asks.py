@@ -13,18 +13,19 @@ Answer = TypeVar("Answer")
 
 
 class Asks(Generic[Answer]):
-    """Questions by number, each a future of the running event loop."""
+    """Questions by number, each a future of the running event loop. before: their numbers begin
+    behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 0) -> None:
         self._open: dict[int, asyncio.Future[Answer]] = {}
-        self._num_asked = 0
+        self._last = before
 
     def open(self) -> tuple[int, asyncio.Future[Answer]]:
         """A new question: its number, and its answer to come."""
-        self._num_asked += 1
+        self._last += 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._open[self._num_asked] = answer
-        return self._num_asked, answer
+        self._open[self._last] = answer
+        return self._last, answer
 
     def answered(self, number: int, answer: Answer) -> None:
         """The answer to question `number`; nobody may be waiting any more."""

@@ -26,7 +26,7 @@ from quire.base.terms import DEFAULT_TERMS, Terms
 from quire.config.groups import EngineConfig
 from quire.engine.asks import Asks
 from quire.engine.card import EngineState, Health, ModelCard
-from quire.engine.launch import EngineProcess
+from quire.engine.launch import EngineProcess, SharedEngine
 from quire.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -50,6 +50,7 @@ from quire.engine.messages import (
 from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.ranking import Ranking
 from quire.engine.requests import default_sampling, make_requests
+from quire.engine.routing import STARTER, asks_before, id_prefix
 from quire.engine.streams import OpenStreams
 from quire.engine.text_side import load_text_side
 from quire.engine.unread import Unread
@@ -87,13 +88,16 @@ class EngineClient:
     bytes of the weights. `dead` is set when the engine is gone,
     for whatever reason but close(). `watchdog_s`: without progress for so long (a step
     that ends, or operations done within one) while work is pending, health() says no.
+    number: among several clients of one engine; 0 where there is one.
     """
 
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def __init__(self, link: Link, config: EngineConfig, *, watchdog_s: float = 60.0) -> None:
+    def __init__(
+        self, link: Link, config: EngineConfig, *, watchdog_s: float = 60.0, number: int = 0
+    ) -> None:
         self.config = config
         self.notes: tuple[str, ...] = ()
         self.stats = EngineStats()
@@ -105,12 +109,13 @@ class EngineClient:
         self._watchdog_ms = watchdog_s * 1000
         self._state: EngineState = "starting"
         self._closed = False
+        self._is_shared = number != STARTER
         self._fault: Fault | None = None
         self._started: asyncio.Future[ModelCard] | None = None
-        self._streams: OpenStreams[_Unread] = OpenStreams()
+        self._streams: OpenStreams[_Unread] = OpenStreams(id_prefix(number))
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
         self._unread: dict[str, _Unread] = {}  # what waits, by the caller's id
-        self._asks: Asks[CacheTold] = Asks()
+        self._asks: Asks[CacheTold] = Asks(asks_before(number))
         self._progress_ms = 0.0
         self._ops_done = -1
         self._defaults: SamplingParams | None = None  # made once, by the card
@@ -122,12 +127,17 @@ class EngineClient:
 
     @classmethod
     def attach(
-        cls, process: EngineProcess, config: EngineConfig, *, watchdog_s: float = 60.0
+        cls,
+        process: EngineProcess | SharedEngine,
+        config: EngineConfig,
+        *,
+        watchdog_s: float = 60.0,
     ) -> EngineClient:
-        """A client of a process that was launched with `config`."""
+        """A client of a process that was launched with `config`, perhaps one of several."""
         from quire.engine.process_link import ProcessLink  # zmq: the in-process engine needs none
 
-        return cls(ProcessLink(process), config, watchdog_s=watchdog_s)
+        link = ProcessLink(process)
+        return cls(link, config, watchdog_s=watchdog_s, number=process.client)
 
     @classmethod
     def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
@@ -267,14 +277,13 @@ class EngineClient:
             reason = f"the engine is {self._state}"
         elif quiet_ms > self._watchdog_ms and self._is_working:
             reason = (
-                f"{len(self._streams)} requests are open and nothing was computed for "
-                f"{quiet_ms:.0f} ms"
+                f"{self._pending} requests are open and nothing was computed for {quiet_ms:.0f} ms"
             )
         return Health(
             ok=not reason,
             state=self._state,
             reason=reason,
-            pending=len(self._streams),
+            pending=self._pending,
             steps_total=self.stats.steps_total,
         )
 
@@ -385,7 +394,17 @@ class EngineClient:
     @property
     def _is_working(self) -> bool:
         """Whether the engine has streams to compute: open ones whose reader keeps up."""
+        if self._is_shared and self.stats.running + self.stats.waiting:
+            return True  # perhaps another client's
         return any(not unread.is_held for unread in self._streams.owners())
+
+    @property
+    def _pending(self) -> int:
+        """Streams that are not finished, of all clients."""
+        own = len(self._streams)
+        if not self._is_shared:
+            return own
+        return max(own, self.stats.running + self.stats.waiting + self.stats.held)
 
     def _hold(self, stream_ids: tuple[str, ...], *, is_held: bool) -> None:
         if not is_held and not self._is_working:

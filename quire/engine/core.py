@@ -34,6 +34,7 @@ from quire.engine.messages import (
     CacheTold,
     FromEngine,
     Hold,
+    Leave,
     Outputs,
     Refused,
     Stop,
@@ -41,6 +42,7 @@ from quire.engine.messages import (
     ToEngine,
     fault_of,
 )
+from quire.engine.routing import id_prefix
 from quire.runner.handle import Handle
 from quire.runner.touch_ahead import TouchAhead
 from quire.scheduler.scheduler import Scheduler
@@ -272,6 +274,9 @@ def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], No
     elif isinstance(message, Hold):
         for request_id in message.request_ids:
             core.scheduler.hold(request_id, is_held=message.is_held)
+    elif isinstance(message, Leave):
+        core.abort(core.scheduler.ids_that_begin(id_prefix(message.client)))
+        emit(Outputs(outputs=None, stats=core.stats()))
     elif isinstance(message, AskCache):
         emit(core.ask_cache(message))
     elif isinstance(message, Submit):

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -33,8 +34,8 @@ _START = """
 import sys
 installed = (at for at, path in enumerate(sys.path) if path.endswith("-packages"))
 sys.path.insert(next(installed, len(sys.path)), sys.argv.pop(1))
-from quire.engine.process import main
-sys.exit(main())
+from importlib import import_module
+sys.exit(import_module(sys.argv.pop(1)).main())
 """
 
 # A socket's address has at most 107 bytes; what we put behind the folder takes under 30.
@@ -42,7 +43,11 @@ _MOST_FOLDER_BYTES = 70
 
 
 class EngineProcess:
-    """A running engine process and the folder of its sockets."""
+    """A running engine process and the folder of its sockets. client: our number among its clients;
+    is_ours: it ends when we say so."""
+
+    client = 0
+    is_ours = True
 
     def __init__(self, popen: subprocess.Popen[bytes], folder: Path) -> None:
         self._popen = popen
@@ -52,9 +57,10 @@ class EngineProcess:
     def launch(cls, config: EngineConfig) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
         folder = _socket_folder()
-        command = [sys.executable, "-P", "-c", _START, _PACKAGES, "--endpoint", str(folder)]
+        command = [*command_of("quire.engine.process"), "--endpoint", str(folder)]
+        env = environment_of_ours()
         try:
-            popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=_environment())
+            popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=env)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise SettingError(f"the engine process cannot be started: {error}") from error
@@ -87,6 +93,32 @@ class EngineProcess:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class SharedEngine:
+    """An engine process that our parent started, for several of its processes: the same face, but
+    that it goes on when we end. When it has ended the parent knows, who tells us (`ended`)."""
+
+    is_ours = False
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self.folder = folder
+        self.client = client
+        self._exit_code: int | None = None
+        self._has_ended = threading.Event()
+
+    def ended(self, exit_code: int) -> None:
+        """It has; whoever waits for it is woken."""
+        self._exit_code = exit_code
+        self._has_ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code (negative: the signal that ended it); None where it still runs."""
+        self._has_ended.wait(timeout_s)
+        return self._exit_code
+
+    def end(self, timeout_s: float) -> None:
+        """Leave it as it is."""
+
+
 def _socket_folder() -> Path:
     """A new folder of ours for sockets, whose addresses may not be long."""
     folder = tempfile.gettempdir()
@@ -101,8 +133,13 @@ def _socket_folder() -> Path:
         ) from error
 
 
-def _environment() -> dict[str, str]:
-    """Ours without the key: the engine talks to nobody but us."""
+def command_of(module: str) -> list[str]:
+    """What starts a process of ours: `main` of a module, in a fresh interpreter."""
+    return [sys.executable, "-P", "-c", _START, _PACKAGES, module]
+
+
+def environment_of_ours() -> dict[str, str]:
+    """This process's without the key: who needs it is told otherwise."""
     return {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
 
 

@@ -1,6 +1,7 @@
 """What client and engine say to each other, whatever carries it.
 
-Frozen records. Client to engine: Submit, Abort, Hold, AskCache, Stop. Engine to client: Hello
+Frozen records. Client to engine: Submit, Abort, Hold, AskCache, Stop; whoever started it also says
+Join and Leave, where it has several clients (routing.py). Engine to client: Hello
 first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheTold,
 Beat while a step is long, and Failed at the end.
 """
@@ -16,7 +17,7 @@ from quire.base.records import EngineStats, Request, StepOutputs
 from quire.engine.card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,20 @@ class AskCache:
     ask_id: int
     num_prefixes: int = 0
     flush: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """There is one more client, at sockets of its own. client: its number, never used again."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """That client is gone: end what it asked for, tell it nothing more."""
+
+    client: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +145,7 @@ class Failed:
     fault: Fault
 
 
-ToEngine = Submit | Abort | Hold | AskCache | Stop
+ToEngine = Submit | Abort | Hold | AskCache | Join | Leave | Stop
 FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | CacheTold | Failed
 
 

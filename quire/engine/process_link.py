@@ -1,8 +1,8 @@
 """ProcessLink: an engine process, seen from an event loop: messages and its end come as calls.
 
-The client's end of channel.py's sockets. Always holds: sending never blocks, whether the engine
-is there or not; its last words are delivered before its end is told; close() leaves no process,
-no socket and no folder behind.
+The client's end of channel.py's sockets, to an engine of ours or one that we share. Always holds:
+sending never blocks, whether the engine is there or not; its last words are delivered before its
+end is told; close() leaves no process of ours, no socket and no folder behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.engine.channel import (
     socket_address,
     to_engine_wire,
 )
-from quire.engine.launch import EngineProcess
+from quire.engine.launch import EngineProcess, SharedEngine
 from quire.engine.messages import FromEngine, Stop, ToEngine
 
 _END_S = 5.0
@@ -30,13 +30,13 @@ _END_S = 5.0
 class ProcessLink:
     """The client's end, in an event loop: messages and the process's end come as calls."""
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: EngineProcess | SharedEngine) -> None:
         self._process = process
         self._context = zmq.Context(io_threads=1)
         self._out = open_socket(self._context, zmq.PUSH)
-        self._out.bind(socket_address(process.folder, "in"))
+        self._out.bind(socket_address(process.folder, "in", process.client))
         self._in = open_socket(self._context, zmq.PULL)
-        self._in.bind(socket_address(process.folder, "out"))
+        self._in.bind(socket_address(process.folder, "out", process.client))
         self._written, self._read = to_engine_wire(), from_engine_wire()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[FromEngine], None] | None = None
@@ -75,16 +75,18 @@ class ProcessLink:
         return True
 
     async def close(self) -> None:
-        """Ask the engine to stop, make sure that it does, and free the sockets."""
+        """Ask the engine to stop, make sure that it does, and free the sockets. One that we share
+        goes on."""
         loop = asyncio.get_running_loop()
         if self._loop is not None:
             self._loop.remove_reader(_descriptor(self._in))
             self._loop = None
-        wait_s = _END_S if self.send(Stop()) else 0.0
+        wait_s = _END_S if self._process.is_ours and self.send(Stop()) else 0.0
         await loop.run_in_executor(None, self._end, wait_s)
 
     def _end(self, wait_s: float) -> None:
-        self._process.wait(wait_s)
+        if wait_s:
+            self._process.wait(wait_s)
         self._process.end(0.0)
         self._context.destroy(linger=0)
 

@@ -20,9 +20,11 @@ Owner = TypeVar("Owner")
 
 
 class OpenStreams(Generic[Owner]):
-    """Streams by the id the engine knows them by, each with its text and its owner."""
+    """Streams by the id the engine knows them by, each with its text and its owner. prefix: what
+    all these ids begin with."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._open: dict[str, tuple[OutputStream, Owner]] = {}
         self._num_requests = 0
 
@@ -37,7 +39,7 @@ class OpenStreams(Generic[Owner]):
     def fresh_id(self, request_id: str) -> str:
         """An id for the engine: the caller's may come again, the number in it never does."""
         self._num_requests += 1
-        return f"{request_id}#{self._num_requests}"
+        return f"{self._prefix}{request_id}#{self._num_requests}"
 
     def open(
         self,

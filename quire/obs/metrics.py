@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -35,11 +36,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """All metrics of one server process. tenants: their names, in the order EngineStats has."""
+    """All metrics of one server process. tenants: their names, in the order EngineStats has.
 
-    def __init__(self, tenants: Sequence[str] = ()) -> None:
+    shared: the folder in which several processes count (shared.py): `text` then shows the sums.
+    sees_steps: whether this one observes the engine's steps, as one of them does. restarts: of API
+    processes; where there are several, their keeper counts them with a counter of its own.
+    """
+
+    def __init__(
+        self,
+        tenants: Sequence[str] = (),
+        *,
+        shared: Path | None = None,
+        sees_steps: bool = True,
+    ) -> None:
         registry = CollectorRegistry()
-        self._registry = registry
+        self._shown = registry if shared is None else CollectorRegistry()
+        self._sees_steps = sees_steps
         self._stats = EngineStats()
         self._last_step = 0
 
@@ -70,8 +83,14 @@ class Metrics:
         )
         self._make_counters(registry)
         self._make_promises(registry)
-        registry.register(EngineCollector(lambda: self._stats))
-        registry.register(TenantCollector(lambda: self._stats, tuple(tenants)))
+        self.restarts = restarts_counter()
+        registry.register(self.restarts)
+        if shared is not None:
+            from prometheus_client.multiprocess import MultiProcessCollector  # only these need it
+
+            MultiProcessCollector(self._shown, str(shared))  # type: ignore[no-untyped-call]
+        self._shown.register(EngineCollector(lambda: self._stats))
+        self._shown.register(TenantCollector(lambda: self._stats, tuple(tenants)))
 
     def _make_counters(self, registry: CollectorRegistry) -> None:
         self._finished = Counter(
@@ -109,7 +128,12 @@ class Metrics:
             ("route", "status"),
             registry=registry,
         )
-        self._open = Gauge("quire_open_requests", "HTTP requests being answered", registry=registry)
+        self._open = Gauge(
+            "quire_open_requests",
+            "HTTP requests being answered",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
 
     def _make_promises(self, registry: CollectorRegistry) -> None:
         self._good_requests = Counter(
@@ -208,14 +232,23 @@ class Metrics:
     def see(self, stats: EngineStats) -> None:
         """The engine's latest counters. Each step is observed at most once."""
         self._stats = stats
-        if stats.steps_total > self._last_step:
+        if self._sees_steps and stats.steps_total > self._last_step:
             self._last_step = stats.steps_total
             self._batch_rows.observe(stats.step_rows)
             self._batch_tokens.observe(stats.step_tokens)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
+
+
+def restarts_counter() -> Counter:
+    """API processes that ended and were replaced; counted by whoever replaces them."""
+    return Counter(
+        "quire_api_process_restarts",
+        "API processes that ended by themselves and were replaced",
+        registry=None,
+    )
 
 
 def missed_objectives(

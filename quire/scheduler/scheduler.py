@@ -247,6 +247,10 @@ class Scheduler:
         self._roster.abort(ticket)
         return ticket.output(finish_reason=FinishReason.ABORT)
 
+    def ids_that_begin(self, prefix: str) -> list[str]:
+        """The requests that are here and whose ids begin so."""
+        return [id_ for id_ in self._roster.tickets if id_.startswith(prefix)]
+
     def hold(self, request_id: str, *, is_held: bool) -> None:
         """Its reader does not keep up: it gets no more steps until it is released. Ids that are
         not here (any more) are ignored."""

@@ -71,6 +71,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_errors_total{kind=WorkerError}", lambda metrics: metrics.error("WorkerError"), 1),
     ("quire_timeouts_total", lambda metrics: metrics.timeout(), 1),
     ("quire_disconnects_total", lambda metrics: metrics.disconnect(), 1),
+    ("quire_api_process_restarts_total", lambda metrics: metrics.restarts.inc(), 1),
     ("quire_slow_readers_total", lambda metrics: metrics.slow_reader(), 1),
     ("quire_open_requests", lambda metrics: metrics.opened(), 1),
     (
