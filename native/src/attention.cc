@@ -301,7 +301,7 @@ class Shares {
     // most_rows: of a walk.
     Shares(const AttentionArgs& args, int64_t most_rows)
         : args_(args), group_(args.heads / args.shape.kv_heads),
-          tokens_(group_ < most_rows ? most_rows / group_ : 1), most_rows_(most_rows) {
+          tokens_(tokens_of_walk(args, most_rows)), most_rows_(most_rows) {
         const int64_t most = args.num_tokens / tokens_ + args.num_sequences;
         const int64_t bytes = most * static_cast<int64_t>(sizeof(Share)) + args.num_sequences * 8;
         char* memory = args.pool->shared(bytes);
@@ -337,6 +337,17 @@ class Shares {
     const int32_t* order() const { return order_; }
 
   private:
+    // As many as fit, but of few KV heads no more than leaves some work to every thread.
+    static int64_t tokens_of_walk(const AttentionArgs& args, int64_t most_rows) {
+        const int64_t group = args.heads / args.shape.kv_heads;
+        const int64_t most = group < most_rows ? most_rows / group : 1;
+        const int64_t parts = (4 * args.pool->num_threads() - 1) / args.shape.kv_heads + 1;
+        const int64_t each = (args.num_tokens - 1) / parts + 1;
+        const int64_t least = group < 96 ? 96 / group : 1;
+        const int64_t tokens = each > least ? each : least;
+        return tokens < most ? tokens : most;
+    }
+
     int64_t rows(int64_t s) const {
         return (args_.seq_starts[s + 1] - args_.seq_starts[s]) * group_;
     }

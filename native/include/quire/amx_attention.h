@@ -10,7 +10,9 @@
 // Few rows that see the same of a piece go another way, to the same bits: amx_few_attention.h.
 #pragma once
 
+#include "quire/amx_beside.h"
 #include "quire/amx_few_attention.h"
+#include "quire/amx_probabilities.h"
 #include "quire/amx_tiles.h"
 #include "quire/attention_tiles.h"
 
@@ -20,11 +22,12 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-constexpr int kWalkRows = 96;      // rows that share a walk through the cache
+constexpr int kWalkRows = 512;     // rows that share a walk through the cache
 constexpr int kPairRows = 32;      // rows of two tiles
 constexpr int kAhead = 64;         // positions that integers are fetched ahead of their use
 constexpr int kSteps = kPiece / static_cast<int>(kTileStep);
 constexpr int kDimSteps = kMaxHeadDim / static_cast<int>(kTileStep);
+static_assert(2 * kSteps * kDimSteps <= TileSteps::kMost, "scores and values of two units");
 
 // What is fetched while a group's values are copied: the values copied next, and the keys that
 // scores will ask for. Null: nothing.
@@ -33,45 +36,15 @@ struct GroupsAhead {
     const bf16* keys = nullptr;
 };
 
-// sums of `upper` (and 16 rows on, where two) by the two halves, 16 columns each, of a weight
-// whose steps lie anywhere. Strides are in bytes.
-template <bool two>
-__attribute__((noinline)) void multiply_steps(const bf16* x, int64_t x_stride,
-                                              const bf16* const* left, const bf16* const* right,
-                                              int64_t w_stride, int64_t steps, float* sums,
-                                              int64_t sums_stride) {
-    memory_barrier();
-    const char* upper = reinterpret_cast<const char*>(x);
-    const char* lower = upper + kTileRows * x_stride;
-    char* out = reinterpret_cast<char*>(sums);
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (two) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t s = 0; s < steps; ++s) {
-        _tile_loadd(6, left[s], w_stride);
-        _tile_loadd(4, upper, x_stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, right[s], w_stride);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (two) {
-            _tile_loadd(5, lower, x_stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-            lower += kTileStep * 2;
-        }
-        upper += kTileStep * 2;
-    }
-    _tile_stored(0, out, sums_stride);
-    _tile_stored(1, out + 64, sums_stride);
-    if constexpr (two) {
-        _tile_stored(2, out + kTileRows * sums_stride, sums_stride);
-        _tile_stored(3, out + kTileRows * sums_stride + 64, sums_stride);
-    }
-    memory_barrier();
-}
+// Up to 32 rows and what they see of a piece.
+struct TileUnit {
+    int row, count;
+    int from, to;  // steps of positions that some of them sees
+    Span spans[kPairRows];
+    const bf16* values[kSteps];  // from `from` on
+    float *scores, *largest, *sum;
+    bf16* weights;
+};
 
 // Up to kWalkRows rows of one KV head, and what they have summed so far.
 class TileWalk {
@@ -86,6 +59,7 @@ class TileWalk {
           head_(static_cast<const char*>(args.cache) + 2 * part_bytes_ * kv_head),
           scale_(scale_of(args)), expanded_(args.shape, scratch) {
         if (args.shape.ints) expanded_.lend_scales(scale_);
+        for (int i = 0; i < kPiece; ++i) ones_[i] = 1.0f;
     }
 
     void add_row(int64_t token, int64_t head) {
@@ -111,7 +85,7 @@ class TileWalk {
     // have rising positions, or see all of every such piece. Returns how many pieces were read.
     int64_t attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
         if (begin == end) return 0;
-        configured_ = 0;
+        configured_ = false;
         const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
         const int count = end - begin;
         const bool few = count <= kFewRows && dim_ % kTileStep == 0;
@@ -124,12 +98,16 @@ class TileWalk {
                 continue;
             }
             find(table, piece * kPiece, stretch.first, stretch.end);
+            if (!configured_) configure_tiles(count < kTileRows ? count : kTileRows, kTileRows);
+            configured_ = true;
             for (int row = begin; row < end; row += kPairRows) {
                 const int rows = end - row < kPairRows ? end - row : kPairRows;
-                attend_tile(piece * kPiece, row, rows);
+                attend_unit(piece * kPiece, row, rows);
             }
+            push(nullptr);
+            push(nullptr);
         }
-        if (configured_ != 0) release_tiles();
+        if (configured_) release_tiles();
         return stretch.count();
     }
 
@@ -207,7 +185,7 @@ class TileWalk {
             }
         }
         piece.weigh(count, few_weights_, piece_, stride_);
-        for (int i = 0; i < count; ++i) merge(row + i, largest[i], sum[i], piece_ + i * stride_);
+        merge_rows(row, count, largest, sum, piece_);
     }
 
     // Points at the groups of keys from `start` on that are read together.
@@ -377,61 +355,103 @@ class TileWalk {
         return finite_[s] == 1;
     }
 
-    // Adds the piece that begins at position `start` to rows row .. row + count.
-    void attend_tile(int64_t start, int row, int count) {
+    // Adds the piece that begins at position `start` to rows row .. row + count, or begins to.
+    void attend_unit(int64_t start, int row, int count) {
         while (count > 0 && end_[row] <= start) ++row, --count;
         while (count > 0 && first_[row + count - 1] >= start + kPiece) --count;
         if (count == 0) return;
-        Span spans[kPairRows];
+        TileUnit& unit = units_[num_units_ % 3];
+        const int slot = num_units_++ % 2;
+        unit.row = row;
+        unit.count = count;
+        unit.scores = scores_ + slot * kPairRows * kPiece;
+        unit.weights = weights_ + slot * kPairRows * kPiece;
+        unit.largest = largest_of_[slot];
+        unit.sum = sum_of_[slot];
         for (int i = 0; i < count; ++i) {
             const int64_t first = first_[row + i] - start, end = end_[row + i] - start;
-            spans[i] = {static_cast<int>(first > 0 ? first : 0),
-                        static_cast<int>(end < kPiece ? end : kPiece)};
+            unit.spans[i] = {static_cast<int>(first > 0 ? first : 0),
+                             static_cast<int>(end < kPiece ? end : kPiece)};
         }
         constexpr int step = static_cast<int>(kTileStep);
-        const int from = spans[0].first / step, to = (spans[count - 1].end + step - 1) / step;
-        if (count > 1 && !may_share(spans, count, from, to)) {
-            for (int i = 0; i < count; ++i) attend_tile(start, row + i, 1);
+        unit.from = unit.spans[0].first / step;
+        unit.to = (unit.spans[count - 1].end + step - 1) / step;
+        if (count > 1 && !may_share(unit.spans, count, unit.from, unit.to)) {
+            for (int i = 0; i < count; ++i) {
+                attend_unit(start, row + i, 1);
+                push(nullptr);
+                push(nullptr);
+            }
             return;
         }
-        const bf16* values[kSteps];
-        for (int s = from; s < to; ++s) values[s - from] = values_[s];
-        if (count == 1) mask_values(spans[0], from, to, values);
+        for (int s = unit.from; s < unit.to; ++s) unit.values[s - unit.from] = values_[s];
+        if (count == 1) mask_values(unit.spans[0], unit.from, unit.to, unit.values);
+        push(&unit);
+    }
 
-        if (configured_ != count) {
-            configure_tiles(count < kTileRows ? count : kTileRows, count - kTileRows);
-            configured_ = count;
-        }
-        const bool two = count > kTileRows;
-        const bf16* query = query_ + row * stride_;
-        for (int s = from; s < to; ++s) {
-            const auto multiply = two ? multiply_steps<true> : multiply_steps<false>;
-            multiply(query, stride_ * 2, keys_[2 * s], keys_[2 * s + 1], kTileStep * 2,
-                     stride_ / kTileStep, scores_ + s * kTileStep, kPiece * 4);
-        }
-        float largest[kPairRows], sum[kPairRows];
-        for (int i = 0; i < count; ++i) {
-            bf16* weights = weights_ + i * kPiece;
-            probabilities(scores_ + i * kPiece, weights, spans[i].first, spans[i].end, scale_,
-                          &largest[i], &sum[i]);
-            const int begun = spans[i].first / kLanes * kLanes;
-            const int ended = (spans[i].end + kLanes - 1) / kLanes * kLanes;
-            for (int p = from * step; p < begun; p += kLanes) store(weights + p, zero());
-            for (int p = ended; p < to * step; p += kLanes) store(weights + p, zero());
-        }
-        for (int64_t c = 0; c < dim_; c += 2 * kLanes) {
-            const bf16 *left[kSteps], *right[kSteps];
-            const int64_t second = c + kLanes < dim_ ? 2 * kLanes : 0;
-            for (int s = 0; s < to - from; ++s) {
-                left[s] = values[s] + 2 * c;
-                right[s] = left[s] + second;
+    // Three units are under way: while this one is scored, the one before becomes probabilities, and
+    // the one before that is added to its rows.
+    void push(TileUnit* unit) {
+        if (weighed_ != nullptr) plan_values(*weighed_);
+        if (unit != nullptr) plan_scores(*unit);
+        if (scored_ != nullptr) make_probabilities(*scored_);
+        steps_.finish();
+        if (weighed_ != nullptr) merge_unit(*weighed_);
+        weighed_ = scored_;
+        scored_ = unit;
+    }
+
+    void plan_scores(const TileUnit& unit) {
+        const int64_t stride = stride_ * 2, steps = stride_ / kTileStep;
+        for (int s = unit.from; s < unit.to; ++s) {
+            for (int64_t d = 0; d < steps; ++d) {
+                steps_.plan({query_ + unit.row * stride_ + d * kTileStep, keys_[2 * s][d],
+                             keys_[2 * s + 1][d],
+                             d + 1 == steps ? unit.scores + s * kTileStep : nullptr,
+                             static_cast<int32_t>(stride), kTileStep * 2, kPiece * 4,
+                             unit.count > kTileRows, d == 0});
             }
-            const auto multiply = two ? multiply_steps<true> : multiply_steps<false>;
-            multiply(weights_ + from * step, kPiece * 2, left, right, dim_ * 4, to - from,
-                     piece_ + c, stride_ * 4);
         }
-        for (int i = 0; i < count; ++i) {
-            merge(row + i, largest[i], sum[i], piece_ + i * stride_);
+    }
+
+    void plan_values(const TileUnit& unit) {
+        const int steps = unit.to - unit.from;
+        for (int64_t c = 0; c < dim_; c += 2 * kLanes) {
+            const int64_t second = c + kLanes < dim_ ? 2 * kLanes : 0;
+            for (int s = 0; s < steps; ++s) {
+                const bf16* left = unit.values[s] + 2 * c;
+                steps_.plan({unit.weights + (unit.from + s) * kTileStep, left, left + second,
+                             s + 1 == steps ? piece_ + c : nullptr, kPiece * 2,
+                             static_cast<int32_t>(dim_ * 4), static_cast<int32_t>(stride_ * 4),
+                             unit.count > kTileRows, s == 0});
+            }
+        }
+    }
+
+    void make_probabilities(const TileUnit& unit) {
+        steps_.spread(unit.count * (unit.to - unit.from) / 4 + unit.count / 4);
+        constexpr int step = static_cast<int>(kTileStep);
+        for (int i = 0; i < unit.count; i += kTileRows) {
+            const int count = unit.count - i < kTileRows ? unit.count - i : kTileRows;
+            const auto make = args_.shape.ints ? probabilities_beside<true>
+                                               : probabilities_beside<false>;
+            make(unit.scores + i * kPiece, unit.weights + i * kPiece, unit.spans + i, count, scale_,
+                 ones_, unit.largest + i, unit.sum + i, steps_);
+        }
+        for (int i = 0; i < unit.count; ++i) {
+            bf16* weights = unit.weights + i * kPiece;
+            const int begun = unit.spans[i].first / kLanes * kLanes;
+            const int ended = (unit.spans[i].end + kLanes - 1) / kLanes * kLanes;
+            for (int p = unit.from * step; p < begun; p += kLanes) store(weights + p, zero());
+            for (int p = ended; p < unit.to * step; p += kLanes) store(weights + p, zero());
+        }
+    }
+
+    void merge_unit(const TileUnit& unit) {
+        for (int first = 0; first < unit.count; first += kLanes) {
+            const int count = unit.count - first < kLanes ? unit.count - first : kLanes;
+            merge_rows(unit.row + first, count, unit.largest + first, unit.sum + first,
+                       piece_ + first * stride_);
         }
     }
 
@@ -461,21 +481,31 @@ class TileWalk {
         }
     }
 
-    void merge(int row, float largest, float sum, const float* piece) {
-        float* out = out_ + row * stride_;
-        if (num_pieces_[row]++ == 0) {
-            largest_[row] = largest;
-            sum_[row] = sum;
-            for (int64_t c = 0; c < stride_; c += kLanes) store(out + c, load(piece + c));
-            return;
-        }
-        const Vec old = set1(largest_[row]), fresh = set1(largest);
+    // Adds a piece to `count` rows, at most 16.
+    void merge_rows(int row, int count, const float* largest, const float* sum,
+                    const float* piece) {
+        const Vec old = load_n(largest_ + row, count), fresh = load_n(largest, count);
         const Vec most = max(old, fresh);
         const Vec a = exp2_below<float>(sub(old, most)), b = exp2_below<float>(sub(fresh, most));
-        largest_[row] = first_lane(most);
-        sum_[row] = first_lane(fma(set1(sum), b, mul(set1(sum_[row]), a)));
-        for (int64_t c = 0; c < stride_; c += kLanes) {
-            store(out + c, fma(load(piece + c), b, mul(load(out + c), a)));
+        const Vec sums = fma(load_n(sum, count), b, mul(load_n(sum_ + row, count), a));
+        float most_of[kLanes], sum_of[kLanes], old_part[kLanes], fresh_part[kLanes];
+        store(most_of, most);
+        store(sum_of, sums);
+        store(old_part, a);
+        store(fresh_part, b);
+        for (int i = 0; i < count; ++i, piece += stride_) {
+            float* out = out_ + (row + i) * stride_;
+            const bool first = num_pieces_[row + i]++ == 0;
+            largest_[row + i] = first ? largest[i] : most_of[i];
+            sum_[row + i] = first ? sum[i] : sum_of[i];
+            if (first) {
+                for (int64_t c = 0; c < stride_; c += kLanes) store(out + c, load(piece + c));
+                continue;
+            }
+            const Vec kept = set1(old_part[i]), added = set1(fresh_part[i]);
+            for (int64_t c = 0; c < stride_; c += kLanes) {
+                store(out + c, fma(load(piece + c), added, mul(load(out + c), kept)));
+            }
         }
     }
 
@@ -491,21 +521,28 @@ class TileWalk {
     Span valid_[kSteps];  // what some row of the walk sees of a step
     int finite_[kSteps];  // -1: not looked at
     const char* expected_[kStreams] = {};  // null: nobody knows
-    int configured_ = 0;  // rows the tiles are configured for
+    bool configured_ = false;              // whether the tiles are
 
     int num_rows_ = 0;
     int64_t first_[kWalkRows], end_[kWalkRows];  // positions seen
     int num_pieces_[kWalkRows];
     float largest_[kWalkRows], sum_[kWalkRows];
 
-    alignas(64) bf16 query_[kWalkRows * kMaxHeadDim];
+    TileSteps steps_;
+    alignas(64) float ones_[kPiece];
+    TileUnit units_[3];
+    int num_units_ = 0;
+    TileUnit *scored_ = nullptr, *weighed_ = nullptr;
+    float largest_of_[2][kPairRows], sum_of_[2][kPairRows];
+
+    alignas(64) bf16 query_[(kWalkRows + kPairRows) * kMaxHeadDim];
     alignas(64) float few_query_[kFewRows * kMaxHeadDim];
     alignas(64) float few_weights_[kFewRows * kPiece];
     alignas(64) bf16 last_keys_[kPiece * kTileStep];
     alignas(64) bf16 copied_[kPiece * kMaxHeadDim + 64];
     alignas(64) bf16 masked_[2 * kTileStep * kMaxHeadDim + 64];
-    alignas(64) float scores_[kPairRows * kPiece];
-    alignas(64) bf16 weights_[kPairRows * kPiece];
+    alignas(64) float scores_[2 * kPairRows * kPiece];
+    alignas(64) bf16 weights_[2 * kPairRows * kPiece];
     alignas(64) float piece_[kPairRows * kMaxHeadDim];
     alignas(64) float out_[kWalkRows * kMaxHeadDim];
 };
