@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
-    from quire.engine.llm import LLM, AsyncLLM
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.llm import LLM
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
@@ -26,10 +27,14 @@ def __getattr__(name: str) -> Any:
         from quire.base.sampling_params import SamplingParams
 
         return SamplingParams
-    if name in ("LLM", "AsyncLLM"):
-        from quire.engine import llm
+    if name == "LLM":
+        from quire.engine.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name == "AsyncLLM":
+        from quire.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "__version__":
         from importlib.metadata import version
 

@@ -20,7 +20,7 @@ from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.bench.foreign import rss_bytes
 from quire.bench.workloads import Ask, batches
-from quire.engine.llm import AsyncLLM
+from quire.engine.async_llm import AsyncLLM
 from quire.obs.timing import RequestTimes
 
 # Until memory has not grown by more for so long, or at most so long.

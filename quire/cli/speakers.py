@@ -27,7 +27,7 @@ from quire.base.errors import (
 )
 
 if TYPE_CHECKING:
-    from quire.engine.llm import AsyncLLM
+    from quire.engine.async_llm import AsyncLLM
 
 Message = Mapping[str, str]
 _TIMEOUT_S = 600.0
@@ -53,7 +53,9 @@ class LocalSpeaker:
     def __init__(
         self, model: str, settings: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> None:
-        from quire.engine.llm import AsyncLLM  # NumPy and the kernels: a remote chat needs none
+        from quire.engine.async_llm import (
+            AsyncLLM,  # NumPy and the kernels: a remote chat needs none
+        )
 
         self._runner = asyncio.Runner()
         self._llm: AsyncLLM = AsyncLLM(model, **settings)

@@ -1,0 +1,61 @@
+"""What callers of LLM and AsyncLLM may give: one prompt or several, one setting for all or each.
+
+Knows no model. What a prompt cannot be is an InvalidParameter that says what it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeVar, cast
+
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+_Kind = TypeVar("_Kind")
+
+
+def one_each(name: str, kind: type[_Kind], given: object, num_prompts: int) -> Sequence[_Kind]:
+    """What was given for all prompts or for each, for each."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
+        raise InvalidParameter(
+            f"{name} is {show(given)}; a {kind.__name__} for all prompts or a list of one each is "
+            "allowed",
+            param=name,
+        )
+    if len(given) != num_prompts:
+        raise InvalidParameter(
+            f"{len(given)} {name} for {num_prompts} prompts; give one for all or one each",
+            param=name,
+        )
+    return given
+
+
+def prompts_of(given: object) -> Sequence[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(given, str):
+        return [given]
+    entries = list(listed(given))
+    if entries and isinstance(entries[0], Integral):
+        return [cast("Sequence[int]", given)]
+    return [_prompt(entry) for entry in entries]
+
+
+def _prompt(given: object) -> Prompt:
+    return given if isinstance(given, str) else listed(given)
+
+
+def listed(given: object) -> Sequence[Any]:
+    """A list of whatever, or an array. Raises InvalidParameter for what a prompt cannot be."""
+    is_listed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if not is_listed or isinstance(given, str | bytes | bytearray | Mapping):
+        raise InvalidParameter(
+            f"prompt is {show(given)}; a text, a list of token ids, or a list of these is allowed",
+            param="prompt",
+        )
+    return cast("Sequence[Any]", given)
