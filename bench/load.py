@@ -121,7 +121,8 @@ def _measure(
     entry["rates"].append(summary)
     found = knee(entry["rates"])
     entry |= {
-        "settings": entry["settings"] | outcome["settings"],
+        "settings": entry["settings"]
+        | {**outcome["settings"], "model": Path(str(outcome["settings"]["model"])).name},
         "knee": None if found is None else entry["rates"][found],
     }
     print(

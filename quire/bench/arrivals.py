@@ -23,21 +23,20 @@ def poisson(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> list[Ask]:
-    """Requests that arrive independently, `per_s` a second on average, within `seconds`.
+    """Requests that arrive independently within `seconds`: a Poisson process, given that as many
+    came as `per_s` makes (at least one), so that rising rates do rise.
 
-    Lengths are taken in turn. At least one request. Raises SettingError for a rate of 0 or less.
+    Lengths are taken in turn. Raises SettingError for a rate of 0 or less.
     """
     if not per_s > 0 or not seconds > 0:
         raise SettingError(f"{per_s} requests a second for {seconds} s; both must be above 0")
     asks: list[Ask] = []
-    arrival_s = 0.0
-    while arrival_s < seconds:
+    for arrival_s in np.sort(rng.uniform(0.0, seconds, max(round(per_s * seconds), 1))).tolist():
         one = lengths[len(asks) % len(lengths)]
         ids = draw_ids(one.prompt, vocab_size, rng)
         asks.append(
             Ask(prompt_ids=tuple(ids.tolist()), output_tokens=one.output, arrival_s=arrival_s)
         )
-        arrival_s += float(rng.exponential(1 / per_s))
     return asks
 
 
