@@ -35,6 +35,8 @@ from bench.peers.convert import (
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
 from bench.record import (
+    FAR_BEHIND,
+    FAR_BEHIND_PAIRS,
     HEADLINES,
     MIN_PAIRS,
     TOOL_SUFFIX,
@@ -253,8 +255,9 @@ def summary_text(record: Record) -> str:
     for workload in record.content["summary"]:
         if not record.may_tell(workload):
             lines.append(
-                f"{workload}: no ratios: llama.cpp and OpenVINO need {MIN_PAIRS} kept pairs each, "
-                "and tokens that were checked"
+                f"{workload}: no ratios: llama.cpp and OpenVINO need {MIN_PAIRS} kept pairs each "
+                f"({FAR_BEHIND_PAIRS} where all put the peer {FAR_BEHIND:g} times behind), and tokens "
+                "that were checked"
             )
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 Written after each pair, by a move, so that a run can be stopped and go on. Always holds: a file
 has one machine, one shape, one precision, one number of threads and one state of Quire; samples
 of others are refused. Ratios are told only of workloads in which llama.cpp and OpenVINO both have
-enough kept pairs: five, or two where both put the peer far behind.
+enough kept pairs: five, or fewer where all put the peer far behind (is_settled).
 """
 
 from __future__ import annotations
