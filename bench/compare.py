@@ -256,8 +256,8 @@ def summary_text(record: Record) -> str:
         if not record.may_tell(workload):
             lines.append(
                 f"{workload}: no ratios: llama.cpp and OpenVINO need {MIN_PAIRS} kept pairs each "
-                f"({FAR_BEHIND_PAIRS} where all put the peer {FAR_BEHIND:g} times behind), and tokens "
-                "that were checked"
+                f"({FAR_BEHIND_PAIRS} where all put the peer {FAR_BEHIND:g} times behind), and "
+                "tokens that were checked"
             )
     return "\n".join(lines)
 
