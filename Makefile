@@ -9,7 +9,7 @@ comma   := ,
 STAMP   = $(VENV)/.quire
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint parity fuzz clients clients-installed bench clean help
+.PHONY: demo test lint parity gpu fuzz clients clients-installed bench clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -28,6 +28,9 @@ lint: $(STAMP)-lint  ## formatter, linter, types, import law
 
 parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
 	@$(BIN)/python -m pytest -m parity tests
+
+gpu: $(STAMP)-gpu  ## the GPU's kernels and executor, without a GPU (installs PyTorch and Triton)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu tests/gpu
 
 fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
 	@$(BIN)/python -m pytest -m fuzz tests/fuzz
@@ -62,6 +65,8 @@ $(STAMP)-lint: $(BIN)/python pyproject.toml
 	$(call install,[lint])
 $(STAMP)-parity: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)parity])
+$(STAMP)-gpu: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)gpu])
 $(STAMP)-fuzz: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)fuzz])
 clients-installed: $(STAMP)-clients

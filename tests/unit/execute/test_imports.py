@@ -1,0 +1,53 @@
+"""What importing the executors' rooms brings in: nothing heavy, and nothing that may be missing.
+
+The numbers rooms must work where msgspec, pyzmq and the compiled module do not exist.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORTED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refuse(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in {refused!r}:
+            raise ImportError(name + " is refused here")
+
+sys.meta_path.insert(0, Refuse())
+{lines}
+print("heavy:", sorted({{"torch", "triton"}} & set(sys.modules)))
+"""
+WITHOUT = ("msgspec", "zmq", "quire._native")
+NUMBERS_ROOMS = (
+    "quire.base.records",
+    "quire.config.groups",
+    "quire.models.registry",
+    "quire.program.quantize",
+    "quire.program.kv_cache",
+    "quire.program.cost",
+    "quire.weights.checkpoint",
+    "quire.weights.binding",
+    "quire.execute.reference",
+    "quire.runner.model_runner",
+    "quire.sampling.reference",
+)
+
+
+def _import(modules: tuple[str, ...], refused: tuple[str, ...]) -> str:
+    script = IMPORTED.format(refused=refused, lines="\n".join(f"import {m}" for m in modules))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_numbers_rooms_need_neither_messages_nor_the_compiled_module() -> None:
+    assert "heavy: []" in _import(NUMBERS_ROOMS, WITHOUT)
+
+
+def test_an_engine_on_a_cpu_brings_no_pytorch() -> None:
+    modules = ("quire.engine.assemble", "quire.execute.native", "quire.execute.reference")
+    assert "heavy: []" in _import(modules, ())
