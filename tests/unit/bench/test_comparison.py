@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from bench import pairs, readme_table
 from bench.checkpoints import SHAPES, checkpoint_config, tensor_shapes, tokenizer_json
 from bench.floors import Work, workload_work
+from bench.measured import rows
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed
 from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject, is_settled
@@ -288,10 +289,13 @@ def test_the_readme_tells_the_strongest_peer_and_nothing_that_may_not_be_told(
     assert readme_table.table() == "Not yet measured."
     _filled(tmp_path / "cpu-b.json", peers=("openvino", "llama.cpp"))
     told = readme_table.table()
-    assert (
-        "| 30 tokens/s (KV int8): **1.50x** llama.cpp (1.50 to 1.50), 25 % of the floor |" in told
+    assert "| **1.50x** llama.cpp; 30.0 tokens/s, KV int8, 25 % of the floor |" in told
+    page = readme_table.page()
+    cells = (
+        "| bf16 | 30.0 (int8) | 25 % | llama.cpp 20.0 (int9, uint8_t) | **1.50** (1.50 to 1.50) |"
     )
-    assert "llama.cpp bf16: int9, KV uint8_t." in told
+    assert cells in page
+    assert "| OpenVINO 1" in page  # the others are on the page
 
 
 def test_the_floor_of_one_request_is_its_bytes_or_its_operations() -> None:
@@ -361,7 +365,12 @@ def test_the_readme_tells_of_serving_only_beside_a_peer() -> None:
         return {"knee": {"goodput_per_s": goodput}}
 
     engines = {"quire": knee_at(1.5), "vllm": knee_at(0.75), "llama.cpp": {"knee": None}}
-    [row] = readme_table._serving_rows({"engines": engines})
+    [row] = rows._serving_rows({"engines": engines})
     assert "1.50, vllm 0.75: 2.00x" in row
     del engines["vllm"]
-    assert readme_table._serving_rows({"engines": engines}) == []
+    assert rows._serving_rows({"engines": engines}) == []
+
+
+def test_pages_tell_what_the_committed_results_say() -> None:
+    assert readme_table.README.read_text() == readme_table.readme()
+    assert readme_table.PAGE.read_text() == readme_table.page()
