@@ -79,7 +79,7 @@ async def read_job(asked: Asked) -> Job:
     )
     adds_special = flag(given, "add_special_tokens")
     token_ids = await encode(
-        engine,
+        asked.request,
         text,
         add_special_tokens=adds_special,
         least_output=int(sampling.max_tokens != 0),

@@ -27,6 +27,7 @@ from quire.api.logprobs import (
     joined,
     prompt_logprobs,
 )
+from quire.api.opening import Opened
 from quire.api.prompts import checked_ids, encode, most_tokens
 from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
 from quire.api.serving import Engine, Serving
@@ -75,7 +76,7 @@ async def read_job(asked: Asked) -> Job:
         if at:
             await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
         token_ids = await _ids(
-            engine, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
+            asked.request, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
         )
         chosen = limited(
             sampling,
@@ -311,7 +312,7 @@ def _filling_in(engine: Engine, given: Mapping[str, Any], prompts: list[Any]) ->
 
 
 async def _ids(
-    engine: Engine,
+    request: Opened,
     prompt: Any,
     sampling: SamplingParams,
     *,
@@ -320,9 +321,11 @@ async def _ids(
 ) -> list[int]:
     least_output = int(sampling.max_tokens != 0)
     if not isinstance(prompt, str):
-        return checked_ids(engine, prompt, least_output=least_output, keep_tokens=keep_tokens)
+        return checked_ids(
+            request.engine, prompt, least_output=least_output, keep_tokens=keep_tokens
+        )
     token_ids = await encode(
-        engine,
+        request,
         prompt,
         add_special_tokens=add_special_tokens,
         least_output=least_output,

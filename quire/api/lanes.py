@@ -2,9 +2,8 @@
 
 Two lanes of a few threads each: one for what is asked with little, one for what may take its time
 (large bodies, templates that requests bring along). So that whoever fills the slow lane waits for
-himself only: small requests go on, and neither lane takes the threads that read bodies and
-tokenize prompts. Knows nothing of what it runs. Always holds: what has not begun when its caller
-leaves is never begun.
+himself only: small requests go on, and neither lane takes the threads that read bodies. Knows
+nothing of what it runs. Always holds: what has not begun when its caller leaves is never begun.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What every POST route begins with: a body in time, its fields by name, the model it asks for.
 
 Knows the table of fields and no field's meaning but `model`'s. Always holds: a field that is not
-served or not known is refused, or (unknown_fields="warn") left out, logged and named in a header.
+served or not known, and any parameter of the query, is refused, or (unknown_fields="warn") left
+out, logged and named in a header.
 """
 
 from __future__ import annotations
@@ -97,9 +98,26 @@ async def opened(
         deadline=deadline,
         is_large=is_large,
     )
-    begun.ignore(*ignored)
+    begun.ignore(*query_names(request, honoured, warns=warns), *ignored)
     _check_model(given, engine)
     return begun
+
+
+def query_names(request: Request, honoured: frozenset[str], *, warns: bool) -> tuple[str, ...]:
+    """Parameters of the query that are left out, none being known; only where the server warns.
+
+    honoured: fields of the body. Raises InvalidParameter.
+    """
+    names = tuple(request.query_params) if request.scope["query_string"] else ()
+    if names and not warns:
+        name = names[0]
+        advice = "send it as a field of the body" if name in honoured else "leave it out"
+        raise InvalidParameter(
+            f"{show(name)} is a parameter of the query, and this route takes none there; {advice}"
+            + ("" if name in honoured else ", or start the server with --unknown-fields warn"),
+            param=name[:64],
+        )
+    return names
 
 
 def _check_model(given: Mapping[str, Any], engine: Engine) -> None:

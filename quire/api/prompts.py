@@ -1,15 +1,16 @@
 """Texts to token ids at the edge: long texts are tokenized in a thread, others go on meanwhile.
 
 Knows the tokenizer, the vocabulary and the context length; whether prompt and all of the output fit
-together is the engine's to say. Always holds: ids that leave here are plain ints the model has.
+together is the engine's to say. Always holds: ids that leave here are plain ints the model has; no
+text is tokenized that is beyond `most_text_bytes`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.api.opening import Opened
 from quire.api.serving import Engine
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.show import show
@@ -17,6 +18,28 @@ from quire.engine.requests import prompt_too_long
 
 # Tokenizing so many characters takes about a millisecond.
 _SHORT_CHARS = 4096
+# Tokenizing takes 130 times a text's bytes of memory, so that a body of the largest size would
+# take a gigabyte. Text has some four bytes a token: what has more than so many fills no context.
+_BYTES_A_TOKEN = 16
+_LEAST_MOST_BYTES = 1 << 20
+
+
+def most_text_bytes(engine: Engine) -> int:
+    """How long a text may be that is tokenized."""
+    return max(_BYTES_A_TOKEN * engine.card.max_model_len, _LEAST_MOST_BYTES)
+
+
+def check_text_bytes(engine: Engine, text: str, *, param: str) -> None:
+    """Refuses a text that would take too long to tokenize. param: the field it came in."""
+    most_bytes = most_text_bytes(engine)
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    if num_bytes > most_bytes:
+        raise InvalidParameter(
+            f"{param} makes a text of {num_bytes} bytes; at most {most_bytes} are tokenized at "
+            f"once ({_LEAST_MOST_BYTES}, or {_BYTES_A_TOKEN} for each token of the context, where "
+            "that is more); send less, or in pieces",
+            param=param,
+        )
 
 
 def most_tokens(given: Mapping[str, Any], engine: Engine, max_tokens: int | None) -> int | None:
@@ -44,7 +67,7 @@ def most_tokens(given: Mapping[str, Any], engine: Engine, max_tokens: int | None
 
 
 async def encode(
-    engine: Engine,
+    request: Opened,
     text: str,
     *,
     add_special_tokens: bool,
@@ -52,25 +75,26 @@ async def encode(
     keep_tokens: int | None = None,
     param: str = "prompt",
 ) -> list[int]:
-    """The ids of `text`. A text too long for the context in any tokens is not even looked at.
+    """The ids of a request's `text`. One too long for the context in any tokens, or beyond
+    most_text_bytes, is not even looked at.
 
     param: the field it came in. least_output: tokens there must be room for behind it; 0 where it
     is only scored. keep_tokens: of a longer text only the last so many. Raises ContextTooLong
     and InvalidParameter.
     """
-    if keep_tokens is not None:
-        encoded = engine.tokenizer.encode
-        ids = await asyncio.to_thread(encoded, text, add_special_tokens=add_special_tokens)
-        return ids[-keep_tokens:]
-    least_tokens = engine.tokenizer.least_tokens(text)
-    if least_tokens + least_output > engine.card.max_model_len:
-        found = f"{len(text)} characters, so at least {least_tokens} tokens"
-        raise _too_long(engine, found, least_output, param)
+    engine, encoded = request.engine, request.engine.tokenizer.encode
+    if keep_tokens is None:
+        least_tokens = engine.tokenizer.least_tokens(text)
+        if least_tokens + least_output > engine.card.max_model_len:
+            found = f"{len(text)} characters, so at least {least_tokens} tokens"
+            raise _too_long(engine, found, least_output, param)
     if len(text) <= _SHORT_CHARS:
-        ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = encoded(text, add_special_tokens=add_special_tokens)
     else:
-        encoded = engine.tokenizer.encode
-        ids = await asyncio.to_thread(encoded, text, add_special_tokens=add_special_tokens)
+        check_text_bytes(engine, text, param=param)
+        ids = await request.beside(encoded, text, add_special_tokens=add_special_tokens)
+    if keep_tokens is not None:
+        return ids[-keep_tokens:]
     if len(ids) + least_output > engine.card.max_model_len:
         raise _too_long(engine, f"{len(ids)} tokens", least_output, param)
     return ids

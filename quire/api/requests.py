@@ -15,7 +15,9 @@ from starlette.routing import Route
 
 from quire.api.errors import ResumeGone, UnknownRequest
 from quire.api.events import place_of
+from quire.api.fields import ignored_header
 from quire.api.live import Live
+from quire.api.opening import query_names
 from quire.api.peers import Peers
 from quire.api.serving import Serving
 from quire.api.stream import FollowStream
@@ -44,7 +46,12 @@ class Requests:
 
     async def abort(self, request: Request) -> Response:
         """End a request; `aborted` is false where it had ended before."""
-        return await self._answered(request, self._aborted)
+        warns = self._serving.config.unknown_fields == "warn"
+        ignored = query_names(request, frozenset(), warns=warns)
+        response = await self._answered(request, self._aborted)
+        if ignored:
+            response.headers["x-quire-ignored-fields"] = ignored_header(ignored)
+        return response
 
     async def stream(self, request: Request) -> Response:
         """The events of a resumable stream behind Last-Event-ID, or all of them without one."""

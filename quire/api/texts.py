@@ -2,8 +2,8 @@
 
 They show exactly what /v1/completions and /v1/chat/completions hand to the engine: the same fields,
 the same defaults, the same text and ids. Nothing is computed and no context length is enforced:
-that a text does not fit is what one may want to know. Always holds: what takes long runs in a
-thread, and others go on meanwhile.
+that a text does not fit is what one may want to know; only one far beyond it is refused. Always
+holds: what takes long runs in a thread, and others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.api.conversations import rendered
 from quire.api.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
 from quire.api.gone import until_gone
 from quire.api.opening import Opened, opened
+from quire.api.prompts import check_text_bytes
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -61,11 +62,13 @@ async def _tokenized(request: Opened) -> bytes:
         raise InvalidParameter(
             "prompt and messages are both given; give one of them", param="messages"
         )
-    if "messages" in given:
+    param = "messages" if "messages" in given else "prompt"
+    if param == "messages":
         text = (await rendered(request)).text
         adds_special = flag(given, "add_special_tokens")
     else:
         text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
+    check_text_bytes(engine, text, param=param)
     return await request.beside(_tokens_json, engine, text, adds_special, with_strings)
 
 
