@@ -1,0 +1,44 @@
+"""What launchers share: checks of shapes and strides, block sizes, and how kernels are compiled.
+
+Kernels run on an accelerator's tensors, or on CPU tensors in Triton's interpreter. Knows no
+operation. Always holds: nothing here depends on how many rows there are, and multiplications and
+additions are fused only where a kernel writes fma, in every version of Triton (EXACT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+# Given to every launch: what is rounded once and what twice must not be the compiler's choice.
+EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False})
+
+
+def power_of_two(size: int, *, least: int = 1, most: int = 2**30) -> int:
+    """The smallest power of two that holds `size`, within bounds that are powers of two."""
+    return min(max(1 << max(size - 1, 0).bit_length(), least), most)
+
+
+def check_rows(
+    name: str, x: torch.Tensor, rows: int | None = None, columns: int | None = None
+) -> None:
+    """Raise ValueError where x is not [rows, columns] with columns side by side."""
+    wanted = (x.shape[0] if rows is None else rows, x.shape[-1] if columns is None else columns)
+    if x.dim() != 2 or tuple(x.shape) != wanted or (x.shape[1] > 1 and x.stride(1) != 1):
+        raise ValueError(
+            f"{name} is {tuple(x.shape)} with strides {x.stride()}; {list(wanted)} with elements "
+            "of a row side by side is needed"
+        )
+
+
+def check_vector(name: str, x: torch.Tensor | None, size: int, dtype: torch.dtype) -> None:
+    """Raise ValueError where x is there and is not [size] of a dtype, side by side."""
+    if x is None:
+        return
+    if tuple(x.shape) != (size,) or x.dtype != dtype or (size > 1 and x.stride(0) != 1):
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)}; {dtype} [{size}], side by side, is needed"
+        )
