@@ -43,6 +43,6 @@ def _content_digest(raw: NDArray[np.uint8]) -> tuple[int, int]:
     try:
         from quire import _native  # not where only PyTorch is there to compute with
     except ImportError:
-        hashed = hashlib.blake2b(memoryview(raw), digest_size=16).digest()
+        hashed = hashlib.blake2b(raw.data, digest_size=16).digest()
         return int.from_bytes(hashed[:8], "little"), int.from_bytes(hashed[8:], "little")
     return _native.content_digest(raw)
