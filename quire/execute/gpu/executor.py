@@ -1,0 +1,354 @@
+"""TorchExecutor: runs a program with PyTorch and Triton, on a GPU, or on CPU tensors to be tested.
+
+Owns the device's weights, buffers, the step's numbers and the KV pool. On a GPU operations are
+kernels (kernel_ops.py), on CPU tensors plain PyTorch (ops.py); steps of one token a sequence are
+replayed from captured graphs (graphs.py). Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
+from quire.execute.batch_check import check_batch, check_range
+from quire.execute.executor import ExecutorMemory, Progress
+from quire.execute.gpu.host_choice import choose_on_host, score_on_host
+from quire.execute.gpu.kernels.cache_layout import CachePool
+from quire.execute.gpu.load import TORCH_TYPES, Loaded, load
+from quire.execute.gpu.ops import Call, Place, bind_plain
+from quire.execute.gpu.step_buffers import Counts, StepBuffers
+from quire.execute.layout import lay_out
+from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable, rope_bytes
+from quire.program.batch import ForwardBatch
+from quire.program.ops import Op, OpKind, RopeSpec, Rows
+from quire.program.program import Program
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
+from quire.weights.binding import bind
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.pack_cache import PackCache
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+
+FORMS = ("silu", "gelu", "gelu_tanh", "relu")
+SEGMENTS = ("trunk", "head")
+# Blocks of the smallest size cover a request's positions; a step's tables have so many columns.
+SMALLEST_BLOCK = 16
+FULL_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExecutorClass:
+    """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
+
+    exact: products whose bits a row has whatever rows are beside it.
+    """
+
+    device: torch.device
+    exact: bool = True
+
+    def check_program(self, program: Program) -> None:
+        """Raise ModelError listing what cannot be held, before anything is loaded."""
+        problems = []
+        if len(program.caches) != 1:
+            problems.append(f"it has {len(program.caches)} KV caches; one is held")
+        forms = {
+            op.attrs["form"]
+            for ops in program.segments.values()
+            for op in ops
+            if op.kind is OpKind.ACTIVATION
+        }
+        problems += [
+            f"its activation is {form!r}; {', '.join(FORMS)} are known"
+            for form in sorted(forms - set(FORMS))
+        ]
+        if problems:
+            raise ModelError(
+                f"{program.name}: the torch executor cannot hold this model "
+                "(--executor reference can):" + "".join(f"\n  - {problem}" for problem in problems)
+            )
+
+    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+        """Weights and cache as the program says; buffers share one arena."""
+        return ExecutorMemory(
+            weights_bytes=_weight_bytes(program),
+            step_bytes=lay_out(program, max_rows).arena_bytes
+            + rope_bytes(program)
+            + StepBuffers.num_bytes(**_step_sizes(program, max_rows)),
+            token_bytes=sum(cache.token_bytes for cache in program.caches),
+        )
+
+    def full_step_tokens(self) -> int:
+        """See ExecutorClass."""
+        return 128 if self.device.type == "cpu" else FULL_STEP_TOKENS
+
+    def __call__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        max_sequences: int,
+        num_threads: int = 1,
+        progress: Progress | None = None,
+        pack_cache: PackCache | None = None,
+    ) -> TorchExecutor:
+        if pack_cache is not None:
+            raise SettingError(
+                "pack_cache: the torch executor packs nothing; leave it out, or take the native "
+                "executor"
+            )
+        self.check_program(program)
+        if self.device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        try:
+            weights = load(program, bind(program, checkpoint), self.device, progress)
+            return TorchExecutor(
+                program,
+                weights,
+                device=self.device,
+                exact=self.exact,
+                max_rows={
+                    Rows.TOKENS: max_tokens,
+                    Rows.SAMPLES: max_samples,
+                    Rows.SEQUENCES: max_sequences,
+                },
+            )
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
+                f"{max_tokens} tokens do not fit into the memory of {self.device}; lower "
+                "--max-num-batched-tokens or take a smaller model"
+            ) from error
+
+
+class TorchExecutor:
+    """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
+    NaN before each run, for tests."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Loaded,
+        *,
+        device: torch.device,
+        exact: bool,
+        max_rows: Mapping[Rows, int],
+        poison: bool = False,
+    ) -> None:
+        self.recipe = recipe_of(device, exact=exact)
+        self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
+        self.ops_done = 0
+        self._program, self._device, self._poison = program, device, poison
+        self._limits = dict(max_rows)
+        self._arena, buffers = _buffers(program, max_rows, device)
+        self._step = StepBuffers(**_step_sizes(program, max_rows), device=device)
+        self._pool: CachePool | None = None
+        self._place = Place(
+            program=program,
+            buffers=buffers,
+            weights=weights,
+            ropes=[_rope(spec, program.max_positions, device) for spec in program.ropes],
+            step=self._step,
+            pool=self._the_pool,
+            exact=exact,
+        )
+        self._calls: dict[str, list[Call]] = {
+            segment: [self._bind(op) for op in program.segments.get(segment, ())]
+            for segment in SEGMENTS
+        }
+        self._counts: Counts | None = None
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Make the KV pool of zeros."""
+        spec = self._program.caches[0]
+        try:
+            self._pool = CachePool.zeros(
+                spec.precision,
+                layers=spec.layers,
+                blocks=num_blocks,
+                kv_heads=spec.kv_heads,
+                block_size=block_size,
+                head_dim=spec.head_dim,
+                device=self._device,
+            )
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise CapacityError(
+                f"{num_blocks} cache blocks of {block_size} tokens "
+                f"({num_blocks * block_size * spec.token_bytes} bytes) do not fit into the memory "
+                f"of {self._device}; lower --kv-cache-memory"
+            ) from error
+
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """Nothing: a device's memory is there when it is allocated."""
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """Copy whole pool blocks over all layers, in order."""
+        for source, target in zip(copy_from.tolist(), copy_to.tolist(), strict=True):
+            for part in self._pool_parts():
+                part[:, target] = part[:, source]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one pool block over all layers, as export_block gives them."""
+        return self._the_pool().block_bytes
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy a pool block's raw bytes over all layers, values before scales, to out."""
+        first = 0
+        for part in self._pool_parts():
+            raw = part[:, block].contiguous().view(torch.uint8).reshape(-1)
+            torch.from_numpy(out[first : first + len(raw)]).copy_(raw)
+            first += len(raw)
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Make a pool block what export_block gave."""
+        first = 0
+        for part in self._pool_parts():
+            of_block = part[:, block]
+            given = torch.from_numpy(np.array(raw[first : first + of_block.nbytes]))
+            of_block.copy_(given.view(part.dtype).reshape(of_block.shape))
+            first += of_block.nbytes
+
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
+        """Compute the trunk segment for all token rows of the batch."""
+        self._check(batch)
+        if self._poison:
+            for buffer in self._place.buffers:
+                buffer.fill_(torch.nan)
+        self._counts = self._step.load(batch)
+        self._run("trunk", self._counts)
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> Any:
+        """Logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
+        device a tensor, to be handed to `sample` and `score`. Valid until the next call."""
+        self._check_fits(Rows.SAMPLES, count)
+        assert self._counts is not None, "the trunk runs before the head"
+        self._step.load_samples(batch.sample_rows[first : first + count])
+        counts = self._counts.of_samples(count)
+        self._run("head", counts)
+        logits = self._place.of(self._program.outputs["logits"], counts)
+        return logits.numpy() if self._device.type == "cpu" else logits
+
+    def output(self, name: str) -> Float32s:
+        """The rows of a named output of the trunk, copied."""
+        assert self._counts is not None, "nothing has run"
+        values: Float32s = (
+            self._place.of(self._program.outputs[name], self._counts).float().cpu().numpy().copy()
+        )
+        return values
+
+    def sample(self, logits: Any, batch: SampleBatch) -> TokenChoice:
+        """Choose a token for each row of `logits`."""
+        return choose_on_host(_on_host(logits), batch)
+
+    def score(self, logits: Any, batch: ScoreBatch) -> Scores:
+        """How likely known tokens are, by the rows of `logits` (which are only read)."""
+        return score_on_host(_on_host(logits), batch)
+
+    def close(self) -> None:
+        """Let go of weights, buffers and cache; further calls are errors."""
+        self._calls, self._pool, self._counts = {}, None, None
+        del self._place, self._arena, self._step
+
+    # ---- private
+
+    def _bind(self, op: Op) -> Call:
+        return bind_plain(op, self._place)
+
+    def _run(self, segment: str, counts: Counts) -> None:
+        for call in self._calls[segment]:
+            call(counts)
+            self.ops_done += 1
+
+    def _the_pool(self) -> CachePool:
+        if self._pool is None:
+            raise WorkerError("the cache has not been allocated, or the executor is closed")
+        return self._pool
+
+    def _pool_parts(self) -> Sequence[Tensor]:
+        pool = self._the_pool()
+        return [pool.values] if pool.scales is None else [pool.values, pool.scales]
+
+    def _check(self, batch: ForwardBatch) -> None:
+        pool = self._the_pool()
+        self._check_fits(Rows.TOKENS, len(batch.token_ids))
+        self._check_fits(Rows.SEQUENCES, len(batch.seq_starts) - 1)
+        check_batch(
+            batch,
+            vocab_size=self._program.vocab_size,
+            num_blocks=pool.num_blocks,
+            block_size=int(pool.values.shape[-2]),
+        )
+        check_range("rope_positions", batch.rope_positions, 0, self._program.max_positions)
+
+    def _check_fits(self, rows: Rows, count: int) -> None:
+        if not self._calls:
+            raise WorkerError("this executor is closed; nothing can be run with it")
+        if count > self._limits[rows]:
+            raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
+
+
+def recipe_of(device: torch.device, *, exact: bool) -> str:
+    """What bits depend on beside the program: the device's kind, its libraries, the mode."""
+    mode = "exact" if exact else "fast"
+    if device.type == "cpu":
+        return f"torch-cpu-{torch.__version__}-{mode}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"torch-{device.type}-sm{major}{minor}-{torch.__version__}-{mode}"
+
+
+def _on_host(logits: Any) -> Float32s:
+    values: Float32s = logits if isinstance(logits, np.ndarray) else logits.float().cpu().numpy()
+    return values
+
+
+def _weight_bytes(program: Program) -> int:
+    """Integers of 4 bits take a byte each as plain PyTorch holds them."""
+    return sum(
+        weight.num_bytes
+        if weight.ints is None
+        else weight.rows * (weight.columns + 4 * weight.ints.num_groups(weight.columns))
+        for weight in program.weights.values()
+    )
+
+
+def _step_sizes(program: Program, max_rows: Mapping[Rows, int]) -> dict[str, int]:
+    return {
+        "max_tokens": max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES]),
+        "max_sequences": max_rows[Rows.SEQUENCES],
+        "max_columns": -(-program.max_positions // SMALLEST_BLOCK) + 1,
+    }
+
+
+def _buffers(
+    program: Program, max_rows: Mapping[Rows, int], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """One arena, and each buffer's place in it as [max rows, width]."""
+    layout = lay_out(program, max_rows)
+    arena = torch.zeros(max(layout.arena_bytes, 1), dtype=torch.uint8, device=device)
+    buffers = []
+    for buffer, place in zip(program.buffers, layout.places, strict=True):
+        raw = arena[place.offset_bytes : place.offset_bytes + place.num_bytes]
+        rows = raw.view(TORCH_TYPES[buffer.dtype]).view(place.max_rows, place.stride)
+        buffers.append(rows[:, : buffer.width])
+    return arena, buffers
+
+
+def _rope(spec: RopeSpec, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions; in whole chunks, as the table grows."""
+    table = RopeTable(spec)
+    table.reserve(-(-max_positions // CHUNK_POSITIONS) * CHUNK_POSITIONS)
+    cos, sin = (np.ascontiguousarray(part[:max_positions]) for part in (table.cos, table.sin))
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)

@@ -1,0 +1,118 @@
+"""Weights on a device: a program's parameter table filled from a checkpoint, a tensor a weight.
+
+Knows parts, sources and their order, as quire/execute/packing.py does for the compiled kernels.
+bf16 tensors of a checkpoint go to the device as they are, part by part, so that loading takes no
+second copy; all others pass through float32. Integers are made as quire/quant says, on the host.
+Always holds: every byte of every tensor is digested once, and a tensor's pages are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.execute.executor import Progress
+from quire.program.ops import DType, Weight, WeightForm, WeightPart
+from quire.program.program import Program
+from quire.quant.int_weights import coarse_rows, quantize_matrix
+from quire.quant.scheme import Scheme
+from quire.weights.binding import Binding
+from quire.weights.content import WeightsDigest
+
+TORCH_TYPES: Mapping[DType, torch.dtype] = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntWeight:
+    """A weight [N, K] of integers: values int8 [N, K] with the zero points taken off, scales f32
+    [N, groups], one group where the scheme has one scale a row."""
+
+    scheme: Scheme
+    values: Tensor
+    scales: Tensor
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows by id in float32, as the products use them."""
+        columns = self.values.shape[1]
+        scales = self.scales[ids].repeat_interleave(self.scheme.group or columns, dim=1)
+        return self.values[ids].float() * scales[:, :columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All weights by name; the digest of what they were made of; rows that 8 bits are too coarse
+    for, by weight."""
+
+    plain: Mapping[str, Tensor]
+    ints: Mapping[str, IntWeight]
+    digest: str = ""
+    coarse_rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def load(
+    program: Program, binding: Binding, device: torch.device, progress: Progress | None
+) -> Loaded:
+    """Raises torch.OutOfMemoryError where the device has no room."""
+    plain: dict[str, Tensor] = {}
+    ints: dict[str, IntWeight] = {}
+    coarse: dict[str, int] = {}
+    digest = WeightsDigest()
+    total, done = program.weight_bytes, 0
+    for name, weight in program.weights.items():
+        if weight.ints is None:
+            plain[name] = _plain(weight, binding, device)
+        else:
+            values = np.concatenate([binding.read_f32(part) for part in weight.parts])
+            values += np.float32(weight.offset)
+            ints[name] = _ints(values, weight.ints, device)
+            if weight.ints.bits == 8 and (count := coarse_rows(values)):
+                coarse[name] = count
+        for part in weight.parts:
+            if not digest.holds(stored := binding.content(part)):
+                digest.add(stored)
+            binding.release(part)
+        done += weight.num_bytes
+        if progress is not None:
+            progress(done, total)
+    return Loaded(plain, ints, digest.hexdigest(), coarse)
+
+
+def _plain(weight: Weight, binding: Binding, device: torch.device) -> Tensor:
+    """[rows, columns], or [rows] of a vector, which stays in float32."""
+    dtype = torch.float32 if weight.form is WeightForm.VECTOR else TORCH_TYPES[weight.dtype]
+    shape = (weight.rows, weight.columns) if weight.columns else (weight.rows,)
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    first = 0
+    for part in weight.parts:
+        rows = _as_stored(part, weight, binding)
+        if rows is None:
+            wide = torch.from_numpy(binding.read_f32(part) + np.float32(weight.offset))
+            # A vector is kept in f32, with the values that its dtype has.
+            rows = wide.to(TORCH_TYPES[weight.dtype])
+        whole[first : first + part.rows].copy_(rows)
+        first += part.rows
+    return whole
+
+
+def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Tensor | None:
+    """The part's rows where the file has them just as they are wanted."""
+    wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
+    if not wanted or part.transposed or weight.offset or binding.content(part).dtype != "bf16":
+        return None
+    stored = binding.tensor(part)
+    # PyTorch has no read-only tensors, so mapped bytes are copied once, on the host.
+    raw = np.array(stored.raw.reshape(stored.shape[0], -1)[part.first_row :][: part.rows])
+    return torch.from_numpy(raw).view(torch.bfloat16)
+
+
+def _ints(values: np.ndarray, scheme: Scheme, device: torch.device) -> IntWeight:
+    matrix = quantize_matrix(values, scheme)
+    return IntWeight(
+        scheme=scheme,
+        values=torch.from_numpy(matrix.values.astype(np.int8)).to(device),
+        scales=torch.from_numpy(np.ascontiguousarray(matrix.scales)).to(device),
+    )

@@ -1,0 +1,124 @@
+"""StepBuffers: the numbers of a ForwardBatch where the device reads them, at fixed addresses.
+
+One int32 array on the host (pinned where the device is a GPU) and one on the device, with a place
+for each field at its largest; a step is mirrored by one copy of what it uses. A captured graph
+reads these places again, so they never move. Rows beyond a step's, up to the size a graph was
+captured with, are made harmless: they store nothing and read the first position of block 0.
+Knows no program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.program.batch import ForwardBatch
+
+Int32s = NDArray[np.int32]
+ALIGNMENT = 64  # elements; kernels read vectors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Rows of a step as computed, padded to a graph's where one runs, and the batch itself, without
+    padding, for what decides on the host."""
+
+    tokens: int
+    sequences: int
+    samples: int
+    is_one_token_each: bool
+    longest: int  # positions of the deepest sequence
+    most_rows: int  # token rows of the largest sequence
+    batch: ForwardBatch
+
+    def of_samples(self, count: int) -> Counts:
+        """The same step with so many sample rows."""
+        return replace(self, samples=count)
+
+
+class StepBuffers:
+    """Tensors int32: token_ids, positions, rope_positions, kv_slots [max_tokens], seq_starts
+    [max_sequences + 1], sample_rows [max_tokens], block_tables [max_sequences, max_columns]."""
+
+    def __init__(
+        self, *, max_tokens: int, max_sequences: int, max_columns: int, device: torch.device
+    ) -> None:
+        sizes = {
+            "token_ids": max_tokens,
+            "positions": max_tokens,
+            "rope_positions": max_tokens,
+            "kv_slots": max_tokens,
+            "sample_rows": max_tokens,
+            "seq_starts": max_sequences + 1,
+            "block_tables": max_sequences * max_columns,  # the last: only its used rows are copied
+        }
+        self._first: dict[str, int] = {}
+        total = 0
+        for name, size in sizes.items():
+            self._first[name] = total
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        on_gpu = device.type != "cpu"
+        self._host_tensor = torch.zeros(total, dtype=torch.int32, pin_memory=on_gpu)
+        self._host: Int32s = self._host_tensor.numpy()
+        # On the CPU there is one array: what is written is there.
+        self._device = torch.zeros_like(self._host_tensor, device=device) if on_gpu else None
+        held = self._host_tensor if self._device is None else self._device
+        parts = {name: held[self._first[name] :][:size] for name, size in sizes.items()}
+        self.token_ids, self.positions = parts["token_ids"], parts["positions"]
+        self.rope_positions, self.kv_slots = parts["rope_positions"], parts["kv_slots"]
+        self.sample_rows, self.seq_starts = parts["sample_rows"], parts["seq_starts"]
+        self.block_tables = parts["block_tables"].view(max_sequences, max_columns)
+        self.max_columns = max_columns
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    @staticmethod
+    def num_bytes(*, max_tokens: int, max_sequences: int, max_columns: int) -> int:
+        """Bytes on the device, at most."""
+        return 4 * (5 * max_tokens + max_sequences * (max_columns + 1) + 8 * ALIGNMENT)
+
+    def load(self, batch: ForwardBatch, *, num_rows: int = 0) -> Counts:
+        """Mirror a batch; rows of one token each are padded to `num_rows`, if that is more."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before has read the host's array
+        tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
+        one_each = tokens == sequences
+        padded = max(tokens, num_rows) if one_each else tokens
+        for name in ("token_ids", "positions", "rope_positions", "sample_rows"):
+            self._write(name, getattr(batch, name), padded, 0)
+        self._write("kv_slots", batch.kv_slots, padded, -1)
+        starts = self._host[self._first["seq_starts"] :]
+        starts[: sequences + 1] = batch.seq_starts
+        rows = padded if one_each else sequences
+        starts[sequences : rows + 1] = np.arange(sequences, rows + 1) if one_each else tokens
+        columns = batch.block_tables.shape[1]
+        tables = self._host[self._first["block_tables"] :][: rows * self.max_columns]
+        by_row = tables.reshape(rows, self.max_columns)
+        by_row[:sequences, :columns] = batch.block_tables
+        by_row[sequences:, 0] = 0
+        if self._device is not None and self._copied is not None:
+            used = self._first["block_tables"] + rows * self.max_columns
+            self._device[:used].copy_(self._host_tensor[:used], non_blocking=True)
+            self._copied.record()
+        return Counts(
+            tokens=padded,
+            sequences=rows,
+            samples=len(batch.sample_rows),
+            is_one_token_each=one_each,
+            longest=int(batch.positions.max(initial=0)) + 1,
+            most_rows=int(np.diff(batch.seq_starts).max(initial=0)),
+            batch=batch,
+        )
+
+    def load_samples(self, sample_rows: Int32s) -> None:
+        """Put other sample rows in place, for a slice of the head."""
+        first = self._first["sample_rows"]
+        self.sample_rows[: len(sample_rows)].copy_(torch.from_numpy(np.array(sample_rows)))
+        self._host[first : first + len(sample_rows)] = sample_rows
+
+    def _write(self, name: str, values: Int32s, padded: int, filler: int) -> None:
+        place = self._host[self._first[name] :][:padded]
+        place[: len(values)] = values
+        place[len(values) :] = filler

@@ -1,0 +1,66 @@
+"""Opens the torch executor on CPU tensors for a tiny model, beside what it is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from quire.execute.gpu.executor import TorchExecutor, TorchExecutorClass
+from quire.execute.gpu.load import load
+from quire.execute.reference import ReferenceExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.kv_cache import with_kv_cache_dtype
+from quire.program.ops import DType, Rows
+from quire.program.program import Program
+from quire.program.quantize import quantize
+from quire.weights.binding import bind
+from quire.weights.checkpoint import open_checkpoint
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+
+def program_of(
+    folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
+) -> Program:
+    """The program of a checkpoint, as settings ask for it."""
+    spec = open_model(folder)
+    plain = build_program(spec, dtype=dtype, max_positions=spec.max_positions)
+    return with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
+
+
+def torch_executor(
+    folder: Path, program: Program, *, exact: bool = True, max_tokens: int = 128, blocks: int = 0
+) -> TorchExecutor:
+    """With NaN in all buffers before each run, and cache for the model's whole length."""
+    executor = TorchExecutor(
+        program,
+        load(program, bind(program, open_checkpoint(folder)), CPU, None),
+        device=CPU,
+        exact=exact,
+        max_rows={Rows.TOKENS: max_tokens, Rows.SAMPLES: max_tokens, Rows.SEQUENCES: 16},
+        poison=True,
+    )
+    executor.allocate_cache(blocks or -(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
+    return executor
+
+
+def reference_executor(
+    folder: Path, program: Program, *, max_tokens: int = 128
+) -> ReferenceExecutor:
+    """The yardstick."""
+    executor = ReferenceExecutor(
+        program,
+        open_checkpoint(folder),
+        max_tokens=max_tokens,
+        max_samples=max_tokens,
+        max_sequences=16,
+    )
+    executor.allocate_cache(-(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
+    return executor
+
+
+def made(device: torch.device = CPU, *, exact: bool = True) -> TorchExecutorClass:
+    """The class as the engine is given it."""
+    return TorchExecutorClass(device, exact)

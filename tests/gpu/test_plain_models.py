@@ -1,0 +1,101 @@
+"""The torch executor on CPU tensors: whole models, against the reference executor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from quire.program.ops import DType  # noqa: E402
+from tests.gpu.opened import program_of, reference_executor, torch_executor  # noqa: E402
+from tests.models.case import Case  # noqa: E402
+from tests.models.cases import CASES  # noqa: E402
+from tests.models.generate import logits_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+# As a share of the largest logit. Sums are in another order; bf16 rounds activations to 8 bits, and
+# an integer activation may become the next of 127.
+TOLERANCES = {DType.F32: 2e-5, DType.BF16: 0.02}
+OF_INTEGERS = 0.05
+NUM_TOKENS = 12
+LLAMA = Case("llama", seed=3, stored="bf16")
+
+
+def _differ(found: np.ndarray, right: np.ndarray) -> float:
+    return float(np.abs(found - right).max() / np.abs(right).max())
+
+
+def _assert_agree(
+    folder: Path, case: Case, dtype: DType, tolerance: float, *wishes: str, exact: bool = True
+) -> None:
+    program = program_of(folder, dtype, *wishes)
+    ids = case.token_ids[:NUM_TOKENS]
+    right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
+    executor = torch_executor(folder, program, exact=exact)
+    found = logits_of(executor, ids, max_positions=program.max_positions)
+    assert _differ(found, right) <= tolerance
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_family_agrees_with_the_reference_in_f32(case: Case, tmp_path: Path) -> None:
+    _assert_agree(case.write(tmp_path), case, DType.F32, TOLERANCES[DType.F32])
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name
+)
+def test_families_agree_with_the_reference_in_bf16(case: Case, tmp_path: Path) -> None:
+    _assert_agree(case.write(tmp_path), case, DType.BF16, TOLERANCES[DType.BF16])
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_the_fast_mode_agrees_as_well(dtype: DType, tmp_path: Path) -> None:
+    _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, TOLERANCES[dtype], exact=False)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4-g32", "int4-g64-zp", "int4-g128"])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_integer_weights_agree(precision: str, dtype: DType, tmp_path: Path) -> None:
+    _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, precision)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "bf16"])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_other_caches_agree(kv_cache_dtype: str, dtype: DType, tmp_path: Path) -> None:
+    _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, "none", kv_cache_dtype)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("wishes", [("none", "auto"), ("int8", "int8"), ("int4-g32", "auto")])
+def test_chunks_of_any_size_give_the_same_bits(
+    dtype: DType, wishes: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = LLAMA.write(tmp_path)
+    program = program_of(folder, dtype, *wishes)
+    ids = np.random.default_rng(4).integers(0, 131, 60).tolist()
+    whole, ones, odd = (
+        logits_of(
+            torch_executor(folder, program), ids, max_positions=program.max_positions, chunk=chunk
+        )
+        for chunk in (60, 1, 13)
+    )
+    assert np.array_equal(whole, ones)
+    assert np.array_equal(whole, odd)
+
+
+def test_a_block_that_was_exported_is_the_same_when_it_is_imported(tmp_path: Path) -> None:
+    folder = LLAMA.write(tmp_path)
+    program = program_of(folder, DType.BF16, "none", "int8")
+    one, other = torch_executor(folder, program), torch_executor(folder, program)
+    logits_of(one, LLAMA.token_ids, max_positions=program.max_positions)
+    raw, again = (np.zeros(one.block_bytes, np.uint8) for _ in range(2))
+    one.export_block(32, raw)
+    assert raw.any()
+    other.import_block(5, raw)
+    other.copy_blocks(np.array([5, 7], np.int32), np.array([7, 9], np.int32))
+    other.export_block(9, again)
+    assert np.array_equal(raw, again)
