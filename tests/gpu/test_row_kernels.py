@@ -22,7 +22,7 @@ from tests.gpu.tensors import (
     wide,
 )
 
-# What overflows on the way (exp of -x, squares of a branch not taken) is no warning to a device either.
+# What overflows on the way (exp of -x, the square of a branch not taken) is no harm.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 SHAPES = [(1, 5), (3, 130), (2, 64)]
 

@@ -1,7 +1,8 @@
-"""How f32 becomes a narrower type: to the nearest, ties to even, on devices and in the interpreter.
+"""What devices do and Triton's interpreter does not: rounding to narrow types, products of tiles.
 
-The interpreter cuts bits off where devices round, so there the rounding is done on integers first,
-after which nothing is left to cut. Always holds: NaN stays NaN. Knows no rows.
+The interpreter cuts bits off where devices round to the nearest, so there the rounding is done on
+integers first. Its products of bf16 are of the bits, and those of f32 have an order that depends
+on the shape, so there they are sums in the order of K. Always holds: NaN stays NaN. Knows no rows.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def as_type(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def for_dot(x):
-    """An operand of tl.dot: as it is, but f32 where the interpreter would multiply bits."""
-    if INTERPRETED:
-        x = x.to(tl.float32)
-    return x
+def dot(a, b, sums):
+    """sums + a [M, K] @ b [K, N], added in f32 (int32 of integers)."""
+    if INTERPRETED and sums.dtype == tl.float32:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        return sums + tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+    return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)

@@ -1,0 +1,57 @@
+"""The launches that are compiled for an H200: layers of an 8B model, for one row and for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.execute.gpu.kernels import rows as row_kernels
+from quire.execute.gpu.kernels.activation import activation
+from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
+from quire.execute.gpu.kernels.norm import norm
+from tests.gpu.compile_for import tensor
+
+F32, I32 = torch.float32, torch.int32
+WIDTH, MIDDLE = 4096, 14336
+
+
+def _linear(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    x, y = tensor(rows, columns, dtype=dtype), tensor(rows, WIDTH)
+    workspace = Workspace.of(2**24, "meta")
+    linear(x, tensor(WIDTH, columns, dtype=dtype), y, workspace=workspace)
+
+
+def _int8(rows: int) -> None:
+    x = quantize_rows(tensor(rows, WIDTH), IntRows.empty(rows, WIDTH, "meta"))
+    values, scales = tensor(MIDDLE, WIDTH, dtype=torch.int8), tensor(MIDDLE, dtype=F32)
+    linear_int8(x, Int8Weight(values, scales, WIDTH), tensor(rows, MIDDLE))
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "norm with residual": lambda: norm(
+        tensor(8, WIDTH, dtype=F32),
+        tensor(8, WIDTH),
+        weight=tensor(WIDTH, dtype=F32),
+        delta=tensor(8, WIDTH),
+        eps=1e-5,
+    ),
+    "activation": lambda: activation(
+        tensor(8, MIDDLE), tensor(8, MIDDLE), tensor(8, MIDDLE), form="gelu_tanh"
+    ),
+    "gather": lambda: row_kernels.gather_rows(
+        tensor(128256, WIDTH), tensor(8, dtype=I32), tensor(8, WIDTH, dtype=F32)
+    ),
+    "soft cap": lambda: row_kernels.soft_cap(tensor(8, 128256, dtype=F32), 30.0),
+    "exact bf16, 1 row": lambda: _linear(1, MIDDLE),
+    "exact bf16, 33 rows": lambda: _linear(33, MIDDLE),
+    "exact bf16, 2048 rows": lambda: _linear(2048, MIDDLE),
+    "exact bf16, 2048 rows of 1024": lambda: _linear(2048, 1024),
+    "exact f32, 2048 rows": lambda: _linear(2048, WIDTH, F32),
+    "int8, 1 row": lambda: _int8(1),
+    "int8, 33 rows": lambda: _int8(33),
+    "int8, 2048 rows": lambda: _int8(2048),
+}

@@ -1,0 +1,98 @@
+"""The exact mode's product: against NumPy, and the same bits for any number of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.execute import reference_ops as ops
+from quire.execute.gpu.kernels import linear_fixed
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from tests.gpu.tensors import (
+    BF16_STEP,
+    Float32s,
+    array,
+    empty,
+    normal,
+    rounded,
+    same_bits,
+    tensor,
+    wide,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def product(
+    x: Float32s, weight: Float32s, dtype: str, *, y: str = "f32", is_split: bool = False
+) -> Float32s:
+    """By the kernel, without bias."""
+    found = empty(len(x), len(weight), y)
+    workspace = Workspace.of(2**20, "cpu") if is_split else None
+    linear(wide(x, dtype), tensor(weight, dtype), found, workspace=workspace)
+    if workspace is not None:
+        assert not workspace.arrived.any()
+    return array(found)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 5, 3), (17, 70, 130), (3, 129, 64)])
+def test_products_of_odd_shapes(dtype: str, rows: int, outputs: int, columns: int) -> None:
+    rng = np.random.default_rng(1)
+    x, weight = normal(rng, rows, columns, dtype=dtype), normal(rng, outputs, columns, dtype=dtype)
+    bias = normal(rng, outputs)
+    found = empty(rows, outputs)
+    linear(wide(x, dtype), wide(weight, dtype), found, bias=tensor(bias))
+    expected = ops.linear(x, weight, bias)
+    np.testing.assert_allclose(array(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bf16_output_is_rounded_once() -> None:
+    rng = np.random.default_rng(2)
+    x, weight = normal(rng, 2, 64, dtype="bf16"), normal(rng, 10, 64, dtype="bf16")
+    expected = rounded(product(x, weight, "bf16"), "bf16")
+    assert same_bits(product(x, weight, "bf16", y="bf16"), expected)
+    np.testing.assert_allclose(expected, ops.linear(x, weight, None), rtol=BF16_STEP, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_are_the_same_bits_in_every_tile_and_split(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row, some and 300, pieces apart and together: all the same."""
+    monkeypatch.setattr(linear_fixed, "PIECE", 64)
+    rng = np.random.default_rng(3)
+    x, weight = normal(rng, 300, 150, dtype=dtype), normal(rng, 37, 150, dtype=dtype)
+    together = product(x, weight, dtype)
+    for rows in (1, 16, 17, 33, 65):
+        assert same_bits(product(x[:rows], weight, dtype), together[:rows])
+        assert same_bits(product(x[:rows], weight, dtype, is_split=True), together[:rows])
+    alone = product(x[299:], weight, dtype, is_split=True)
+    assert same_bits(alone, together[299:])
+
+
+def test_a_row_of_nan_and_memory_of_nan_touch_no_other_row() -> None:
+    rng = np.random.default_rng(4)
+    x, weight = normal(rng, 3, 33), normal(rng, 6, 33)
+    clean = product(x, weight, "f32")
+    x[1] = np.nan
+    found = product(x, weight, "f32")
+    assert same_bits(found[[0, 2]], clean[[0, 2]])
+    assert np.isnan(found[1]).all()
+
+
+def test_a_workspace_that_is_too_small_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_fixed, "PIECE", 64)
+    rng = np.random.default_rng(5)
+    x, weight = normal(rng, 2, 128), normal(rng, 6, 128)
+    workspace, found = Workspace.of(23, "cpu"), empty(2, 6)
+    linear(tensor(x), tensor(weight), found, workspace=workspace)
+    assert torch.isnan(workspace.sums).all()
+    assert same_bits(array(found), product(x, weight, "f32", is_split=True))
+
+
+def test_mixed_types_are_refused() -> None:
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="both bf16 or both f32"):
+        linear(x, x.to(torch.bfloat16), torch.zeros(2, 2))
