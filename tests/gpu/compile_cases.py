@@ -11,6 +11,7 @@ from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels.activation import activation
 from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
 from quire.execute.gpu.kernels.norm import norm
 from tests.gpu.compile_for import tensor
@@ -29,6 +30,19 @@ def _int8(rows: int) -> None:
     x = quantize_rows(tensor(rows, WIDTH), IntRows.empty(rows, WIDTH, "meta"))
     values, scales = tensor(MIDDLE, WIDTH, dtype=torch.int8), tensor(MIDDLE, dtype=F32)
     linear_int8(x, Int8Weight(values, scales, WIDTH), tensor(rows, MIDDLE))
+
+
+def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool = True) -> None:
+    groups, x = WIDTH // group, tensor(rows, WIDTH)
+    weight = Int4Weight(
+        packed=tensor(MIDDLE // 64, WIDTH // 128, 64, 64, dtype=torch.uint8),
+        scales=tensor(groups, MIDDLE),
+        zeros=tensor(groups, MIDDLE, dtype=torch.uint8) if has_zeros else None,
+        group=group,
+        columns=WIDTH,
+    )
+    values = quantize_rows(x, IntRows.empty(rows, WIDTH, "meta")) if by_integers else x
+    linear_int4(values, weight, tensor(rows, MIDDLE))
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -54,4 +68,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),
+    "int4-g32 by int8, 1 row": lambda: _int4(1, 32),
+    "int4-g32 by int8, 2048 rows": lambda: _int4(2048, 32),
+    "int4-g128-zp by int8, 1 row": lambda: _int4(1, 128, has_zeros=True),
+    "int4-g64 by bf16, 1 row": lambda: _int4(1, 64, by_integers=False),
+    "int4-g128 by bf16, 2048 rows": lambda: _int4(2048, 128, by_integers=False),
 }

@@ -32,3 +32,9 @@ def dot(a, b, sums):
         a, b = a.to(tl.float32), b.to(tl.float32)
         return sums + tl.sum(a[:, :, None] * b[None, :, :], axis=1)
     return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
+
+
+@triton.jit
+def whole_as(x, dtype: tl.constexpr):
+    """Small whole numbers as an operand of `dot` beside one of f32 or bf16."""
+    return x.to(tl.float32) if INTERPRETED else x.to(dtype)
