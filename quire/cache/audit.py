@@ -33,7 +33,7 @@ def check(
     the marks of findable blocks from the index: leaked blocks return, nothing is lost.
     """
     due, names = _references_due(pool.num_blocks, tables, holds), tables.last_holders
-    keyed = np.array([index.key_of(block) is not None for block in range(pool.num_blocks)])
+    keyed = index.known
     found = [
         *_table_problems(tables),
         *_named(pool.references > due, "blocks leaked (more references than holders)", names),

@@ -24,7 +24,11 @@ class Chain:
 
     owner: Owner
     digests: Uint64s  # [num_full_blocks, 2]
-    keys: tuple[bytes, ...]
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The digests as bytes, for tiers and reports; made anew each time."""
+        return keys_of(self.digests)
 
     def end(self, num_blocks: int) -> Uint64s:
         """The digest after the first `num_blocks` blocks, [2]."""
@@ -50,8 +54,8 @@ class PrefixMatch:
 
     @property
     def rest(self) -> tuple[bytes, ...]:
-        """Digests of the blocks that were not."""
-        return self.chain.keys[len(self.blocks) :]
+        """Digests of the blocks that were not, as bytes."""
+        return keys_of(self.chain.digests[len(self.blocks) :])
 
 
 class ChainHasher:
@@ -79,7 +83,7 @@ class ChainHasher:
         tokens = np.ascontiguousarray(token_ids, np.int32).reshape(1, -1)
         counts = np.array([len(token_ids) // self._block_size], np.int32)
         digests = self.go_on(tokens, _ZERO, _ZERO, counts, owner.seed.reshape(1, 2))
-        return Chain(owner=owner, digests=digests, keys=keys_of(digests))
+        return Chain(owner=owner, digests=digests)
 
     def go_on(
         self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s

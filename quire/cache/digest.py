@@ -10,7 +10,7 @@ and drawn a process, so that nobody can craft colliding prompts; the fixed key i
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -105,6 +105,11 @@ def seed_of(
 def keys_of(digests: Uint64s) -> tuple[bytes, ...]:
     """The digests [N, 2] as dictionary keys."""
     return struct.unpack(f"{DIGEST_BYTES}s" * len(digests), np.ascontiguousarray(digests).tobytes())
+
+
+def digests_of(keys: Sequence[bytes]) -> Uint64s:
+    """What keys_of made keys of."""
+    return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
 
 
 def _rounds(state: list[int], count: int) -> None:

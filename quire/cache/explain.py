@@ -29,10 +29,10 @@ def miss_of(
     """
     if chain is None:
         return Miss(reason=MissReason.DISABLED, token=0)
-    if num_found >= len(chain.keys):
+    if num_found >= len(chain.digests):
         return None
     begin = num_found * cache.block_size
-    if chain.keys[num_found] in cache.ghosts:
+    if chain.digests[num_found] in cache.ghosts:
         return Miss(reason=MissReason.EVICTED, token=begin)
     if num_found == 0 and _is_under_another_salt(cache, chain.owner, token_ids):
         return Miss(reason=MissReason.OTHER_SALT, token=0)

@@ -7,63 +7,71 @@ holds: at most `limit` digests, the ones evicted last.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
+from quire._native import DigestTable
+from quire.cache.digest import Uint64s
+
 
 class Ghosts:
-    """Empty at first."""
+    """Empty at first. limit: at least 1."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # Each key with the number of its eviction, and keys in that order, the first of them number
-        # `_first`. One that was taken stays in the order until its turn, or until half of the order
-        # is such. (An OrderedDict would drop its oldest by itself, and costs three times as much.)
-        self._numbers: dict[bytes, int] = {}
-        self._order: deque[bytes] = deque()
-        self._first = 0
+        # Digests in the order of their eviction, in a ring, and where in it each lies. One that
+        # was taken stays in the ring until its turn, or until the ring is full.
+        self._place_of = DigestTable()
+        self._ring: Uint64s = np.zeros((2 * limit, 2), np.uint64)
+        self._first = self._end = 0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._place_of)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._numbers
+    def __contains__(self, digest: Uint64s) -> bool:
+        return len(self._place_of.longest_run(digest.reshape(1, 2))) == 1
 
-    def add(self, keys: Sequence[bytes]) -> None:
+    def add(self, digests: Uint64s) -> None:
         """These were just evicted; none of them is here."""
-        if len(self._order) > 2 * self.limit:
+        digests = digests[-self.limit :]
+        if self._end - self._first + len(digests) > len(self._ring):
             self._clear_away()
-        numbers, order = self._numbers, self._order
-        end = self._first + len(order)
-        order.extend(keys)
-        numbers.update(zip(keys, range(end, end + len(keys)), strict=True))
-        if len(order) == len(numbers):  # none was taken: the order is what is here
-            for _ in range(len(numbers) - self.limit):
-                del numbers[order.popleft()]
-                self._first += 1
-        while len(numbers) > self.limit:
-            key = order.popleft()
-            if numbers.get(key) == self._first:
-                del numbers[key]
-            self._first += 1
+        while len(digests):
+            places = self._places(self._end, self._end + len(digests))
+            part, digests = digests[: len(places)], digests[len(places) :]
+            self._ring[places.start : places.stop] = part
+            self._place_of.put(part, np.arange(places.start, places.stop, dtype=np.int32))
+            self._end += len(places)
+        while (beyond := len(self._place_of) - self.limit) > 0:
+            places = self._places(self._first, self._first + beyond)
+            self._drop(places)
+            self._first += len(places)
 
-    def take(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Which of `keys` were here; they are no longer."""
-        known = self._numbers
-        if known.keys().isdisjoint(keys):
-            return np.zeros(len(keys), np.bool_)
-        return np.array([known.pop(key, None) is not None for key in keys], np.bool_)
+    def take(self, digests: Uint64s) -> NDArray[np.bool_]:
+        """Which of `digests` were here; they are no longer."""
+        taken: NDArray[np.bool_] = self._place_of.take(digests) >= 0
+        return taken
 
     def clear(self) -> None:
         """Forget all."""
-        self._numbers.clear()
-        self._order.clear()
+        self._place_of.clear()
+        self._first = self._end = 0
+
+    def _places(self, first: int, end: int) -> range:
+        """Where in the ring the evictions number first .. end - 1 lie, up to the ring's end."""
+        at = first % len(self._ring)
+        return range(at, min(at + end - first, len(self._ring)))
+
+    def _drop(self, places: range) -> None:
+        """Forget what lies there, but for what was taken (it may be here again, elsewhere)."""
+        numbers = np.arange(places.start, places.stop, dtype=np.int32)
+        self._place_of.take_pairs(self._ring[places.start : places.stop], numbers)
 
     def _clear_away(self) -> None:
-        """Drop from the order what was taken: a dict keeps the order in which keys came."""
-        self._order = deque(self._numbers)
-        end = self._first + len(self._order)
-        self._numbers = dict(zip(self._order, range(self._first, end), strict=True))
+        """Drop from the ring what was taken."""
+        order = np.arange(self._first, self._end) % len(self._ring)
+        here = self._ring[order[self._place_of.find(self._ring[order]) == order]]
+        self._place_of.clear()
+        self._first, self._end = 0, len(here)
+        self._ring[: len(here)] = here
+        self._place_of.put(here, np.arange(len(here), dtype=np.int32))

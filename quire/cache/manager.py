@@ -19,7 +19,7 @@ from quire._native import hash_chains
 from quire.base.errors import CapacityError
 from quire.cache import audit
 from quire.cache.chain import Chain, ChainHasher, PrefixMatch
-from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of
+from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, digests_of, keys_of
 from quire.cache.ghosts import Ghosts
 from quire.cache.lineage import Lineage
 from quire.cache.owners import Owners
@@ -185,7 +185,7 @@ class CacheManager:
 
     def match(self, chain: Chain) -> PrefixMatch:
         """The longest run of a chain's first blocks that the pool still holds."""
-        return PrefixMatch(chain=chain, blocks=self.index.longest_match(chain.keys))
+        return PrefixMatch(chain=chain, blocks=self.index.longest_match(chain.digests))
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
         """Blocks that could be allocated once `match` is attached."""
@@ -204,7 +204,7 @@ class CacheManager:
         self._owner_numbers[slot] = self.owners.number_now(match.chain.owner)
         self._chain_ends[slot] = match.chain.end(match.num_blocks)
         self._chains[slot] = match.chain
-        self._chain_blocks[slot] = len(match.chain.keys)
+        self._chain_blocks[slot] = len(match.chain.digests)
         if match.num_blocks:
             self.pool.share(match.blocks)
             if not returned:
@@ -283,7 +283,7 @@ class CacheManager:
             return
         slots, firsts, lasts = slots[fresh], firsts[fresh], lasts[fresh]
         counts = lasts - firsts
-        order, keys, digests = self._digests(slots, firsts, lasts, tokens)
+        order, digests = self._digests(slots, firsts, lasts, tokens)
         slots, firsts, counts = slots[order], firsts[order], counts[order]
         ends = np.cumsum(counts)
         columns = np.arange(len(digests)) - np.repeat(ends - counts - firsts, counts)
@@ -292,7 +292,7 @@ class CacheManager:
         parents[1:] = digests[:-1]
         parents[ends - counts] = self._chain_ends[slots]
         blocks = self.tables.blocks[each_slot, columns]
-        self._insert(keys, parents, blocks, each_slot, columns, tokens)
+        self._insert(digests, parents, blocks, each_slot, columns, tokens)
         self._registered[slots] = firsts + counts
         self._chain_ends[slots] = digests[ends - 1]
 
@@ -393,60 +393,57 @@ class CacheManager:
         blocks, evicted = self.pool.allocate(count)
         if len(evicted):
             self.evicted_blocks_total += len(evicted)
-            keys = self.index.forget(evicted)
-            self.ghosts.add(keys)
+            digests = self.index.forget(evicted)
+            self.ghosts.add(digests)
             if self.tiers is not None:
-                self.tiers.evicted(keys, evicted)
+                self.tiers.evicted(keys_of(digests), evicted)
         return blocks
 
     def _digests(
         self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s
-    ) -> tuple[Index, list[bytes], Uint64s]:
+    ) -> tuple[Index, Uint64s]:
         """Digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and in which order of i.
 
         What was digested while its request waited comes first, and is not digested again.
         """
         is_known = lasts <= self._chain_blocks[slots]
         known, rest = is_known.nonzero()[0], (~is_known).nonzero()[0]
-        keys: list[bytes] = []
         parts: list[Uint64s] = []
         ranges = (slots[known].tolist(), firsts[known].tolist(), lasts[known].tolist())
         for slot, first, last in zip(*ranges, strict=True):
             chain = self._chains[slot]
             assert chain is not None, "a slot without a chain has no block of one"
-            keys += chain.keys[first:last]
             parts.append(chain.digests[first:last])
         if len(rest):
             slots, firsts = slots[rest], firsts[rest]
             counts = lasts[rest] - firsts
             digests = self.hasher.go_on(tokens, slots, firsts, counts, self._chain_ends[slots])
-            keys += keys_of(digests)
             parts.append(digests)
         order = np.concatenate((known, rest)) if len(known) else rest
-        return order, keys, parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return order, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _insert(
         self,
-        keys: list[bytes],
+        digests: Uint64s,
         parents: Uint64s,
         blocks: Int32s,
         slots: Index,
         columns: NDArray[np.int64],
         tokens: Int32s,
     ) -> None:
-        """blocks[i], in columns[i] of slots[i], is found under keys[i] from now on.
+        """blocks[i], in columns[i] of slots[i], is found under digests[i] from now on.
 
         What was evicted and is computed again is as good as found: it is protected.
         """
-        new = self.index.insert(keys, blocks)
+        new = self.index.insert(digests, blocks)
         if not len(new):
             return
-        if len(new) < len(keys):
-            keys = [keys[at] for at in new.tolist()]
+        if len(new) < len(digests):
+            digests = digests[new]
             blocks, slots, columns = blocks[new], slots[new], columns[new]
             parents = parents[new]
         self.pool.findable[blocks] = True
-        again = self.ghosts.take(keys)
+        again = self.ghosts.take(digests)
         if again.any():
             self.pool.protect(blocks[again & ~self._returned[slots]])
         num_columns = tokens.shape[1] // self.block_size
@@ -461,12 +458,13 @@ class CacheManager:
             owners=self._owner_numbers[slots],
         )
         if self.tiers is not None:
-            self.tiers.findable(keys, blocks)
+            self.tiers.findable(keys_of(digests), blocks)
 
     def _insert_fetched(self, keys: list[bytes], blocks: Int32s) -> None:
         """Blocks that came from a tier are found from now on."""
-        self.pool.findable[blocks[self.index.insert(keys, blocks)]] = True
-        self.ghosts.take(keys)
+        digests = digests_of(keys)
+        self.pool.findable[blocks[self.index.insert(digests, blocks)]] = True
+        self.ghosts.take(digests)
 
     def _describe_fetched(self, match: PrefixMatch, blocks: Int32s, token_ids: Int32s) -> None:
         """What `blocks`, which come after `match`, will stand for when they can be found."""

@@ -9,8 +9,15 @@ that is under way.
 
 from __future__ import annotations
 
+import numpy as np
+
+from quire._native import DigestTable
+from quire.cache.digest import Uint64s
 from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import NO_SLOT, Ticket
+
+# Numbers of leaders come round; never are so many under way.
+_MOST_NUMBERS = 1 << 30
 
 
 class ComingBlocks:
@@ -18,8 +25,9 @@ class ComingBlocks:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._coming: dict[bytes, Ticket] = {}  # who computes it
-        self._under_way: list[tuple[Ticket, tuple[bytes, ...]]] = []
+        self._coming = DigestTable()  # the number of who computes it
+        self._under_way: dict[int, tuple[Ticket, Uint64s]] = {}
+        self._next_number = 0
         self._ends: dict[int, int] = {}  # by slot, of those admitted into this step
 
     def begin_step(self, state: RunningState) -> None:
@@ -27,25 +35,26 @@ class ComingBlocks:
         self._ends.clear()
         if not self._under_way:
             return
-        going_on = []
-        for ticket, keys in self._under_way:
-            if ticket.slot != NO_SLOT and state.computed[ticket.slot] < len(ticket.token_ids):
-                going_on.append((ticket, keys))
-                continue
-            for key in keys:
-                del self._coming[key]
-        self._under_way = going_on
+        over = [
+            number
+            for number, (ticket, _) in self._under_way.items()
+            if ticket.slot == NO_SLOT or state.computed[ticket.slot] >= len(ticket.token_ids)
+        ]
+        for number in over:
+            _, digests = self._under_way.pop(number)
+            self._coming.take(digests)
 
     def expect(self, ticket: Ticket, num_found: int, end: int) -> None:
         """`ticket` runs from this step on, up to token `end` in it; it found `num_found` blocks."""
         if ticket.chain is None:
             return
         self._ends[ticket.slot] = end
-        coming, mine = self._coming, ticket.chain.keys[num_found:]
-        if not coming.keys().isdisjoint(mine):
-            mine = tuple(key for key in mine if key not in coming)
-        coming.update(dict.fromkeys(mine, ticket))
-        self._under_way.append((ticket, mine))
+        number, digests = self._next_number, ticket.chain.digests[num_found:]
+        mine = self._coming.put(digests, np.full(len(digests), number, np.int32))
+        if len(mine) < len(digests):  # others compute the rest
+            digests = digests[mine]
+        self._under_way[number] = (ticket, digests)
+        self._next_number = (number + 1) % _MOST_NUMBERS
 
     def holds(self, ticket: Ticket, num_found: int, num_tokens: int, state: RunningState) -> bool:
         """Whether to wait for the blocks after the first `num_found`, which `ticket` finds.
@@ -56,20 +65,18 @@ class ComingBlocks:
         """
         if ticket.chain is None:
             return False
-        size, keys = self._block_size, ticket.chain.keys
-        for at in range(num_found, len(keys)):
-            if not self._is_coming(keys[at], (at + 1) * size, state):
+        size = self._block_size
+        leaders = self._coming.longest_run(ticket.chain.digests[num_found:])
+        for at, number in enumerate(leaders.tolist(), num_found):
+            if not self._is_coming(self._under_way[number][0], (at + 1) * size, state):
                 return False
             if 2 * (at + 1 - num_found) * size >= num_tokens:
                 return True
         return False
 
-    def _is_coming(self, key: bytes, end: int, state: RunningState) -> bool:
-        """Whether a step under way computes the block of this digest, which ends at token `end`
-        wherever it occurs: a digest is of all tokens before, too."""
-        leader = self._coming.get(key)
-        if leader is None:
-            return False
+    def _is_coming(self, leader: Ticket, end: int, state: RunningState) -> bool:
+        """Whether a step under way computes the block that `leader` computes and that ends at token
+        `end` wherever it occurs: a digest is of all tokens before, too."""
         slot = leader.slot
         if slot == NO_SLOT or state.computed[slot] >= end:
             return False

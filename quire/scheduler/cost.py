@@ -17,6 +17,8 @@ Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
+_MOST = int(np.iinfo(np.int32).max)
+
 
 class CostModel(Protocol):
     """Predicts a step as a fixed part plus a part for each row."""
@@ -78,7 +80,6 @@ class LinearCost:
         linear = self.token_ms + scored * self.score_ms + self.position_ms * (start + 0.5)
         linear += self.read_ms
         root = math.sqrt(linear * linear + 4.0 * square * budget_ms)
-        most = int(np.iinfo(np.int32).max)
-        if 2.0 * budget_ms >= most * (linear + root):  # a cost of next to nothing has no quotient
-            return most
+        if 2.0 * budget_ms >= _MOST * (linear + root):  # next to no cost: no quotient
+            return _MOST
         return int(2.0 * budget_ms / (linear + root))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cache.digest import digests_of
 from quire.cache.ghosts import Ghosts
 
-KEYS = [bytes([number]) * 16 for number in range(6)]
+KEYS = digests_of([bytes([number]) * 16 for number in range(6)])
 
 
 def test_the_digests_evicted_last_are_kept() -> None:
@@ -19,8 +24,8 @@ def test_what_is_taken_is_told_once() -> None:
     ghosts = Ghosts(3)
     assert ghosts.take(KEYS[:2]).tolist() == [False, False]
     ghosts.add(KEYS[:2])
-    assert ghosts.take([KEYS[1], KEYS[2]]).tolist() == [True, False]
-    assert ghosts.take([KEYS[1], KEYS[0]]).tolist() == [False, True]
+    assert ghosts.take(KEYS[[1, 2]]).tolist() == [True, False]
+    assert ghosts.take(KEYS[[1, 0]]).tolist() == [False, True]
 
 
 def test_more_at_once_than_the_limit_keeps_the_last() -> None:
@@ -35,17 +40,37 @@ def test_what_was_taken_and_evicted_again_counts_from_then() -> None:
     ghosts = Ghosts(3)
     ghosts.add(KEYS[:3])
     ghosts.take(KEYS[:1])
-    ghosts.add([KEYS[0]])  # now the youngest
-    ghosts.add([KEYS[3]])
+    ghosts.add(KEYS[:1])  # now the youngest
+    ghosts.add(KEYS[3:4])
     assert [key in ghosts for key in KEYS] == [True, False, True, True, False, False]
 
 
-def test_keys_that_come_and_go_for_ever_leave_nothing_behind() -> None:
+def test_keys_that_come_and_go_for_ever_push_nobody_out() -> None:
     ghosts = Ghosts(3)
     ghosts.add(KEYS[4:])
     for _ in range(100):
         ghosts.add(KEYS[:1])
         assert ghosts.take(KEYS[:1]).all()
-    assert len(ghosts._order) <= 2 * ghosts.limit + 1
     ghosts.add(KEYS[:2])
     assert [key in ghosts for key in KEYS] == [True, True, False, False, False, True]
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 25), unique=True, max_size=12))),
+)
+def test_ghosts_are_a_list_cut_at_its_beginning(
+    limit: int, drawn: list[tuple[bool, list[int]]]
+) -> None:
+    digests = np.arange(1, 53, dtype=np.uint64).reshape(26, 2)
+    ghosts, model = Ghosts(limit), list[int]()
+    for is_taken, names in drawn:
+        if is_taken:
+            assert ghosts.take(digests[names]).tolist() == [name in model for name in names]
+            model = [name for name in model if name not in names]
+        else:
+            names = [name for name in names if name not in model]
+            ghosts.add(digests[names])
+            model = (model + names)[-limit:]
+        assert len(ghosts) == len(model)
+        assert [name for name in range(26) if digests[name] in ghosts] == sorted(model)

@@ -1,0 +1,125 @@
+// Binds the table of digests (quire/cache/digest_table.py has its plain twin), many digests a call.
+// Shapes and numbers are checked here, so that native/src can trust them. Places are asked for some
+// digests ahead, since a large table's lie in memory.
+
+#include "quire/digest_table.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace {
+
+using quire::Digest;
+using quire::DigestTable;
+using Digests = nb::ndarray<const uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Vector = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
+
+constexpr size_t kAhead = 8;  // digests whose places are being read meanwhile
+
+Digest digest_at(const Digests& digests, size_t i) {
+    return {digests.data()[2 * i], digests.data()[2 * i + 1]};
+}
+
+// Call each(i, digest) in order until it says false.
+template <class Each>
+void walk(const DigestTable& table, const Digests& digests, Each each) {
+    const size_t count = digests.shape(0);
+    for (size_t i = 0; i < count && i < kAhead; ++i) table.expect(digest_at(digests, i));
+    for (size_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) table.expect(digest_at(digests, i + kAhead));
+        if (!each(i, digest_at(digests, i))) return;
+    }
+}
+
+template <class T>
+Vector<T> told(std::unique_ptr<T[]> values, size_t count) {
+    T* owned = values.release();
+    nb::capsule owner(owned, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return Vector<T>(owned, {count}, owner);
+}
+
+void check(const Digests& digests, const Numbers& numbers) {
+    if (digests.shape(0) != numbers.shape(0)) {
+        throw std::invalid_argument("digests and numbers differ in length");
+    }
+}
+
+Vector<int32_t> find(const DigestTable& table, const Digests& digests) {
+    auto found = std::make_unique<int32_t[]>(digests.shape(0));
+    walk(table, digests, [&](size_t i, Digest digest) {
+        found[i] = table.find(digest);
+        return true;
+    });
+    return told(std::move(found), digests.shape(0));
+}
+
+Vector<int32_t> longest_run(const DigestTable& table, const Digests& digests) {
+    auto found = std::make_unique<int32_t[]>(digests.shape(0));
+    size_t length = 0;
+    walk(table, digests, [&](size_t i, Digest digest) {
+        found[i] = table.find(digest);
+        if (found[i] == DigestTable::kNone) return false;
+        ++length;
+        return true;
+    });
+    return told(std::move(found), length);
+}
+
+Vector<int64_t> put(DigestTable& table, const Digests& digests, const Numbers& numbers) {
+    check(digests, numbers);
+    for (size_t i = 0; i < numbers.shape(0); ++i) {
+        if (numbers(i) < 0) throw std::invalid_argument("a number is negative");
+    }
+    auto fresh = std::make_unique<int64_t[]>(digests.shape(0));
+    size_t count = 0;
+    walk(table, digests, [&](size_t i, Digest digest) {
+        if (table.put(digest, numbers(i))) fresh[count++] = static_cast<int64_t>(i);
+        return true;
+    });
+    return told(std::move(fresh), count);
+}
+
+Vector<int32_t> take(DigestTable& table, const Digests& digests) {
+    auto taken = std::make_unique<int32_t[]>(digests.shape(0));
+    walk(table, digests, [&](size_t i, Digest digest) {
+        taken[i] = table.take(digest);
+        return true;
+    });
+    return told(std::move(taken), digests.shape(0));
+}
+
+int64_t take_pairs(DigestTable& table, const Digests& digests, const Numbers& numbers) {
+    check(digests, numbers);
+    int64_t taken = 0;
+    walk(table, digests, [&](size_t i, Digest digest) {
+        const int32_t number = table.find(digest);
+        if (number == DigestTable::kNone || number != numbers(i)) return true;
+        table.take(digest);
+        ++taken;
+        return true;
+    });
+    return taken;
+}
+
+}  // namespace
+
+void bind_digest_table(nb::module_& module) {
+    nb::class_<DigestTable>(module, "DigestTable",
+                            "From digests to numbers; see quire.cache.digest_table.Table.")
+        .def(nb::init<>())
+        .def("__len__", &DigestTable::size)
+        .def("find", &find, nb::arg("digests"))
+        .def("longest_run", &longest_run, nb::arg("digests"))
+        .def("put", &put, nb::arg("digests"), nb::arg("numbers"))
+        .def("take", &take, nb::arg("digests"))
+        .def("take_pairs", &take_pairs, nb::arg("digests"), nb::arg("numbers"))
+        .def("clear", &DigestTable::clear);
+}
