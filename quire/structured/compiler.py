@@ -1,9 +1,12 @@
 """GrammarCompiler: grammars become matchers in threads of its own, and are kept by digest.
 
-Whoever waits asks `state`; nobody is made to wait. Knows no requests and no scheduler. Always
-holds: one grammar is compiled once while it is kept; what is kept is bounded in number; a grammar
-that takes too long is given up (its thread goes on until llguidance's own limits end it); a failed
-one is remembered like a compiled one, so sending it again costs nothing.
+Two lanes of threads: one for short grammars, which llguidance's own limits bound, one for those
+that are tried out first in a process that can be ended (trial.py), so that whoever sends grammars
+made to harm keeps others of that kind waiting, and nobody else. Whoever waits asks `is_settled`;
+nobody is made to wait. Knows no requests and no scheduler. Always holds: one grammar is compiled
+once while it is kept; what is kept is bounded in number; a grammar that takes too long is given up,
+and what compiles it is ended; a failed one is remembered like a compiled one, so sending it again
+costs nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.grammar import Grammar
 from quire.structured.matcher import Matcher, MatcherError
+from quire.structured.trial import Trial, needs_trial, too_slow
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 if TYPE_CHECKING:
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
 
 # Grammars kept, compiled or failed.
 MAX_KEPT = 256
-NUM_THREADS = 2
+NUM_THREADS = 2  # of each lane
+# After so long without a grammar to try out, the process for it is ended.
+_IDLE_S = 60.0
 # Milliseconds a compilation may take.
 MAX_COMPILE_MS = 10_000.0
 # llguidance's own bounds, in its units: work to build a lexer and for one mask, states, symbols.
@@ -65,6 +71,7 @@ class GrammarCompiler:
         num_threads: int = NUM_THREADS,
         max_kept: int = MAX_KEPT,
         max_compile_ms: float = MAX_COMPILE_MS,
+        new_trial: Callable[[], Trial] = Trial,
     ) -> None:
         self.on_settled = on_settled
         self.num_compiled = 0
@@ -77,8 +84,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of the entries and threads
         self._loading = threading.Lock()
         self._loaded: LoadedVocabulary | None = None
-        self._jobs: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._new_trial = new_trial
+        self._quick, self._slow = _Lane(), _Lane()
+        self._trying = threading.Lock()
+        self._trial = new_trial()  # of those who compile in their own threads
 
     def want(self, grammar: Grammar) -> None:
         """Begin to compile a grammar, unless it is known."""
@@ -92,7 +101,7 @@ class GrammarCompiler:
             if entry.began_ms is not None and not entry.is_settled:
                 took_ms = self._now_ms() - entry.began_ms
                 if took_ms > self._max_compile_ms:
-                    entry.error = _too_slow(grammar, self._max_compile_ms)
+                    entry.error = too_slow(grammar, self._max_compile_ms)
             return entry.is_settled
 
     def is_ready(self, grammar: Grammar) -> bool:
@@ -111,18 +120,21 @@ class GrammarCompiler:
         with self._lock:
             entry = self._entry(grammar, queued=False)
         if not entry.is_settled:
-            self._compile(entry)
+            with self._trying:
+                self._compile(entry, self._trial)
         if entry.root is None:
             assert entry.error is not None, "a settled grammar has a root or an error"
             raise entry.error
         return entry.root.copy()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more; what is being tried out is ended."""
         with self._lock:
-            for _ in self._threads:
-                self._jobs.put(None)
-            self._threads = []
+            for lane in (self._quick, self._slow):
+                lane.close()
+        self._trial.end()
+        with self._trying:
+            self._trial.close()
 
     def _entry(self, grammar: Grammar, *, queued: bool = True) -> _Entry:
         digest = grammar.digest
@@ -135,23 +147,23 @@ class GrammarCompiler:
         for old in [key for key, kept in self._entries.items() if kept.is_settled][:too_many]:
             del self._entries[old]
         if queued:
-            self._jobs.put(entry)
-            if len(self._threads) < self._num_threads:
-                thread = threading.Thread(target=self._work, name="quire-grammar", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            lane = self._slow if needs_trial(grammar) else self._quick
+            lane.jobs.put(entry)
+            if len(lane.trials) < self._num_threads:
+                lane.start(self._work, self._new_trial())
         return entry
 
-    def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
+    def _work(self, lane: _Lane, trial: Trial) -> None:
+        while (entry := lane.next_job(trial)) is not None:
             if not entry.is_settled:
                 entry.began_ms = self._now_ms()
-                self._compile(entry)
+                self._compile(entry, trial)
             self.on_settled()
+        trial.close()
 
-    def _compile(self, entry: _Entry) -> None:
+    def _compile(self, entry: _Entry, trial: Trial) -> None:
         try:
-            root = self._compiled(entry.grammar)
+            root = self._compiled(entry.grammar, trial)
         except QuireError as error:
             entry.error = entry.error or error
         except Exception as error:  # noqa: BLE001  whatever a library raises fails one grammar
@@ -163,33 +175,73 @@ class GrammarCompiler:
                 entry.root = root
                 self.num_compiled += 1
 
-    def _compiled(self, grammar: Grammar) -> Matcher:
-        from llguidance import LLMatcher  # both only when a grammar comes
-
-        from quire.structured.source import llguidance_grammar, refusal
-
-        vocabulary = self._load()
-        try:
-            source = llguidance_grammar(grammar, vocabulary.special_names)
-            matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
-        except ValueError as error:  # numbers it has no room for, say
-            raise refusal(grammar, str(error)) from None
-        if matcher.is_error():
-            raise refusal(grammar, matcher.get_error())
-        if matcher.is_stopped():
-            raise refusal(grammar, "it allows no text but the empty one")
-        root = Matcher(matcher, vocabulary)
-        try:
-            _try_out(root)
-        except MatcherError as error:
-            raise refusal(grammar, str(error)) from None
-        return root
+    def _compiled(self, grammar: Grammar, trial: Trial) -> Matcher:
+        vocabulary, source = self._load(), ""
+        if needs_trial(grammar):
+            names = vocabulary.special_names
+            source = trial.source(grammar, names, limit_ms=self._max_compile_ms)
+        return compiled(grammar, vocabulary, source)
 
     def _load(self) -> LoadedVocabulary:
         with self._loading:
             if self._loaded is None:
                 self._loaded = LoadedVocabulary(self._vocabulary())
             return self._loaded
+
+
+class _Lane:
+    """Grammars that wait for some threads, and the trial of each of these. Changed under a lock."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self.trials: list[Trial] = []
+
+    def start(self, work: Callable[[_Lane, Trial], None], trial: Trial) -> None:
+        """One more thread."""
+        self.trials.append(trial)
+        threading.Thread(target=work, args=(self, trial), name="quire-grammar", daemon=True).start()
+
+    def next_job(self, trial: Trial) -> _Entry | None:
+        """What to compile next; None at the end."""
+        try:
+            return self.jobs.get(timeout=_IDLE_S)
+        except queue.Empty:
+            trial.close()
+            return self.jobs.get()
+
+    def close(self) -> None:
+        """The threads end."""
+        for trial in self.trials:
+            self.jobs.put(None)
+            trial.end()
+        self.trials = []
+
+
+def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -> Matcher:
+    """A matcher at the beginning of its answer. source: the grammar in llguidance's words, where
+    they are known.
+
+    Raises InvalidParameter where no answer can follow it.
+    """
+    from llguidance import LLMatcher  # both only when a grammar comes
+
+    from quire.structured.source import llguidance_grammar, refusal
+
+    try:
+        source = source or llguidance_grammar(grammar, vocabulary.special_names)
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
+    except ValueError as error:  # numbers it has no room for, say
+        raise refusal(grammar, str(error)) from None
+    if matcher.is_error():
+        raise refusal(grammar, matcher.get_error())
+    if matcher.is_stopped():
+        raise refusal(grammar, "it allows no text but the empty one")
+    root = Matcher(matcher, vocabulary)
+    try:
+        _try_out(root)
+    except MatcherError as error:
+        raise refusal(grammar, str(error)) from None
+    return root
 
 
 def _try_out(root: Matcher) -> None:
@@ -214,14 +266,6 @@ def _limits() -> LLParserLimits:
         max_lexer_states=_LEXER_STATES,
         max_grammar_size=_GRAMMAR_SYMBOLS,
         verbose_errors=False,
-    )
-
-
-def _too_slow(grammar: Grammar, limit_ms: float) -> InvalidParameter:
-    return InvalidParameter(
-        f"{grammar.param}: the grammar was not compiled within {limit_ms / 1000:g} s; make it "
-        "smaller (fewer alternatives, smaller bounds of repetition)",
-        param=grammar.param,
     )
 
 

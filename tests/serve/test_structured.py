@@ -100,6 +100,21 @@ def test_what_cannot_be_compiled_is_the_callers_fault_before_anything_is_sent(
     assert "structured_outputs" in answer["error"]["message"]
 
 
+def test_a_schema_that_would_overflow_the_stack_harms_its_sender_only(box: RunningServer) -> None:
+    definitions = {
+        f"d{level}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{level + 1}"}}}
+        for level in range(2_500)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": {**definitions, "d2500": {}}}
+    status, answer = box.post(
+        "/v1/completions", {"prompt": "a", "structured_outputs": {"json": schema}}
+    )
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+    assert "too many levels" in answer["error"]["message"]
+    asked = {"prompt": "a", "structured_outputs": {"choice": ["yes", "no"]}}
+    assert box.post("/v1/completions", asked)[0] == 200
+
+
 def test_a_crowd_changes_no_answer(box: RunningServer) -> None:
     asked = [body(seed=seed, max_tokens=60) for seed in range(12)]
     asked += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 @pytest.fixture(scope="session")
-def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
-    return GrammarCompiler(lambda: vocabulary, now_ms=lambda: 1000 * time.monotonic())
+def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 1000 * time.monotonic())
+    yield made
+    made.close()
 
 
 Accepts = Callable[[Grammar, str], bool]
