@@ -10,15 +10,13 @@ grammar.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import msgspec
 
 from quire.base.errors import InvalidParameter, WorkerError
 from quire.base.grammar import Grammar, GrammarKind
@@ -34,16 +32,6 @@ main()
 """
 _PACKAGES = str(Path(__file__).parents[2])
 _SIZE_BYTES = 4
-
-
-class TrialJob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the process is asked. most_seconds: of processor time; then it ends."""
-
-    kind: str
-    text: str
-    whitespace: str | None
-    special_names: list[str]
-    most_seconds: int
 
 
 def needs_trial(grammar: Grammar) -> bool:
@@ -70,20 +58,19 @@ class Trial:
 
         Raises InvalidParameter where compiling it does not end well within the limit.
         """
-        end_s = time.monotonic() + limit_ms / 1000
-        job = TrialJob(
-            kind=grammar.kind.value,
-            text=grammar.text,
-            whitespace=grammar.whitespace,
-            special_names=sorted(special_names),
-            most_seconds=int(limit_ms / 1000) + 1,
-        )
+        job = {
+            "kind": grammar.kind.value,
+            "text": grammar.text,
+            "whitespace": grammar.whitespace,
+            "special_names": sorted(special_names),
+            "most_seconds": int(limit_ms / 1000) + 1,  # of processor time; then it ends
+        }
         try:
             process = self._running()
             assert process.stdin is not None, "it was started with a pipe"
             assert process.stdout is not None, "likewise"
-            write_frame(process.stdin.fileno(), msgspec.msgpack.encode(job))
-            told = _frame_in_time(process.stdout.fileno(), end_s)
+            write_frame(process.stdin.fileno(), json.dumps(job).encode())
+            told = _frame_in_time(process.stdout.fileno(), limit_ms)
         except TimeoutError:
             self.close()
             raise too_slow(grammar, limit_ms) from None
@@ -163,10 +150,10 @@ def _read_exactly(number: int, size: int) -> bytes | None:
     return parts
 
 
-def _frame_in_time(number: int, end_s: float) -> bytes | None:
+def _frame_in_time(number: int, limit_ms: float) -> bytes | None:
     """A message, no part of which is written before all of it is known. Raises TimeoutError."""
     waiting = select.poll()
     waiting.register(number, select.POLLIN)
-    if not waiting.poll(max(end_s - time.monotonic(), 0) * 1000):
+    if not waiting.poll(limit_ms):
         raise TimeoutError
     return read_frame(number)

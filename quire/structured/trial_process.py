@@ -7,19 +7,20 @@ standard input.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import lru_cache
-
-import msgspec
+from typing import Any
 
 from quire.base.grammar import Grammar, GrammarKind
 from quire.structured.compiler import compiled
 from quire.structured.source import llguidance_grammar
-from quire.structured.trial import TrialJob, read_frame, write_frame
+from quire.structured.trial import read_frame, write_frame
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 _NICE = 10
@@ -45,17 +46,17 @@ def main() -> None:
 
 def _answer() -> None:
     while (raw := read_frame(sys.stdin.fileno())) is not None:
-        job = msgspec.msgpack.decode(raw, type=TrialJob)
+        job = json.loads(raw)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        most_s = int(time.process_time()) + 1 + job.most_seconds
+        most_s = int(time.process_time()) + 1 + job["most_seconds"]
         resource.setrlimit(resource.RLIMIT_CPU, (most_s, hard))
         write_frame(sys.stdout.fileno(), _tried(job).encode())
 
 
-def _tried(job: TrialJob) -> str:
+def _tried(job: Mapping[str, Any]) -> str:
     """llguidance's words, once they have been compiled, well or not."""
-    grammar = Grammar(kind=GrammarKind(job.kind), text=job.text, whitespace=job.whitespace)
-    vocabulary = _bytes_vocabulary(tuple(job.special_names))
+    grammar = Grammar(kind=GrammarKind(job["kind"]), text=job["text"], whitespace=job["whitespace"])
+    vocabulary = _bytes_vocabulary(tuple(job["special_names"]))
     try:
         source = llguidance_grammar(grammar, vocabulary.special_names)
     except Exception:  # noqa: BLE001  whoever compiles it next says why
