@@ -9,11 +9,15 @@ import torch
 
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels.activation import activation
+from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
 from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
+from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.kernels.norm import norm
+from quire.execute.gpu.kernels.wishes import Wishes
 from tests.gpu.compile_for import tensor
 
 F32, I32 = torch.float32, torch.int32
@@ -45,6 +49,29 @@ def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool =
     linear_int4(values, weight, tensor(rows, MIDDLE))
 
 
+VOCABULARY = 128256
+
+
+def _wishes(rows: int) -> Wishes:
+    """Without memory, whose bits cannot be seen as another type's."""
+    numbers = {name: tensor(rows, dtype=F32) for name in ("temperature", "top_p", "min_p")}
+    ints = {name: tensor(rows, dtype=I32) for name in ("top_k", "streams", "positions")}
+    seeds = tensor(rows, dtype=torch.int64)
+    return Wishes(words=tensor(8, rows, dtype=I32), seeds=seeds, **numbers, **ints)
+
+
+def _scores() -> None:
+    logits, ids = tensor(4, VOCABULARY, dtype=F32), tensor(4, dtype=I32)
+    score_listed(logits, score_rows(logits, ids, ids, most_top=20), ids, ids)
+
+
+def _edits() -> None:
+    words = -(-VOCABULARY // 32)
+    entries, masked = tensor(8, 100, dtype=I32), tensor(2, 3, dtype=I32)
+    edits = Edits(entries=entries, masked=masked, masks=tensor(3, words, dtype=I32))
+    edit_logits(tensor(4, VOCABULARY, dtype=F32), edits)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "norm with residual": lambda: norm(
         tensor(8, WIDTH, dtype=F32),
@@ -65,6 +92,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "exact bf16, 2048 rows": lambda: _linear(2048, MIDDLE),
     "exact bf16, 2048 rows of 1024": lambda: _linear(2048, 1024),
     "exact f32, 2048 rows": lambda: _linear(2048, WIDTH, F32),
+    "token choice": lambda: choose_tokens(
+        tensor(4, VOCABULARY, dtype=F32), _wishes(4), tensor(4, dtype=I32)
+    ),
+    "scores": _scores,
+    "edits of logits": _edits,
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),

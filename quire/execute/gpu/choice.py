@@ -1,0 +1,139 @@
+"""Token choice and scores from logits on a device: kernels, and the host for the rows they leave.
+
+The results are those of quire/sampling, bit for bit, whoever chose: kernels for all rows, and then
+the host again for those rows that wishes.rows_for_the_host names, from a copy of their logits.
+Knows no programs and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
+from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
+from quire.execute.gpu.kernels.wishes import Wishes, rows_for_the_host
+from quire.sampling import reference, scoring
+from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
+
+HostChoice = Callable[[NDArray[np.float32], SampleBatch], TokenChoice]
+# Ragged parts of a batch: starts, and what they are offsets into.
+RAGGED = {
+    "history_starts": ("history",),
+    "bias_starts": ("bias_ids", "bias_values"),
+    "banned_starts": ("banned_ids",),
+    "breaker_starts": ("breaker_ids",),
+    "allowed_starts": ("allowed_ids",),
+}
+SHARED = ("masks", "prepared", "rare", "sequence_rows", "sequence_starts", "sequence_ids")
+
+
+def choose(logits: torch.Tensor, batch: SampleBatch, on_host: HostChoice) -> TokenChoice:
+    """A token for each row of logits f32 [R, V], side by side, which are only read."""
+    reference.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
+    rows = len(logits)
+    num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
+    if rows == 0:
+        return on_host(np.empty(tuple(logits.shape), np.float32), batch)
+    token_ids = torch.empty((rows,), dtype=torch.int32, device=logits.device)
+    edits, edited = Edits.of(batch, logits.device), None
+    if edits is not None:
+        edited = logits.clone()
+        edit_logits(edited, edits)
+    choose_tokens(logits, Wishes.of(batch, logits.device), token_ids, edited=edited)
+    logprobs = np.full(rows, np.nan, np.float32)
+    top_ids = np.full((rows, num_top), -1, np.int32)
+    top_logprobs = np.full((rows, num_top), np.nan, np.float32)
+    if (asking := batch.num_logprobs >= 0).any():
+        wanted = torch.from_numpy(np.maximum(batch.num_logprobs, 0)).to(logits.device)
+        scores = score_rows(logits, token_ids, wanted, most_top=num_top, needs_target=True)
+        logprobs[asking] = scores.logprobs.cpu().numpy()[asking]
+        top_ids, top_logprobs = scores.top_ids.cpu().numpy(), scores.top_logprobs.cpu().numpy()
+    choice = TokenChoice(
+        token_ids=token_ids.cpu().numpy(),
+        logprobs=logprobs,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        mus=np.zeros(rows if reference.has_mirostat(batch) else 0, np.float32),
+    )
+    left = np.flatnonzero(rows_for_the_host(batch))
+    if len(left):
+        places = torch.from_numpy(left).to(logits.device)
+        _put(choice, left, on_host(logits[places].cpu().numpy(), rows_of(batch, left)))
+    return choice
+
+
+def score(logits: torch.Tensor, batch: ScoreBatch) -> Scores:
+    """Scores of logits f32 [R, V], tokens side by side."""
+    scoring.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
+    device = logits.device
+
+    def moved(values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, np.int32)).to(device)
+
+    most = int(batch.num_top.max(initial=0))
+    found = score_rows(logits, moved(batch.targets), moved(batch.num_top), most_top=most)
+    listed_rows = np.repeat(np.arange(len(logits)), np.diff(batch.listed_starts))
+    listed = score_listed(logits, found, moved(listed_rows), moved(batch.listed_ids))
+    return Scores(
+        logprobs=found.logprobs.cpu().numpy(),
+        ranks=found.ranks.cpu().numpy(),
+        top_ids=found.top_ids.cpu().numpy(),
+        top_logprobs=found.top_logprobs.cpu().numpy(),
+        listed_logprobs=listed.cpu().numpy(),
+    )
+
+
+def rows_of(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
+    """The batch of these rows, in this order."""
+    given = _taken(batch, rows)
+    if batch.rare is not None:
+        given["rare"] = RareParameters(**_taken(batch.rare, rows), **_sequences(batch.rare, rows))
+    return SampleBatch(masks=batch.masks, **given)
+
+
+def _taken(record: SampleBatch | RareParameters, rows: NDArray[np.intp]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    flat = {name for names in RAGGED.values() for name in names}
+    for name in (field.name for field in fields(record)):
+        values = getattr(record, name)
+        if name in SHARED or name in flat:
+            continue
+        if name not in RAGGED:
+            given[name] = values[rows] if len(values) else values
+            continue
+        places, given[name] = _places(values, rows)
+        given |= {part: getattr(record, part)[places] for part in RAGGED[name]}
+    return given
+
+
+def _places(starts: NDArray[Any], rows: NDArray[np.intp]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Indices of all that these rows have, and where each row's begin among these."""
+    ranges = [np.arange(starts[row], starts[row + 1]) for row in rows]
+    begins = np.cumsum([0, *map(len, ranges)]).astype(np.int32)
+    return np.concatenate([np.empty(0, np.intp), *ranges]).astype(np.intp), begins
+
+
+def _sequences(rare: RareParameters, rows: NDArray[np.intp]) -> dict[str, Any]:
+    sequences, sequence_rows = _places(rare.sequence_rows, rows)
+    places, starts = _places(rare.sequence_starts, sequences)
+    ids = rare.sequence_ids[places]
+    return {"sequence_rows": sequence_rows, "sequence_starts": starts, "sequence_ids": ids}
+
+
+def _put(choice: TokenChoice, rows: NDArray[np.intp], chosen: TokenChoice) -> None:
+    choice.token_ids[rows] = chosen.token_ids
+    choice.logprobs[rows] = chosen.logprobs
+    width = chosen.top_ids.shape[1]
+    choice.top_ids[rows], choice.top_logprobs[rows] = -1, np.nan
+    choice.top_ids[rows, :width] = chosen.top_ids
+    choice.top_logprobs[rows, :width] = chosen.top_logprobs
+    if len(choice.mus) and len(chosen.mus):
+        choice.mus[rows] = chosen.mus

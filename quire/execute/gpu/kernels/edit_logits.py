@@ -1,0 +1,143 @@
+"""What changes logits before a token is chosen: bias, penalties, bans, and masks of grammars.
+
+Twin: steps 2 to 4 of quire/sampling/batch.py, as sampling/reference.py does them, bit for bit. The
+host makes one entry for each token id that anything names (`entries_of`); a kernel changes these
+logits, and another goes over the rows that have a mask. Always holds: an id is named once a row, so
+that entries may be taken in any order. Knows no rare parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from quire.execute.gpu.kernels.launch import EXACT
+from quire.sampling.batch import SampleBatch
+
+AT_ONCE = 256
+BLOCK = 1024
+IS_BIASED, IS_SEEN, IS_BANNED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+ENTRY_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """entries: int32 [8, E]: row, token id, what is to be done, count in the output, and as f32
+    bits bias, repetition, frequency and presence penalty. masked: int32 [2, M]: rows and which of
+    `masks` int32 [any, ceil(V / 32)] each has."""
+
+    entries: torch.Tensor
+    masked: torch.Tensor
+    masks: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: SampleBatch, device: torch.device | str) -> Edits | None:
+        """Those of a batch, or None where there are none."""
+        entries = entries_of(batch)
+        rows = np.flatnonzero(batch.mask_rows >= 0).astype(np.int32)
+        if not entries.shape[1] and not len(rows):
+            return None
+        masked = np.stack([rows, batch.mask_rows[rows]]) if len(rows) else np.empty((2, 0))
+        return cls(
+            entries=torch.from_numpy(entries).to(device),
+            masked=torch.from_numpy(masked.astype(np.int32)).to(device),
+            masks=torch.from_numpy(np.array(batch.masks).view(np.int32)).to(device),
+        )
+
+
+def entries_of(batch: SampleBatch) -> NDArray[np.int32]:
+    """All rows' entries; rows that name no id have none."""
+    rows = [_row_entries(batch, row) for row in range(len(batch.temperature))]
+    return np.concatenate([np.empty((ENTRY_WORDS, 0), np.int32), *rows], axis=1)
+
+
+def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
+    bias = slice(batch.bias_starts[row], batch.bias_starts[row + 1])
+    banned = batch.banned_ids[batch.banned_starts[row] : batch.banned_starts[row + 1]]
+    history = batch.history[batch.history_starts[row] : batch.history_starts[row + 1]]
+    repetition = batch.repetition_penalty[row]
+    frequency, presence = batch.frequency_penalty[row], batch.presence_penalty[row]
+    output = history[batch.num_prompt_tokens[row] :]
+    if repetition == 1.0:
+        history = history[:0]
+    if frequency == 0.0 and presence == 0.0:
+        output = output[:0]
+    named = (batch.bias_ids[bias], history, output, banned)
+    ids = np.unique(np.concatenate(named))
+    entries = np.zeros((ENTRY_WORDS, len(ids)), np.int32)
+    if not len(ids):
+        return entries
+    entries[0], entries[1] = row, ids
+    places = [np.searchsorted(ids, part) for part in named]
+    for flag, place in ((IS_BIASED, 0), (IS_SEEN, 1), (IS_BANNED, 3)):
+        entries[2, places[place]] |= flag.value
+    np.add.at(entries[3], places[2], 1)
+    entries[4].view(np.float32)[places[0]] = batch.bias_values[bias]
+    for word, penalty in enumerate((repetition, frequency, presence), start=5):
+        entries[word].view(np.float32)[:] = penalty
+    return entries
+
+
+@triton.jit
+def _edit(entries, logits, count, V: tl.constexpr, AT_ONCE: tl.constexpr):
+    at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    inside = at < count
+    row = tl.load(entries + at, mask=inside, other=0).to(tl.int64)
+    place = logits + row * V + tl.load(entries + count + at, mask=inside, other=0)
+    todo = tl.load(entries + 2 * count + at, mask=inside, other=0)
+    times = tl.load(entries + 3 * count + at, mask=inside, other=0)
+    bias = _f32(tl.load(entries + 4 * count + at, mask=inside, other=0))
+    repetition = _f32(tl.load(entries + 5 * count + at, mask=inside, other=1065353216))
+    frequency = _f32(tl.load(entries + 6 * count + at, mask=inside, other=0))
+    presence = _f32(tl.load(entries + 7 * count + at, mask=inside, other=0))
+    value = tl.load(place, mask=inside, other=0.0)
+    value = tl.where((todo & IS_BIASED) != 0, value + bias, value)
+    penalized = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+    value = tl.where((todo & IS_SEEN) != 0, penalized, value)
+    value = tl.where(times > 0, value - (frequency * times.to(tl.float32) + presence), value)
+    value = tl.where((todo & IS_BANNED) != 0, float("-inf"), value)
+    tl.store(place, value, mask=inside)
+
+
+@triton.jit
+def _f32(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mask(masked, masks, logits, count, V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.load(masked + tl.program_id(0)).to(tl.int64)
+    mask = tl.load(masked + count + tl.program_id(0)).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < V
+    word = tl.load(masks + mask * WORDS + ids // 32, mask=inside, other=-1)
+    forbidden = inside & (((word >> (ids % 32)) & 1) == 0)
+    tl.store(logits + row * V + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=forbidden)
+
+
+def edit_logits(logits: torch.Tensor, edits: Edits) -> None:
+    """Change logits f32 [R, V], side by side, in place."""
+    vocabulary = logits.shape[1]
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise ValueError(f"logits are {logits.dtype}, strides {logits.stride()}; f32 is needed")
+    if count := edits.entries.shape[1]:
+        _edit[triton.cdiv(count, AT_ONCE),](
+            edits.entries, logits, count, V=vocabulary, AT_ONCE=AT_ONCE, num_warps=4, **EXACT
+        )
+    if rows := edits.masked.shape[1]:
+        _mask[rows, triton.cdiv(vocabulary, BLOCK)](
+            edits.masked,
+            edits.masks,
+            logits,
+            rows,
+            V=vocabulary,
+            WORDS=triton.cdiv(vocabulary, 32),
+            BLOCK=BLOCK,
+            num_warps=4,
+            **EXACT,
+        )

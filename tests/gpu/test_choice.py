@@ -1,0 +1,107 @@
+"""Choices and scores from logits on a device: the reference's, bit for bit, whatever rows ask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from quire.execute.gpu import choice
+from quire.execute.gpu.kernels.wishes import rows_for_the_host
+from quire.sampling import reference, scoring
+from quire.sampling.batch import SampleBatch
+from quire.sampling.scoring import ScoreBatch
+from tests.kernels.sampling_cases import (
+    assert_same_choice,
+    make_batch,
+    random_batch,
+    random_logits,
+    take_rows,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+Float32s = NDArray[np.float32]
+
+
+def never(logits: Float32s, batch: SampleBatch) -> reference.TokenChoice:
+    """A host that must not be asked."""
+    raise AssertionError("these rows are for the device")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_at_random(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vocabulary = int(rng.choice([33, 1100]))
+    batch = random_batch(rng, 6, vocabulary, rarely=seed % 2 == 1)
+    logits = random_logits(rng, 6, vocabulary)
+    found = choice.choose(torch.from_numpy(logits), batch, reference.choose)
+    assert_same_choice(found, reference.choose(logits, batch))
+
+
+def test_penalties_bias_bans_and_masks_need_no_host() -> None:
+    rng = np.random.default_rng(10)
+    logits = rng.standard_normal((4, 1100)).astype(np.float32)
+    masks = rng.integers(0, 2**32, (1, 35), dtype=np.uint32)
+    batch = make_batch(
+        4,
+        temperature=[0.0, 1.0, 0.8, 1.0],
+        top_k=[0, 0, 50, 3],
+        repetition_penalty=1.3,
+        frequency_penalty=[0.3, 0.0, 0.3, 0.0],
+        presence_penalty=[0.0, -1.5, 0.2, 0.0],
+        num_prompt_tokens=[2, 0, 1, 3],
+        num_logprobs=[-1, 0, 5, 20],
+        history=[[1, 5, 5, 1090], [7, 7, 7], [1099], [3, 4, 5]],
+        bias=[[(9, 4.0), (1090, 2.5)], [], [(3, -100.0)], [(5, 30.0)]],
+        banned=[[int(logits[0].argmax())], [1], [], [5]],
+        mask_rows=np.array([-1, 0, 0, -1], np.int32),
+        masks=masks,
+    )
+    found = choice.choose(torch.from_numpy(logits), batch, never)
+    assert_same_choice(found, reference.choose(logits, batch))
+
+
+def test_only_the_rows_that_need_it_are_chosen_on_the_host() -> None:
+    rng = np.random.default_rng(11)
+    logits = rng.standard_normal((5, 40)).astype(np.float32)
+    bias = [[], [(3, 1.0), (3, 2.0)], [], [(3, 1.0), (4, 2.0)], []]
+    rare = {"typical_p": [1.0, 1.0, 1.0, 1.0, 0.5], "allowed": [[], [], [1, 2], [], []]}
+    batch = make_batch(5, temperature=1.0, bias=bias, rare=rare)
+    assert rows_for_the_host(batch).tolist() == [False, True, True, False, True]
+    asked = []
+
+    def on_host(rows: Float32s, part: SampleBatch) -> reference.TokenChoice:
+        asked.append(rows)
+        return reference.choose(rows, part)
+
+    found = choice.choose(torch.from_numpy(logits), batch, on_host)
+    assert_same_choice(found, reference.choose(logits, batch))
+    assert len(asked) == 1
+    assert (asked[0] == logits[[1, 2, 4]]).all()
+
+
+def test_rows_of_a_batch_keep_all_they_have() -> None:
+    rng = np.random.default_rng(12)
+    batch, rows = random_batch(rng, 6, 50, rarely=True), np.array([4, 1])
+    logits = random_logits(rng, 6, 50)
+    found = reference.choose(logits[rows], choice.rows_of(batch, rows))
+    assert_same_choice(found, reference.choose(logits[rows], take_rows(batch, rows)))
+
+
+@pytest.mark.parametrize("vocabulary", [7, 2100])
+def test_scores(vocabulary: int) -> None:
+    rng = np.random.default_rng(13)
+    logits = rng.standard_normal((7, vocabulary)).astype(np.float32)
+    logits[0] = np.round(logits[0])
+    logits[1, 3], logits[2, 5], logits[3] = np.nan, np.inf, -np.inf
+    logits[4, 2:] = -np.inf
+    batch = ScoreBatch(
+        targets=np.array([vocabulary - 1, 0, 1, 2, 6, -1, 3], np.int32),
+        num_top=np.array([20, 3, 2, 1, 5, 4, 0], np.int32),
+        listed_starts=np.array([0, 3, 3, 4, 4, 6, 6, 7], np.int32),
+        listed_ids=np.array([0, 5, 1, 2, 6, 0, 4], np.int32),
+    )
+    found, expected = choice.score(torch.from_numpy(logits), batch), scoring.score(logits, batch)
+    for name in ("logprobs", "ranks", "top_ids", "top_logprobs", "listed_logprobs"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
