@@ -20,7 +20,8 @@
     │   ├── TenantLimit         its tenant has as much waiting as it may (HTTP 429)
     │   └── TimedOut            the request ran past its time limit (HTTP 504)
     └── WorkerError             the engine or a worker failed or is gone (HTTP 500)
-        └── StepRowError        one request's row of a step failed; the others go on
+        ├── StepRowError        one request's row of a step failed; the others go on
+        └── DeviceLost          what computes is gone; the engine ends
 
 Wording: what was found, with its value; what is allowed; what to do. This file knows nothing
 of HTTP: the edge maps classes to status codes, and a test holds that its map covers this tree.
@@ -115,6 +116,10 @@ class TimedOut(OverloadedError):
 
 class WorkerError(QuireError):
     """The engine process or a worker failed or is gone."""
+
+
+class DeviceLost(WorkerError):
+    """What computes is gone for good, and with it every request's cache."""
 
 
 class StepRowError(WorkerError):

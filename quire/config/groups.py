@@ -233,8 +233,18 @@ class SchedulerConfig:
 class ExecutorConfig:
     """What computes."""
 
-    executor: Literal["native", "reference"] = setting(
-        "native", "native: compiled kernels; reference: NumPy, slow and obvious"
+    executor: Literal["native", "reference", "torch"] = setting(
+        "native",
+        "native: compiled kernels; reference: NumPy, slow and obvious; torch: a GPU's kernels",
+    )
+    device: str | None = setting(
+        None,
+        "with --executor torch: auto (a GPU, else the CPU), cpu, cuda or cuda:N; default: auto",
+    )
+    numerics: Literal["exact", "fast"] | None = setting(
+        None,
+        "with --executor torch: exact, a request's answer is what it is alone; fast, products by "
+        "the vendor's library, which may differ in last bits; default: exact",
     )
     num_threads: int | None = setting(
         None, "threads that compute; default: the cores this process may use", flag="threads"
@@ -249,13 +259,28 @@ class ExecutorConfig:
     )
 
     def __post_init__(self) -> None:
-        _one_of("executor", self.executor, ("native", "reference"))
+        _one_of("executor", self.executor, ("native", "reference", "torch"))
+        self._check_device()
         if self.num_threads is not None:
             _at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
         if self.pack_cache == "":
             raise SettingError("pack_cache is empty; give a folder, or leave it out")
+
+    def _check_device(self) -> None:
+        for name in ("device", "numerics"):
+            if getattr(self, name) is not None and self.executor != "torch":
+                raise SettingError(
+                    f"{name} is {getattr(self, name)} and executor is {self.executor}: only torch "
+                    "has a choice there; give --executor torch, or leave it out"
+                )
+        if self.device is not None and not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", self.device):
+            raise SettingError(
+                f"device is {self.device!r}; auto, cpu, cuda and cuda:N (as in cuda:0) are allowed"
+            )
+        if self.numerics is not None:
+            _one_of("numerics", self.numerics, ("exact", "fast"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,12 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """Bytes this process may still take, and which limit said so."""
+    """Bytes this process may still take, and which limit said so: "free memory", "control group",
+    or a device's name. is_own: nobody else works there, so a cache may take all that is left."""
 
     available_bytes: int
-    limit: str  # "free memory" or "control group"
+    limit: str
+    is_own: bool = False
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:

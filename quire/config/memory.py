@@ -17,6 +17,7 @@ RESERVE_BYTES = 256 * 1024 * 1024
 SLOT_ENTRY_BYTES = 2 * 4
 # Share of what is left that the KV cache takes when nobody says otherwise.
 DEFAULT_SHARE = 0.6
+OWN_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         )
     useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
     if needs.kv_cache_memory_bytes is None:
-        num_blocks = min(int(left_bytes * DEFAULT_SHARE) // block_bytes, useful_blocks)
+        share = OWN_SHARE if memory.is_own else DEFAULT_SHARE
+        num_blocks = min(int(left_bytes * share) // block_bytes, useful_blocks)
         num_blocks = max(num_blocks, 1)
     else:
         num_blocks = needs.kv_cache_memory_bytes // block_bytes

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from quire.base.clock import Clock
+from quire.base.errors import SettingError
 from quire.base.gguf_open import gguf_read_once
 from quire.base.log import Log
 from quire.base.report import Report
 from quire.config.groups import EngineConfig, ExecutorConfig
-from quire.config.machine import machine_memory, num_usable_cores
+from quire.config.machine import num_usable_cores
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
@@ -236,7 +237,7 @@ def _memory(
         max_model_len=config.model.max_model_len,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
     )
-    return plan_memory(needs, machine_memory())
+    return plan_memory(needs, make.available_memory())
 
 
 def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
@@ -246,14 +247,29 @@ def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
 
 
 def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
-    # One of the two, and only when it is wanted: start-up is felt.
+    # One of them, and only when it is wanted: start-up is felt.
     if settings.executor == "native":
         from quire.execute.native import NativeExecutor
 
         return NativeExecutor
+    if settings.executor == "torch":
+        return _torch_class(settings)
     from quire.execute.reference import ReferenceExecutor
 
     return ReferenceExecutor
+
+
+def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
+    try:
+        from quire.execute.gpu.device import choose, look
+        from quire.execute.gpu.executor import TorchExecutorClass
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            f"executor is torch and {error.name} is not installed; install the extra: "
+            "pip install 'quire[gpu]'"
+        ) from error
+    device = choose(settings.device or "auto", look())
+    return TorchExecutorClass(device, exact=settings.numerics != "fast")
 
 
 def _card(

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.base.block_copies import CopiesEnded
-from quire.base.errors import QuireError, WorkerError
+from quire.base.errors import DeviceLost, QuireError, WorkerError
 from quire.base.records import (
     NO_INTS,
     EngineStats,
@@ -145,7 +145,8 @@ class EngineCore:
     def step(self, now_ms: Callable[[], float]) -> StepOutputs | None:
         """Hand out plans as far as allowed, then finish the oldest. None: nothing could be done.
 
-        Raises WorkerError when several steps in a row have failed.
+        Raises WorkerError when several steps in a row have failed, DeviceLost when no more can
+        be computed.
         """
         if self.tier is not None and (copies := self.tier.ended()) is not None:
             self.scheduler.copies_ended(copies, now_ms())
@@ -205,6 +206,8 @@ class EngineCore:
         except Exception as error:  # whatever an executor raises fails this step, not the engine
             self._failed_steps += 1
             self.report("step failed", step=plan.step, **told(error))
+            if isinstance(error, DeviceLost):  # nor will any later one be computed
+                raise
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise WorkerError(
                     f"{self._failed_steps} steps in a row failed, the last with "

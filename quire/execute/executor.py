@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.config.machine import MachineMemory
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Rows
 from quire.program.program import Program
@@ -43,6 +44,9 @@ class ExecutorClass(Protocol):
 
     def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """What one takes for steps of at most `max_rows`."""
+
+    def available_memory(self) -> MachineMemory:
+        """Of what one computes with, and how much of it a KV cache takes by itself."""
 
     def full_step_tokens(self) -> int:
         """Rows from which a step computes about as many a second as any larger one. Raises

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
+from quire.config.machine import MachineMemory, machine_memory
 from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.layout import lay_out
 from quire.execute.packing import load
@@ -265,6 +266,11 @@ class NativeExecutor:
             + _int_row_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
+
+    @staticmethod
+    def available_memory() -> MachineMemory:
+        """See ExecutorClass."""
+        return machine_memory()
 
     @staticmethod
     def full_step_tokens() -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, SettingError, WorkerError
+from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
@@ -173,6 +174,11 @@ class ReferenceExecutor:
     @staticmethod
     def check_program(program: Program) -> None:
         """NumPy holds whatever a program can say."""
+
+    @staticmethod
+    def available_memory() -> MachineMemory:
+        """See ExecutorClass."""
+        return machine_memory()
 
     @staticmethod
     def full_step_tokens() -> int:

@@ -31,7 +31,13 @@ def program_of(
 
 
 def torch_executor(
-    folder: Path, program: Program, *, exact: bool = True, max_tokens: int = 128, blocks: int = 0
+    folder: Path,
+    program: Program,
+    *,
+    exact: bool = True,
+    max_tokens: int = 128,
+    blocks: int = 0,
+    kernels: bool = False,
 ) -> TorchExecutor:
     """With NaN in all buffers before each run, and cache for the model's whole length."""
     executor = TorchExecutor(
@@ -41,6 +47,7 @@ def torch_executor(
         exact=exact,
         max_rows={Rows.TOKENS: max_tokens, Rows.SAMPLES: max_tokens, Rows.SEQUENCES: 16},
         poison=True,
+        kernels=kernels,
     )
     executor.allocate_cache(blocks or -(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor

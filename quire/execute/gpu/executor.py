@@ -7,9 +7,9 @@ replayed from captured graphs (graphs.py). Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
+from quire.config.machine import MachineMemory
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.load import TORCH_TYPES, Loaded, load
+from quire.execute.gpu.memory import check_left, device_memory
 from quire.execute.gpu.ops import Call, Place, bind_plain
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.layout import lay_out
@@ -34,6 +36,9 @@ from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.pack_cache import PackCache
+
+if TYPE_CHECKING:
+    from quire.execute.gpu.attention_steps import AttentionSteps
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
@@ -82,9 +87,23 @@ class TorchExecutorClass:
             weights_bytes=_weight_bytes(program),
             step_bytes=lay_out(program, max_rows).arena_bytes
             + rope_bytes(program)
-            + StepBuffers.num_bytes(**_step_sizes(program, max_rows)),
+            + StepBuffers.num_bytes(**_step_sizes(program, max_rows))
+            + self._kernel_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
+
+    def _kernel_bytes(self, program: Program, max_rows: Mapping[Rows, int]) -> int:
+        if self.device.type == "cpu":
+            return 0
+        from quire.execute.gpu.attention_steps import partial_bytes
+        from quire.execute.gpu.kernel_ops import Scratch
+
+        partials = partial_bytes(program, max_rows, exact=self.exact)
+        return partials + Scratch.num_bytes(program, max_rows)
+
+    def available_memory(self) -> MachineMemory:
+        """See ExecutorClass."""
+        return device_memory(self.device)
 
     def full_step_tokens(self) -> int:
         """See ExecutorClass."""
@@ -133,7 +152,8 @@ class TorchExecutorClass:
 
 class TorchExecutor:
     """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
-    NaN before each run, for tests."""
+    NaN before each run, and kernels says whether they run, in Triton's interpreter where the device
+    is the CPU: both for tests."""
 
     name = "torch"
 
@@ -146,6 +166,7 @@ class TorchExecutor:
         exact: bool,
         max_rows: Mapping[Rows, int],
         poison: bool = False,
+        kernels: bool | None = None,
     ) -> None:
         self.recipe = recipe_of(device, exact=exact)
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
@@ -153,7 +174,15 @@ class TorchExecutor:
         self._program, self._device, self._poison = program, device, poison
         self._limits = dict(max_rows)
         self._arena, buffers = _buffers(program, max_rows, device)
-        self._step = StepBuffers(**_step_sizes(program, max_rows), device=device)
+        runs_kernels = device.type != "cpu" if kernels is None else kernels
+        self._attention = (
+            _attention_steps(program, max_rows, device, exact) if runs_kernels else None
+        )
+        self._step = StepBuffers(
+            **_step_sizes(program, max_rows),
+            device=device,
+            others={} if self._attention is None else self._attention.sizes(),
+        )
         self._pool: CachePool | None = None
         self._place = Place(
             program=program,
@@ -164,8 +193,9 @@ class TorchExecutor:
             pool=self._the_pool,
             exact=exact,
         )
+        bind_op = self._binder(max_rows)
         self._calls: dict[str, list[Call]] = {
-            segment: [self._bind(op) for op in program.segments.get(segment, ())]
+            segment: [bind_op(op) for op in program.segments.get(segment, ())]
             for segment in SEGMENTS
         }
         self._counts: Counts | None = None
@@ -189,6 +219,7 @@ class TorchExecutor:
                 f"({num_blocks * block_size * spec.token_bytes} bytes) do not fit into the memory "
                 f"of {self._device}; lower --kv-cache-memory"
             ) from error
+        check_left(self._device)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """Nothing: a device's memory is there when it is allocated."""
@@ -227,7 +258,7 @@ class TorchExecutor:
         if self._poison:
             for buffer in self._place.buffers:
                 buffer.fill_(torch.nan)
-        self._counts = self._step.load(batch)
+        self._counts = self._load(batch)
         self._run("trunk", self._counts)
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Any:
@@ -264,8 +295,20 @@ class TorchExecutor:
 
     # ---- private
 
-    def _bind(self, op: Op) -> Call:
-        return bind_plain(op, self._place)
+    def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[Op], Call]:
+        if self._attention is None:
+            return lambda op: bind_plain(op, self._place)
+        from quire.execute.gpu.kernel_ops import KernelOps, Scratch, int8_weights
+
+        scratch = Scratch.of(self._program, max_rows, self._device)
+        return KernelOps(self._place, self._attention, scratch, int8_weights(self._place)).bind
+
+    def _load(self, batch: ForwardBatch) -> Counts:
+        if self._attention is None:
+            return self._step.load(batch)
+        counts = self._step.load(batch, others=self._attention.plan(batch))
+        self._attention.mirror(self._step.others)
+        return counts
 
     def _run(self, segment: str, counts: Counts) -> None:
         for call in self._calls[segment]:
@@ -298,6 +341,16 @@ class TorchExecutor:
             raise WorkerError("this executor is closed; nothing can be run with it")
         if count > self._limits[rows]:
             raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
+
+
+def _attention_steps(
+    program: Program, max_rows: Mapping[Rows, int], device: torch.device, exact: bool
+) -> AttentionSteps:
+    from quire.execute.gpu.attention_steps import AttentionSteps, num_programs
+
+    steps = AttentionSteps(program, max_rows=max_rows, exact=exact, programs=num_programs(device))
+    steps.allocate(device)
+    return steps
 
 
 def recipe_of(device: torch.device, *, exact: bool) -> str:

@@ -9,7 +9,9 @@ Knows no program.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from quire.program.batch import ForwardBatch
 
 Int32s = NDArray[np.int32]
 ALIGNMENT = 64  # elements; kernels read vectors
+NOTHING: Mapping[str, Int32s] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,17 @@ class Counts:
 
 class StepBuffers:
     """Tensors int32: token_ids, positions, rope_positions, kv_slots [max_tokens], seq_starts
-    [max_sequences + 1], sample_rows [max_tokens], block_tables [max_sequences, max_columns]."""
+    [max_sequences + 1], sample_rows [max_tokens], block_tables [max_sequences, max_columns], and
+    `others` by name, for what is planned from a batch."""
 
     def __init__(
-        self, *, max_tokens: int, max_sequences: int, max_columns: int, device: torch.device
+        self,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_columns: int,
+        device: torch.device,
+        others: Mapping[str, int],
     ) -> None:
         sizes = {
             "token_ids": max_tokens,
@@ -53,6 +63,7 @@ class StepBuffers:
             "kv_slots": max_tokens,
             "sample_rows": max_tokens,
             "seq_starts": max_sequences + 1,
+            **others,
             "block_tables": max_sequences * max_columns,  # the last: only its used rows are copied
         }
         self._first: dict[str, int] = {}
@@ -71,6 +82,7 @@ class StepBuffers:
         self.rope_positions, self.kv_slots = parts["rope_positions"], parts["kv_slots"]
         self.sample_rows, self.seq_starts = parts["sample_rows"], parts["seq_starts"]
         self.block_tables = parts["block_tables"].view(max_sequences, max_columns)
+        self.others = {name: parts[name] for name in others}
         self.max_columns = max_columns
         self._copied = torch.cuda.Event() if on_gpu else None
 
@@ -79,8 +91,11 @@ class StepBuffers:
         """Bytes on the device, at most."""
         return 4 * (5 * max_tokens + max_sequences * (max_columns + 1) + 8 * ALIGNMENT)
 
-    def load(self, batch: ForwardBatch, *, num_rows: int = 0) -> Counts:
-        """Mirror a batch; rows of one token each are padded to `num_rows`, if that is more."""
+    def load(
+        self, batch: ForwardBatch, *, num_rows: int = 0, others: Mapping[str, Int32s] = NOTHING
+    ) -> Counts:
+        """Mirror a batch, and what was planned from it; rows of one token each are padded to
+        `num_rows`, if that is more."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before has read the host's array
         tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
@@ -89,6 +104,8 @@ class StepBuffers:
         for name in ("token_ids", "positions", "rope_positions", "sample_rows"):
             self._write(name, getattr(batch, name), padded, 0)
         self._write("kv_slots", batch.kv_slots, padded, -1)
+        for name, values in others.items():
+            self._write(name, values, len(values), 0)
         starts = self._host[self._first["seq_starts"] :]
         starts[: sequences + 1] = batch.seq_starts
         rows = padded if one_each else sequences

@@ -31,7 +31,7 @@ from quire.config.groups import (
         (SchedulerConfig, "queue_timeout_s", (0.001, None), (0, -1, float("nan"))),
         (SchedulerConfig, "tenants", ("t.toml", None), ("",)),
         (SchedulerConfig, "step_budget_ms", (0, 0.5), (-0.1, float("nan"))),
-        (ExecutorConfig, "executor", ("native", "reference"), ("torch", "")),
+        (ExecutorConfig, "executor", ("native", "reference", "torch"), ("gpu", "")),
         (ExecutorConfig, "num_threads", (1, 1024, None), (0, 1025)),
         (ServerConfig, "port", (0, 65535), (-1, 65536)),
         (ServerConfig, "api_key", ((), ("k",)), (("",), ("k", "  "))),

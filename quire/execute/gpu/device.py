@@ -1,0 +1,189 @@
+"""Which device computes, and why one that was asked for cannot.
+
+`look` asks PyTorch once; everything else decides by what it found, so that tests show any machine.
+Always holds: what would fail later, in the middle of a load or a step, with a library's words, is
+refused here in ours: no driver, one too old, a PyTorch built without the card, a card without
+bf16, no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from quire.base.errors import DeviceLost, SettingError, WorkerError
+
+LEAST_CAPABILITY = (8, 0)  # bf16 products; Ampere
+# What errors that leave a device unusable say; all later calls fail with the same.
+LOST = ("CUDA error", "HIP error", "device-side assert", "ECC", "fallen off the bus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU. architecture: as PyTorch names what it was built for, "sm_90" or "gfx942"."""
+
+    name: str
+    capability: tuple[int, int]
+    architecture: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What PyTorch says. built_for: "CUDA 12.8", "ROCm 6.3" or "" of a build without either;
+    architectures: that it has kernels for; trouble: why no card can be used, where none can."""
+
+    torch_version: str
+    built_for: str
+    architectures: tuple[str, ...]
+    cards: tuple[Card, ...]
+    trouble: str
+    has_triton: bool
+
+
+def look() -> Machine:
+    """Ask PyTorch; starts the driver where there is one."""
+    built_for, trouble = "", ""
+    if torch.version.cuda:
+        built_for = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        built_for = f"ROCm {torch.version.hip}"
+    cards: tuple[Card, ...] = ()
+    if built_for:
+        try:
+            torch.cuda.init()
+            cards = tuple(_card(index) for index in range(torch.cuda.device_count()))
+        except (RuntimeError, AssertionError) as error:
+            trouble = str(error).splitlines()[0]
+    return Machine(
+        torch_version=torch.__version__,
+        built_for=built_for,
+        architectures=tuple(torch.cuda.get_arch_list()) if cards else (),
+        cards=cards,
+        trouble=trouble,
+        has_triton=find_spec("triton") is not None,
+    )
+
+
+def choose(wanted: str, machine: Machine) -> torch.device:
+    """The device meant by auto, cpu, cuda or cuda:N. auto: the first card, else the CPU.
+
+    Raises SettingError: what was found, and what to do.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not machine.cards and not machine.trouble):
+        return torch.device("cpu")
+    if not machine.built_for:
+        raise SettingError(
+            f"device is {wanted}, but this PyTorch ({machine.torch_version}) was built without "
+            "CUDA and ROCm; install a build that has one of them (pytorch.org says how), or give "
+            "--device cpu"
+        )
+    if not machine.cards:
+        raise SettingError(
+            f"device is {wanted}, but no GPU can be used: "
+            f"{machine.trouble or 'the driver shows none'}. This PyTorch "
+            f"({machine.torch_version}) was built for {machine.built_for}: it needs a driver at "
+            "least as new (nvidia-smi shows the driver's); install one, show the GPU to this "
+            "process, or give --device cpu"
+        )
+    index = _index(wanted, len(machine.cards))
+    _check_card(f"cuda:{index}", machine.cards[index], machine)
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def device_errors(doing: str) -> Iterator[None]:
+    """Turns PyTorch's errors into ours: memory that a step lacks fails the step, a device that is
+    lost ends the engine."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise WorkerError(
+            f"{doing}: the device has no memory left for this step ({_first_line(error)}); lower "
+            "--max-num-batched-tokens or --kv-cache-memory"
+        ) from error
+    except RuntimeError as error:
+        if not any(word in str(error) for word in LOST):
+            raise
+        raise DeviceLost(
+            f"{doing}: the device is lost ({_first_line(error)}); look for its errors in the "
+            "system's log (dmesg), and start the engine again"
+        ) from error
+
+
+def _card(index: int) -> Card:
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    capability = (properties.major, properties.minor)
+    is_rocm = torch.version.hip is not None
+    return Card(
+        name=properties.name,
+        capability=capability,
+        architecture=properties.gcnArchName.split(":")[0]
+        if is_rocm
+        else f"sm_{capability[0]}{capability[1]}",
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+    )
+
+
+def _index(wanted: str, num_cards: int) -> int:
+    _, _, number = wanted.partition(":")
+    index = int(number) if number else 0
+    if index >= num_cards:
+        last = f"cuda:0 to cuda:{num_cards - 1}" if num_cards > 1 else "only cuda:0"
+        raise SettingError(f"device is {wanted}; there is {last}")
+    return index
+
+
+def _check_card(device: str, card: Card, machine: Machine) -> None:
+    is_nvidia = card.architecture.startswith("sm_")
+    if is_nvidia and card.capability < LEAST_CAPABILITY:
+        raise SettingError(
+            f"{device} is a {card.name} of compute capability {_dotted(card.capability)}; "
+            f"{_dotted(LEAST_CAPABILITY)} and newer can multiply bf16 (Ampere and after); take "
+            "another card, or --executor native"
+        )
+    if machine.architectures and not _is_built_for(card, machine.architectures):
+        raise SettingError(
+            f"{device} is a {card.name} ({card.architecture}), and this PyTorch "
+            f"({machine.torch_version}, {machine.built_for}) was built for "
+            f"{', '.join(machine.architectures)}: they do not fit; install a PyTorch built for "
+            "the card"
+        )
+    if not machine.has_triton:
+        raise SettingError(
+            f"{device}: Triton is not installed, and the kernels are written in it; install the "
+            "extra: pip install 'quire[gpu]'"
+        )
+
+
+def _is_built_for(card: Card, architectures: tuple[str, ...]) -> bool:
+    """Code for sm_80 runs on sm_86: on the same major version, from its minor version on. What is
+    only listed as compute_N is compiled by the driver, for newer cards too."""
+    if not card.architecture.startswith("sm_"):
+        return card.architecture in architectures
+    for listed in architectures:
+        kind, _, digits = listed.partition("_")
+        number = "".join(letter for letter in digits if letter.isdigit())
+        if not number:
+            continue
+        version = (int(number[:-1]), int(number[-1]))
+        if kind == "compute" and version <= card.capability:
+            return True
+        if version[0] == card.capability[0] and version <= card.capability:
+            return True
+    return False
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,239 @@
+"""Which kernels an operation is, on a GPU (or, to prove it without one, in Triton's interpreter).
+
+Each operation becomes a call on tensors at fixed addresses, as in ops.py. Products of bf16 are the
+vendor library's in fast mode and fixed tiles in exact mode; what has no kernel yet is plain
+PyTorch on the device. Always holds: a call launches the same kernels for the same counts, and asks
+nothing of the device, so calls can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.execute.gpu.attention_steps import AttentionSteps
+from quire.execute.gpu.kernels import activation as activation_kernels
+from quire.execute.gpu.kernels import attention as attention_kernels
+from quire.execute.gpu.kernels import norm as norm_kernels
+from quire.execute.gpu.kernels import rows as row_kernels
+from quire.execute.gpu.kernels import store_kv as head_kernels
+from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
+from quire.execute.gpu.kernels.linear_fixed import (
+    FEW_ROWS,
+    PIECE,
+    SPLIT_BELOW,
+    Workspace,
+    linear,
+)
+from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
+from quire.execute.gpu.ops import Call, Place, bind_plain
+from quire.execute.gpu.step_buffers import Counts
+from quire.program.ops import Op, OpKind, Rows
+from quire.program.program import Program
+from quire.quant.scheme import ACTIVATION_GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that launches share, one after the other. int_rows: by columns of a product."""
+
+    workspace: Workspace
+    int_rows: Mapping[int, IntRows]
+
+    @classmethod
+    def of(cls, program: Program, max_rows: Mapping[Rows, int], device: torch.device) -> Scratch:
+        """Room for the largest launch of a program."""
+        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
+        return cls(
+            workspace=Workspace.of(_sums(program), device),
+            int_rows={
+                columns: IntRows.empty(rows, columns, device) for columns in _int_columns(program)
+            },
+        )
+
+    @staticmethod
+    def num_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
+        """Bytes of all of it."""
+        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
+        of_ints = sum(
+            rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
+            for columns in _int_columns(program)
+        )
+        return 4 * _sums(program) + of_ints
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOps:
+    """Binds operations to kernels. int8: weights as their kernel takes them, by name."""
+
+    place: Place
+    attention: AttentionSteps
+    scratch: Scratch
+    int8: Mapping[str, Int8Weight]
+
+    def bind(self, op: Op) -> Call:
+        """The operation as launches."""
+        if op.kind is OpKind.LINEAR:
+            return self._linear(op)
+        if op.kind is OpKind.EMBED and op.attrs["weight"] in self.place.weights.ints:
+            return bind_plain(op, self.place)
+        launch = LAUNCHES[op.kind]
+        return lambda counts: launch(self, op, counts)
+
+    def _linear(self, op: Op) -> Call:
+        place, name, view = self.place, op.attrs["weight"], op.inputs[0]
+        bias = place.vector(op.attrs["bias"])
+        if name in self.int8:
+            weight, room = self.int8[name], self.scratch.int_rows[view.width]
+            return lambda counts: linear_int8(
+                quantize_rows(place.of(view, counts), room),
+                weight,
+                place.of(op.outputs[0], counts),
+                bias=bias,
+            )
+        if name in place.weights.ints:
+            return bind_plain(op, place)
+        held = place.weights.plain[name]
+        is_plain = bias is None and view.dtype == op.outputs[0].dtype
+        if not place.exact and is_plain and held.device.type != "cpu":
+            turned = held.T
+            return lambda counts: _library_product(
+                place.of(view, counts), turned, place.of(op.outputs[0], counts)
+            )
+        return lambda counts: linear(
+            place.of(view, counts),
+            held,
+            place.of(op.outputs[0], counts),
+            bias=bias,
+            workspace=self.scratch.workspace,
+        )
+
+
+def int8_weights(place: Place) -> dict[str, Int8Weight]:
+    """Weights of the scheme int8, padded to whole groups; they take the place of the plain ones."""
+    found = {}
+    for name, weight in place.weights.ints.items():
+        if weight.scheme.bits == 8:
+            columns = weight.values.shape[1]
+            values = torch.nn.functional.pad(weight.values, (0, -columns % ACTIVATION_GROUP))
+            found[name] = Int8Weight(values.contiguous(), weight.scales[:, 0].contiguous(), columns)
+    return found
+
+
+def _library_product(x: Tensor, turned: Tensor, y: Tensor) -> None:
+    torch.mm(x, turned, out=y)
+
+
+def _embed(ops: KernelOps, op: Op, counts: Counts) -> None:
+    step = ops.place.step
+    ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
+    table = ops.place.weights.plain[op.attrs["weight"]]
+    row_kernels.gather_rows(table, ids[: counts.tokens], ops.place.of(op.outputs[0], counts))
+
+
+def _norm(ops: KernelOps, op: Op, counts: Counts) -> None:
+    place = ops.place
+    norm_kernels.norm(
+        place.of(op.inputs[0], counts),
+        place.of(op.outputs[0], counts),
+        weight=place.vector(op.attrs["weight"]),
+        bias=place.vector(op.attrs["bias"]),
+        delta=place.of(op.inputs[1], counts) if len(op.inputs) == 2 else None,
+        eps=op.attrs["eps"],
+        form=op.attrs["form"],
+        group=op.attrs["group"],
+    )
+
+
+def _rope(ops: KernelOps, op: Op, counts: Counts) -> None:
+    cos, sin = ops.place.ropes[op.attrs["rope"]]
+    angles = head_kernels.Angles(cos, sin, ops.place.step.rope_positions[: counts.tokens])
+    head_kernels.rope(ops.place.of(op.inputs[0], counts), angles, head_dim=op.attrs["head_dim"])
+
+
+def _store_kv(ops: KernelOps, op: Op, counts: Counts) -> None:
+    k, v = (ops.place.of(view, counts) for view in op.inputs)
+    cache = ops.place.pool().layer(op.attrs["layer"])
+    head_kernels.store_kv(k, v, cache, ops.place.step.kv_slots[: counts.tokens])
+
+
+def _attention(ops: KernelOps, op: Op, counts: Counts) -> None:
+    place, step = ops.place, ops.place.step
+    for tiles in ops.attention.tiles(op.attrs["heads"] // op.attrs["kv_heads"]):
+        attention_kernels.attention(
+            place.of(op.inputs[0], counts),
+            place.pool().layer(op.attrs["layer"]),
+            place.of(op.outputs[0], counts),
+            tiles=tiles,
+            positions=step.positions[: counts.tokens],
+            tables=step.block_tables,
+            scale=op.attrs["scale"],
+            window=op.attrs["window"],
+            soft_cap=op.attrs["soft_cap"],
+        )
+
+
+def _activation(ops: KernelOps, op: Op, counts: Counts) -> None:
+    gate = ops.place.of(op.inputs[0], counts)
+    up = ops.place.of(op.inputs[1], counts) if len(op.inputs) == 2 else None
+    y = ops.place.of(op.outputs[0], counts)
+    activation_kernels.activation(gate, up, y, form=op.attrs["form"])
+
+
+def _add(ops: KernelOps, op: Op, counts: Counts) -> None:
+    row_kernels.add(ops.place.of(op.inputs[0], counts), ops.place.of(op.inputs[1], counts))
+
+
+def _scale(ops: KernelOps, op: Op, counts: Counts) -> None:
+    row_kernels.scale(ops.place.of(op.inputs[0], counts), op.attrs["factor"])
+
+
+def _soft_cap(ops: KernelOps, op: Op, counts: Counts) -> None:
+    row_kernels.soft_cap(ops.place.of(op.inputs[0], counts), op.attrs["cap"])
+
+
+def _copy(ops: KernelOps, op: Op, counts: Counts) -> None:
+    row_kernels.copy(ops.place.of(op.inputs[0], counts), ops.place.of(op.outputs[0], counts))
+
+
+def _gather_rows(ops: KernelOps, op: Op, counts: Counts) -> None:
+    x, y = ops.place.of(op.inputs[0], counts), ops.place.of(op.outputs[0], counts)
+    row_kernels.gather_rows(x, ops.place.step.sample_rows[: counts.samples], y)
+
+
+LAUNCHES: Mapping[OpKind, Callable[[KernelOps, Op, Counts], None]] = {
+    OpKind.EMBED: _embed,
+    OpKind.NORM: _norm,
+    OpKind.ROPE: _rope,
+    OpKind.STORE_KV: _store_kv,
+    OpKind.ATTENTION: _attention,
+    OpKind.ACTIVATION: _activation,
+    OpKind.ADD: _add,
+    OpKind.SCALE: _scale,
+    OpKind.SOFT_CAP: _soft_cap,
+    OpKind.COPY: _copy,
+    OpKind.GATHER_ROWS: _gather_rows,
+}
+
+
+def _products(program: Program) -> list[Op]:
+    return [op for ops in program.segments.values() for op in ops if op.kind is OpKind.LINEAR]
+
+
+def _int_columns(program: Program) -> set[int]:
+    weights = [program.weights[op.attrs["weight"]] for op in _products(program)]
+    return {w.columns for w in weights if w.ints is not None and w.ints.bits == 8}
+
+
+def _sums(program: Program) -> int:
+    """Elements of the pieces of the largest product that is split over programs."""
+    rows = FEW_ROWS[-1].rows
+    sizes = [0]
+    for op in _products(program):
+        weight = program.weights[op.attrs["weight"]]
+        if weight.ints is None and -(-weight.rows // FEW_ROWS[0].outputs) < SPLIT_BELOW:
+            sizes.append(-(-weight.columns // PIECE) * rows * weight.rows)
+    return max(sizes)

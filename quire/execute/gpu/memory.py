@@ -1,0 +1,60 @@
+"""How much memory a device has for an engine, and whether the sum came out.
+
+Before anything is loaded the device is asked what is free; quire/config/memory.py makes the sum of
+it, which is printed. Afterwards what is really left is compared with what the sum said. Knows no
+program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.base.errors import CapacityError
+from quire.config.machine import MachineMemory, machine_memory
+from quire.config.memory import mib
+
+# Of a GPU's free memory this is left alone: kernels and graphs as they are loaded, the libraries'
+# workspaces, and what the allocator loses by its grain.
+GPU_RESERVE_BYTES = 1536 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes free on a device now, and the text that says whose they are."""
+
+    free_bytes: int
+    limit: str
+
+
+def device_memory(device: torch.device) -> MachineMemory:
+    """What an engine may take there."""
+    if device.type == "cpu":
+        return machine_memory()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return planned(DeviceMemory(free_bytes=free_bytes, limit=f"memory of {device}"))
+
+
+def planned(memory: DeviceMemory) -> MachineMemory:
+    """A device's free memory as the sum takes it."""
+    return MachineMemory(
+        available_bytes=max(memory.free_bytes - GPU_RESERVE_BYTES, 0),
+        limit=f"{memory.limit} without {mib(GPU_RESERVE_BYTES)} for libraries and graphs",
+        is_own=True,
+    )
+
+
+def check_left(device: torch.device, *, free_bytes: int | None = None) -> str:
+    """After loading: a line that says what is left. Raises CapacityError where it is too little for
+    a step to run. free_bytes: as found, for tests."""
+    if device.type == "cpu":
+        return ""
+    left = torch.cuda.mem_get_info(device)[0] if free_bytes is None else free_bytes
+    if left < GPU_RESERVE_BYTES // 4:
+        raise CapacityError(
+            f"{device}: {mib(left)} are left beside weights, buffers and KV cache, and at least "
+            f"{mib(GPU_RESERVE_BYTES // 4)} are needed for libraries and graphs: somebody else "
+            "took memory meanwhile, or the sum above is wrong; lower --kv-cache-memory"
+        )
+    return f"{device}: {mib(left)} left beside weights, buffers and KV cache"

@@ -1,0 +1,75 @@
+"""Whole tiny models through the Triton kernels, in the interpreter, against the reference executor:
+the same path a GPU runs, on CPU tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from quire.program.ops import DType  # noqa: E402
+from tests.gpu.opened import program_of, reference_executor, torch_executor  # noqa: E402
+from tests.models.case import Case  # noqa: E402
+from tests.models.cases import CASES  # noqa: E402
+from tests.models.generate import logits_of  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+# As a share of the largest logit.
+TOLERANCES = {DType.F32: 1e-4, DType.BF16: 0.02}
+OF_INTEGERS = 0.05
+FEW = 4  # tokens
+LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
+# A family for each way of using the kernels: soft caps, head norms and windows by layer, layer norms
+# with biases and learned positions.
+NAMES = ("gemma2", "gemma3", "gpt2")
+FAMILIES = [next(case for case in CASES if case.name.startswith(name)) for name in NAMES]
+
+
+def _logits(
+    folder: Path, dtype: DType, ids: list[int], *wishes: str, exact: bool = True, chunk: int = FEW
+) -> tuple[np.ndarray, np.ndarray]:
+    program = program_of(folder, dtype, *wishes)
+    length = program.max_positions
+    executor = torch_executor(folder, program, exact=exact, kernels=True)
+    found = logits_of(executor, ids, max_positions=length, chunk=chunk)
+    right = logits_of(reference_executor(folder, program), ids, max_positions=length)
+    return found, right
+
+
+def _differ(found: np.ndarray, right: np.ndarray) -> float:
+    return float(np.abs(found - right).max() / np.abs(right).max())
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_llama_agrees(dtype: DType, exact: bool, tmp_path: Path) -> None:
+    ids = LLAMA.token_ids[:FEW]
+    found, right = _logits(LLAMA.write(tmp_path), dtype, ids, exact=exact)
+    assert _differ(found, right) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_families_agree(case: Case, tmp_path: Path) -> None:
+    found, right = _logits(case.write(tmp_path), DType.F32, case.token_ids[:FEW])
+    assert _differ(found, right) <= TOLERANCES[DType.F32]
+
+
+@pytest.mark.parametrize("wishes", [("int8", "auto"), ("int4-g32", "auto"), ("none", "int8")])
+def test_integers_agree(wishes: tuple[str, str], tmp_path: Path) -> None:
+    found, right = _logits(LLAMA.write(tmp_path), DType.BF16, LLAMA.token_ids[:FEW], *wishes)
+    assert _differ(found, right) <= OF_INTEGERS
+
+
+def test_chunks_of_any_size_give_the_same_bits(tmp_path: Path) -> None:
+    folder = LLAMA.write(tmp_path)
+    ids = np.random.default_rng(4).integers(0, 131, 5).tolist()
+    whole, _ = _logits(folder, DType.BF16, ids, chunk=5)
+    ones, _ = _logits(folder, DType.BF16, ids, chunk=1)
+    odd, _ = _logits(folder, DType.BF16, ids, chunk=3)
+    assert np.array_equal(whole, ones)
+    assert np.array_equal(whole, odd)
