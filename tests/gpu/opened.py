@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from quire.execute.gpu.executor import TorchExecutor, TorchExecutorClass
-from quire.execute.gpu.load import load
+from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -30,6 +30,15 @@ def program_of(
     return with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
 
 
+def packed_for(kernels: bool) -> Pack:
+    """How integer weights are held."""
+    if not kernels:
+        return IntWeight.of
+    from quire.execute.gpu.kernel_ops import pack_ints
+
+    return pack_ints
+
+
 def torch_executor(
     folder: Path,
     program: Program,
@@ -42,7 +51,7 @@ def torch_executor(
     """With NaN in all buffers before each run, and cache for the model's whole length."""
     executor = TorchExecutor(
         program,
-        load(program, bind(program, open_checkpoint(folder)), CPU, None),
+        load(program, bind(program, open_checkpoint(folder)), CPU, None, pack=packed_for(kernels)),
         device=CPU,
         exact=exact,
         max_rows={Rows.TOKENS: max_tokens, Rows.SAMPLES: max_tokens, Rows.SEQUENCES: 16},

@@ -24,8 +24,8 @@ TOLERANCES = {DType.F32: 1e-4, DType.BF16: 0.02}
 OF_INTEGERS = 0.05
 FEW = 4  # tokens
 LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
-# A family for each way of using the kernels: soft caps, head norms and windows by layer, layer norms
-# with biases and learned positions.
+# Families for each way of using kernels: soft caps; head norms, windows by layer; layer norms with
+# biases, learned positions.
 NAMES = ("gemma2", "gemma3", "gpt2")
 FAMILIES = [next(case for case in CASES if case.name.startswith(name)) for name in NAMES]
 

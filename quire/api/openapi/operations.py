@@ -32,6 +32,7 @@ from quire.base.errors import (
     BodyTooLarge,
     ContextTooLong,
     DeadlineMissed,
+    DeviceLost,
     InvalidParameter,
     ModelError,
     OverloadedError,
@@ -53,7 +54,7 @@ EVENTS = "text/event-stream"
 
 Errors = tuple[type[QuireError], ...]
 
-_ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError)
+_ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
 _BODY: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnknownModel, TimedOut, *_ENGINE)
 _TEXTS: Errors = (*_BODY, ModelError)
 _TOKENS: Errors = (

@@ -7,7 +7,7 @@ replayed from captured graphs (graphs.py). Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,10 @@ from quire.base.errors import CapacityError, ModelError, SettingError, WorkerErr
 from quire.config.machine import MachineMemory
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
+from quire.execute.gpu.device import device_errors
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kernels.cache_layout import CachePool
-from quire.execute.gpu.load import TORCH_TYPES, Loaded, load
+from quire.execute.gpu.load import TORCH_TYPES, IntWeight, Loaded, Pack, load
 from quire.execute.gpu.memory import check_left, device_memory
 from quire.execute.gpu.ops import Call, Place, bind_plain
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
@@ -75,6 +76,11 @@ class TorchExecutorClass:
             f"its activation is {form!r}; {', '.join(FORMS)} are known"
             for form in sorted(forms - set(FORMS))
         ]
+        if self.device.type != "cpu" and any(_is_gathered_int4(program)):
+            problems.append(
+                "its embedding is also the head and kept in 4 bits, which rows are not gathered "
+                "from on a GPU (--head-precision int8 or none)"
+            )
         if problems:
             raise ModelError(
                 f"{program.name}: the torch executor cannot hold this model "
@@ -84,12 +90,23 @@ class TorchExecutorClass:
     def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """Weights and cache as the program says; buffers share one arena."""
         return ExecutorMemory(
-            weights_bytes=_weight_bytes(program),
+            weights_bytes=self._weight_bytes(program),
             step_bytes=lay_out(program, max_rows).arena_bytes
             + rope_bytes(program)
             + StepBuffers.num_bytes(**_step_sizes(program, max_rows))
             + self._kernel_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
+        )
+
+    def _weight_bytes(self, program: Program) -> int:
+        """As the program says; plain PyTorch holds integers of 4 bits in a byte each."""
+        if self.device.type != "cpu":
+            return program.weight_bytes
+        return sum(
+            weight.num_bytes
+            if weight.ints is None
+            else weight.rows * (weight.columns + 4 * weight.ints.num_groups(weight.columns))
+            for weight in program.weights.values()
         )
 
     def _kernel_bytes(self, program: Program, max_rows: Mapping[Rows, int]) -> int:
@@ -130,7 +147,9 @@ class TorchExecutorClass:
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads)
         try:
-            weights = load(program, bind(program, checkpoint), self.device, progress)
+            pack = _pack(runs_kernels=self.device.type != "cpu")
+            binding = bind(program, checkpoint)
+            weights = load(program, binding, self.device, progress, pack=pack)
             return TorchExecutor(
                 program,
                 weights,
@@ -258,17 +277,19 @@ class TorchExecutor:
         if self._poison:
             for buffer in self._place.buffers:
                 buffer.fill_(torch.nan)
-        self._counts = self._load(batch)
-        self._run("trunk", self._counts)
+        with device_errors("a step"):
+            self._counts = self._load(batch)
+            self._run("trunk", self._counts)
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Any:
         """Logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
         device a tensor, to be handed to `sample` and `score`. Valid until the next call."""
         self._check_fits(Rows.SAMPLES, count)
         assert self._counts is not None, "the trunk runs before the head"
-        self._step.load_samples(batch.sample_rows[first : first + count])
         counts = self._counts.of_samples(count)
-        self._run("head", counts)
+        with device_errors("a step's head"):
+            self._step.load_samples(batch.sample_rows[first : first + count])
+            self._run("head", counts)
         logits = self._place.of(self._program.outputs["logits"], counts)
         return logits.numpy() if self._device.type == "cpu" else logits
 
@@ -298,10 +319,10 @@ class TorchExecutor:
     def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[Op], Call]:
         if self._attention is None:
             return lambda op: bind_plain(op, self._place)
-        from quire.execute.gpu.kernel_ops import KernelOps, Scratch, int8_weights
+        from quire.execute.gpu.kernel_ops import KernelOps, Scratch
 
         scratch = Scratch.of(self._program, max_rows, self._device)
-        return KernelOps(self._place, self._attention, scratch, int8_weights(self._place)).bind
+        return KernelOps(self._place, self._attention, scratch).bind
 
     def _load(self, batch: ForwardBatch) -> Counts:
         if self._attention is None:
@@ -353,6 +374,15 @@ def _attention_steps(
     return steps
 
 
+def _pack(*, runs_kernels: bool) -> Pack:
+    """Integer weights as those who compute take them."""
+    if not runs_kernels:
+        return IntWeight.of
+    from quire.execute.gpu.kernel_ops import pack_ints
+
+    return pack_ints
+
+
 def recipe_of(device: torch.device, *, exact: bool) -> str:
     """What bits depend on beside the program: the device's kind, its libraries, the mode."""
     mode = "exact" if exact else "fast"
@@ -363,18 +393,19 @@ def recipe_of(device: torch.device, *, exact: bool) -> str:
 
 
 def _on_host(logits: Any) -> Float32s:
-    values: Float32s = logits if isinstance(logits, np.ndarray) else logits.float().cpu().numpy()
+    if isinstance(logits, np.ndarray):
+        return logits
+    with device_errors("reading logits"):
+        values: Float32s = logits.float().cpu().numpy()
     return values
 
 
-def _weight_bytes(program: Program) -> int:
-    """Integers of 4 bits take a byte each as plain PyTorch holds them."""
-    return sum(
-        weight.num_bytes
-        if weight.ints is None
-        else weight.rows * (weight.columns + 4 * weight.ints.num_groups(weight.columns))
-        for weight in program.weights.values()
-    )
+def _is_gathered_int4(program: Program) -> Iterator[bool]:
+    for ops in program.segments.values():
+        for op in ops:
+            if op.kind is OpKind.EMBED:
+                ints = program.weights[op.attrs["weight"]].ints
+                yield ints is not None and ints.bits == 4
 
 
 def _step_sizes(program: Program, max_rows: Mapping[Rows, int]) -> dict[str, int]:

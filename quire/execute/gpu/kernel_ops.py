@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from quire.execute.gpu.kernels import attention as attention_kernels
 from quire.execute.gpu.kernels import norm as norm_kernels
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels import store_kv as head_kernels
+from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
 from quire.execute.gpu.kernels.linear_fixed import (
     FEW_ROWS,
@@ -28,11 +30,13 @@ from quire.execute.gpu.kernels.linear_fixed import (
     Workspace,
     linear,
 )
+from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
-from quire.execute.gpu.ops import Call, Place, bind_plain
+from quire.execute.gpu.ops import Call, Place
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.ops import Op, OpKind, Rows
 from quire.program.program import Program
+from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP
 
 
@@ -67,35 +71,31 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class KernelOps:
-    """Binds operations to kernels. int8: weights as their kernel takes them, by name."""
+    """Binds operations to kernels; integer weights are packed by `pack_ints`."""
 
     place: Place
     attention: AttentionSteps
     scratch: Scratch
-    int8: Mapping[str, Int8Weight]
 
     def bind(self, op: Op) -> Call:
         """The operation as launches."""
         if op.kind is OpKind.LINEAR:
             return self._linear(op)
-        if op.kind is OpKind.EMBED and op.attrs["weight"] in self.place.weights.ints:
-            return bind_plain(op, self.place)
         launch = LAUNCHES[op.kind]
         return lambda counts: launch(self, op, counts)
 
     def _linear(self, op: Op) -> Call:
         place, name, view = self.place, op.attrs["weight"], op.inputs[0]
         bias = place.vector(op.attrs["bias"])
-        if name in self.int8:
-            weight, room = self.int8[name], self.scratch.int_rows[view.width]
-            return lambda counts: linear_int8(
+        if name in place.weights.ints:
+            weight, room = place.weights.ints[name], self.scratch.int_rows[view.width]
+            product: Any = linear_int8 if isinstance(weight, Int8Weight) else linear_int4
+            return lambda counts: product(
                 quantize_rows(place.of(view, counts), room),
                 weight,
                 place.of(op.outputs[0], counts),
                 bias=bias,
             )
-        if name in place.weights.ints:
-            return bind_plain(op, place)
         held = place.weights.plain[name]
         is_plain = bias is None and view.dtype == op.outputs[0].dtype
         if not place.exact and is_plain and held.device.type != "cpu":
@@ -112,15 +112,11 @@ class KernelOps:
         )
 
 
-def int8_weights(place: Place) -> dict[str, Int8Weight]:
-    """Weights of the scheme int8, padded to whole groups; they take the place of the plain ones."""
-    found = {}
-    for name, weight in place.weights.ints.items():
-        if weight.scheme.bits == 8:
-            columns = weight.values.shape[1]
-            values = torch.nn.functional.pad(weight.values, (0, -columns % ACTIVATION_GROUP))
-            found[name] = Int8Weight(values.contiguous(), weight.scales[:, 0].contiguous(), columns)
-    return found
+def pack_ints(matrix: IntMatrix, device: torch.device) -> Int8Weight | Int4Weight:
+    """An integer weight as its kernel takes it."""
+    if matrix.scheme.bits == 8:
+        return Int8Weight.of(matrix, device)
+    return Int4Weight.of(matrix, device)
 
 
 def _library_product(x: Tensor, turned: Tensor, y: Tensor) -> None:
@@ -128,10 +124,14 @@ def _library_product(x: Tensor, turned: Tensor, y: Tensor) -> None:
 
 
 def _embed(ops: KernelOps, op: Op, counts: Counts) -> None:
-    step = ops.place.step
+    step, weights = ops.place.step, ops.place.weights
     ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
-    table = ops.place.weights.plain[op.attrs["weight"]]
-    row_kernels.gather_rows(table, ids[: counts.tokens], ops.place.of(op.outputs[0], counts))
+    ids, y = ids[: counts.tokens], ops.place.of(op.outputs[0], counts)
+    held = weights.ints.get(op.attrs["weight"])
+    if held is None:
+        row_kernels.gather_rows(weights.plain[op.attrs["weight"]], ids, y)
+    else:
+        row_kernels.gather_rows(held.values[:, : held.columns], ids, y, scales=held.scales)
 
 
 def _norm(ops: KernelOps, op: Op, counts: Counts) -> None:
@@ -225,7 +225,7 @@ def _products(program: Program) -> list[Op]:
 
 def _int_columns(program: Program) -> set[int]:
     weights = [program.weights[op.attrs["weight"]] for op in _products(program)]
-    return {w.columns for w in weights if w.ints is not None and w.ints.bits == 8}
+    return {weight.columns for weight in weights if weight.ints is not None}
 
 
 def _sums(program: Program) -> int:

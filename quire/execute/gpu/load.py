@@ -8,8 +8,9 @@ Always holds: every byte of every tensor is digested once, and a tensor's pages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from quire.execute.executor import Progress
 from quire.program.ops import DType, Weight, WeightForm, WeightPart
 from quire.program.program import Program
-from quire.quant.int_weights import coarse_rows, quantize_matrix
+from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.quant.scheme import Scheme
 from quire.weights.binding import Binding
 from quire.weights.content import WeightsDigest
@@ -35,6 +36,15 @@ class IntWeight:
     values: Tensor
     scales: Tensor
 
+    @classmethod
+    def of(cls, matrix: IntMatrix, device: torch.device) -> IntWeight:
+        """An integer weight on a device."""
+        return cls(
+            scheme=matrix.scheme,
+            values=torch.from_numpy(matrix.values.astype(np.int8)).to(device),
+            scales=torch.from_numpy(np.ascontiguousarray(matrix.scales)).to(device),
+        )
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows by id in float32, as the products use them."""
         columns = self.values.shape[1]
@@ -44,21 +54,30 @@ class IntWeight:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All weights by name; the digest of what they were made of; rows that 8 bits are too coarse
-    for, by weight."""
+    """All weights by name, integers as whoever computes with them packs them; the digest of what
+    they were made of; rows that 8 bits are too coarse for, by weight."""
 
     plain: Mapping[str, Tensor]
-    ints: Mapping[str, IntWeight]
+    ints: Mapping[str, Any]
     digest: str = ""
     coarse_rows: Mapping[str, int] = field(default_factory=dict)
 
 
+# An integer weight as a device's products take it.
+Pack = Callable[[IntMatrix, torch.device], Any]
+
+
 def load(
-    program: Program, binding: Binding, device: torch.device, progress: Progress | None
+    program: Program,
+    binding: Binding,
+    device: torch.device,
+    progress: Progress | None,
+    *,
+    pack: Pack = IntWeight.of,
 ) -> Loaded:
     """Raises torch.OutOfMemoryError where the device has no room."""
     plain: dict[str, Tensor] = {}
-    ints: dict[str, IntWeight] = {}
+    ints: dict[str, Any] = {}
     coarse: dict[str, int] = {}
     digest = WeightsDigest()
     total, done = program.weight_bytes, 0
@@ -68,7 +87,7 @@ def load(
         else:
             values = np.concatenate([binding.read_f32(part) for part in weight.parts])
             values += np.float32(weight.offset)
-            ints[name] = _ints(values, weight.ints, device)
+            ints[name] = pack(quantize_matrix(values, weight.ints), device)
             if weight.ints.bits == 8 and (count := coarse_rows(values)):
                 coarse[name] = count
         for part in weight.parts:
@@ -107,12 +126,3 @@ def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Tensor | N
     # PyTorch has no read-only tensors, so mapped bytes are copied once, on the host.
     raw = np.array(stored.raw.reshape(stored.shape[0], -1)[part.first_row :][: part.rows])
     return torch.from_numpy(raw).view(torch.bfloat16)
-
-
-def _ints(values: np.ndarray, scheme: Scheme, device: torch.device) -> IntWeight:
-    matrix = quantize_matrix(values, scheme)
-    return IntWeight(
-        scheme=scheme,
-        values=torch.from_numpy(matrix.values.astype(np.int8)).to(device),
-        scales=torch.from_numpy(np.ascontiguousarray(matrix.scales)).to(device),
-    )

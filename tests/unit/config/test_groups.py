@@ -53,6 +53,23 @@ def test_each_setting_has_its_limits(
             group(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"device": "cuda"}, "executor is native: only torch has a choice there"),
+        ({"numerics": "fast", "executor": "reference"}, "only torch"),
+        ({"executor": "torch", "device": "gpu"}, "auto, cpu, cuda and cuda:N"),
+        ({"executor": "torch", "numerics": "quick"}, "exact, fast"),
+    ],
+)
+def test_devices_and_numerics_are_chosen_with_torch_only(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SettingError, match=said):
+        ExecutorConfig(**settings)
+    assert ExecutorConfig(executor="torch", device="cuda:3", numerics="fast").device == "cuda:3"
+
+
 @pytest.mark.parametrize(("name", "kept"), [("float32", "f32"), ("bfloat16", "bf16")])
 def test_a_dtype_may_go_by_the_name_checkpoints_use(name: str, kept: str) -> None:
     assert ModelConfig(dtype=name).dtype == kept  # type: ignore[arg-type]

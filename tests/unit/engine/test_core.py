@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.base.errors import OverloadedError, WorkerError
+from quire.base.errors import DeviceLost, OverloadedError, WorkerError
 from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
@@ -155,6 +155,15 @@ def test_several_failed_steps_in_a_row_are_the_engines_end() -> None:
     rig.core.add([request("a")])
     with pytest.raises(WorkerError, match="3 steps in a row failed, the last with RuntimeError"):
         rig.core.step(rig.now_ms)
+
+
+def test_a_lost_device_is_the_engines_end_at_once() -> None:
+    rig = Rig()
+    rig.executor.fail_next_trunk = DeviceLost("the device is lost")
+    rig.core.add([request("a")])
+    with pytest.raises(DeviceLost, match="the device is lost"):
+        rig.core.step(rig.now_ms)
+    assert any("step failed" in line for line in rig.reports)
 
 
 def test_failed_steps_apart_from_each_other_are_not() -> None:

@@ -1,0 +1,180 @@
+"""Which device is taken, and what is said where one cannot be: machines of every kind, shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from quire.base.errors import CapacityError, DeviceLost, SettingError, WorkerError  # noqa: E402
+from quire.config.memory import MemoryNeeds, plan_memory  # noqa: E402
+from quire.execute.gpu.device import Card, Machine, choose, device_errors, look  # noqa: E402
+from quire.execute.gpu.memory import (  # noqa: E402
+    GPU_RESERVE_BYTES,
+    DeviceMemory,
+    check_left,
+    planned,
+)
+
+pytestmark = pytest.mark.gpu
+
+GIB = 2**30
+CARD = Card(
+    name="Some H200",
+    capability=(9, 0),
+    architecture="sm_90",
+    total_bytes=140 * GIB,
+    free_bytes=139 * GIB,
+)
+MACHINE = Machine(
+    torch_version="2.11.0+cu128",
+    built_for="CUDA 12.8",
+    architectures=("sm_80", "sm_86", "sm_90"),
+    cards=(CARD, CARD),
+    trouble="",
+    has_triton=True,
+)
+NONE = replace(MACHINE, cards=(), architectures=())
+
+
+def _said(wanted: str, machine: Machine) -> str:
+    with pytest.raises(SettingError) as caught:
+        choose(wanted, machine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")]
+)
+def test_a_card_is_taken_where_it_is_meant(wanted: str, device: str) -> None:
+    assert str(choose(wanted, MACHINE)) == device
+
+
+def test_auto_is_the_cpu_only_where_there_is_no_sign_of_a_card() -> None:
+    assert str(choose("auto", NONE)) == "cpu"
+    assert str(choose("cpu", MACHINE)) == "cpu"
+    assert "too old" in _said("auto", replace(NONE, trouble="The NVIDIA driver is too old"))
+
+
+def test_a_build_without_cuda_is_told_with_what_to_install() -> None:
+    said = _said("cuda", replace(NONE, torch_version="2.13.0+cpu", built_for=""))
+    assert "2.13.0+cpu" in said
+    assert "without CUDA" in said
+    assert "--device cpu" in said
+
+
+def test_no_driver_is_told_in_the_drivers_words_and_ours() -> None:
+    said = _said("cuda:0", replace(NONE, trouble="Found no NVIDIA driver on your system."))
+    assert "Found no NVIDIA driver" in said
+    assert "CUDA 12.8" in said
+    assert "the driver shows none" in _said("cuda", NONE)
+
+
+def test_a_card_that_is_not_there_is_told_with_those_that_are() -> None:
+    assert "cuda:0 to cuda:1" in _said("cuda:2", MACHINE)
+    assert "only cuda:0" in _said("cuda:1", replace(MACHINE, cards=(CARD,)))
+
+
+def test_too_old_a_card_is_refused_by_its_capability() -> None:
+    old = replace(CARD, name="Tesla T4", capability=(7, 5), architecture="sm_75")
+    said = _said("cuda", replace(MACHINE, cards=(old,), architectures=("sm_75", "sm_90")))
+    assert "Tesla T4" in said
+    assert "7.5" in said
+    assert "8.0" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "fits"),
+    [
+        ((8, 9), ("sm_80", "sm_90"), True),  # a later minor version of the same
+        ((12, 0), ("sm_80", "sm_90"), False),
+        ((12, 0), ("sm_80", "compute_90"), True),  # compiled by the driver
+        ((8, 0), ("sm_86",), False),
+        ((9, 0), ("sm_90a",), True),
+    ],
+)
+def test_a_pytorch_built_for_other_cards_is_told(
+    capability: tuple[int, int], architectures: tuple[str, ...], fits: bool
+) -> None:
+    name = f"sm_{capability[0]}{capability[1]}"
+    card = replace(CARD, capability=capability, architecture=name)
+    machine = replace(MACHINE, cards=(card,), architectures=architectures)
+    if fits:
+        assert choose("cuda", machine).type == "cuda"
+    else:
+        said = _said("cuda", machine)
+        assert name in said
+        assert architectures[0] in said
+
+
+def test_missing_triton_is_told_with_the_extra() -> None:
+    assert "quire[gpu]" in _said("cuda", replace(MACHINE, has_triton=False))
+
+
+def test_other_makers_cards_are_not_refused_by_nvidias_numbers() -> None:
+    card = replace(CARD, name="MI300X", capability=(9, 4), architecture="gfx942")
+    rocm = replace(MACHINE, built_for="ROCm 6.3", cards=(card,), architectures=("gfx942",))
+    assert choose("auto", rocm).type == "cuda"
+    assert "gfx90a" in _said("auto", replace(rocm, architectures=("gfx90a",)))
+
+
+def test_looking_at_this_machine_finds_what_pytorch_says() -> None:
+    machine = look()
+    assert machine.torch_version == torch.__version__
+    assert bool(machine.cards) == torch.cuda.is_available()
+
+
+def test_less_memory_than_the_weights_is_refused_before_loading_with_the_sum() -> None:
+    needs = MemoryNeeds(
+        weights_bytes=16 * GIB,
+        step_bytes=GIB,
+        token_bytes=2**17,
+        block_size=16,
+        max_num_seqs=8,
+        model_max_len=4096,
+        max_model_len=None,
+        kv_cache_memory_bytes=None,
+    )
+    small = planned(DeviceMemory(free_bytes=12 * GIB, limit="memory of cuda:0"))
+    with pytest.raises(CapacityError, match=r"16384\.0 MiB weights.*memory of cuda:0"):
+        plan_memory(needs, small)
+    free_bytes = 80 * GIB
+    plan = plan_memory(needs, planned(DeviceMemory(free_bytes=free_bytes, limit="cuda:0")))
+    assert plan.lines[0].num_bytes == free_bytes - GPU_RESERVE_BYTES
+    assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
+
+
+def test_a_cache_takes_what_is_left_of_a_device_of_its_own() -> None:
+    needs = MemoryNeeds(
+        weights_bytes=GIB,
+        step_bytes=0,
+        token_bytes=2**17,
+        block_size=16,
+        max_num_seqs=256,
+        model_max_len=8192,
+        max_model_len=None,
+        kv_cache_memory_bytes=None,
+    )
+    plan = plan_memory(needs, planned(DeviceMemory(free_bytes=24 * GIB, limit="cuda:0")))
+    assert plan.lines[-1].num_bytes < 2**21  # less than a block
+
+
+def test_what_is_left_after_loading_is_checked() -> None:
+    assert check_left(torch.device("cpu")) == ""
+    card = torch.device("cuda", 0)
+    assert "2048.0 MiB left" in check_left(card, free_bytes=2 * GIB)
+    with pytest.raises(CapacityError, match="somebody else took memory"):
+        check_left(card, free_bytes=GIB // 8)
+
+
+def test_a_step_without_memory_fails_and_a_lost_device_ends_the_engine() -> None:
+    memory = pytest.raises(WorkerError, match="no memory left for this step")
+    with memory as caught, device_errors("step"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert not isinstance(caught.value, DeviceLost)
+    with pytest.raises(DeviceLost, match="illegal memory access"), device_errors("step"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="shapes"), device_errors("step"):
+        raise RuntimeError("shapes disagree")
