@@ -59,22 +59,36 @@ class TileShape:
     stages: int
 
 
-def narrow_rows(group: int, *, is_exact: bool) -> int:
-    """Rows of a narrow tile: one token's heads, in exact mode in the instruction of all rows."""
-    return max(EXACT_ROWS if is_exact else MIN_ROWS, triton.next_power_of_2(group))
+def narrow_rows(group: int, *, is_exact: bool, itemsize: int = 2) -> int:
+    """Rows of a narrow tile: one token's heads, in exact mode in the instruction of all rows.
+
+    itemsize: bytes of a query's element. Products of f32 use no matrix instruction: any rows do.
+    """
+    least = EXACT_ROWS if is_exact and itemsize < 4 else MIN_ROWS
+    return max(least, triton.next_power_of_2(group))
 
 
-def wide_rows(group: int, head_dim: int) -> int:
+def wide_rows(group: int, head_dim: int, *, itemsize: int = 2) -> int:
     """Rows of a wide tile: as many as sums of two pieces fit into registers for."""
-    return max(64 if head_dim > 128 else 128, triton.next_power_of_2(group))
+    most = 64 if head_dim > 128 else 128
+    if itemsize == 4:  # long to compile, and few models
+        most = 32 if head_dim <= 64 else MIN_ROWS
+    return max(most, triton.next_power_of_2(group))
 
 
-def tile_shape(rows: int, head_dim: int) -> TileShape:
-    """By rows of a tile and head_dim."""
+def tile_shape(rows: int, head_dim: int, *, itemsize: int = 2) -> TileShape:
+    """By rows of a tile, head_dim and bytes of a query's element.
+
+    Positions do not depend on rows: they are of the recipe. Neither does which warp has which
+    columns of a row's scores, from 64 rows on: 16 rows a warp. Stages: the table is read before the
+    tile it names, and each of the two loads is half of them ahead.
+    """
+    if itemsize == 4:
+        return TileShape(32 if head_dim <= 64 else 16, 4, 3)
     if head_dim > 128:
-        return TileShape(32, 4 if rows < 64 else 8, 2)
+        return TileShape(32, 4, 5) if rows < 64 else TileShape(32, 8, 3)
     if rows < 64:
-        return TileShape(64, 4, 4 if head_dim <= 64 else 3)
+        return TileShape(64, 4, 7 if head_dim <= 64 else 5)
     return TileShape(64, 4 if rows == 64 else 8, 3)
 
 
@@ -106,7 +120,7 @@ def attention(
         )
     if cache.scales is None and cache.values.dtype != q.dtype:
         raise ValueError(f"a cache of {cache.values.dtype} without scales for rows of {q.dtype}")
-    shape = tile_shape(tiles.rows, head_dim)
+    shape = tile_shape(tiles.rows, head_dim, itemsize=q.element_size())
     partials = tiles.partials
     room_y, room_sums = (y, y) if partials is None else (partials.y, partials.sums)
     same = {

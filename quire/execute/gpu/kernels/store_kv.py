@@ -85,16 +85,17 @@ def _prepare(
     KV_RUNS: tl.constexpr = (KV_HEADS + KV_RUN - 1) // KV_RUN
     if run < Q_RUNS:
         if HEADS > 0:
-            head = run * RUN + tl.arange(0, RUN)
-            first, second, rest = _load(
-                q_ptr + row * q_stride, head, HEADS, HEAD_DIM, HALF, HALF_PAD, REST_PAD
+            q_head = run * RUN + tl.arange(0, RUN)
+            q_first, q_second, q_rest = _load(
+                q_ptr + row * q_stride, q_head, HEADS, HEAD_DIM, HALF, HALF_PAD, REST_PAD
             )
-            first, second, rest = _normed_and_turned(
-                first, second, rest, q_weight_ptr, eps, cos_ptr, sin_ptr, rope_positions_ptr, row,
-                q_out_ptr.dtype.element_ty, HEAD_DIM, HALF, HALF_PAD, REST_PAD, HAS_NORM,
+            q_first, q_second, q_rest = _normed_and_turned(
+                q_first, q_second, q_rest, q_weight_ptr, eps, cos_ptr, sin_ptr, rope_positions_ptr,
+                row, q_out_ptr.dtype.element_ty, HEAD_DIM, HALF, HALF_PAD, REST_PAD, HAS_NORM,
             )  # fmt: skip
-            out = q_out_ptr + row * q_out_stride + head * HEAD_DIM
-            _store(out, first, second, rest, head < HEADS, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
+            q_out = q_out_ptr + row * q_out_stride + q_head * HEAD_DIM
+            is_head = q_head < HEADS
+            _store(q_out, q_first, q_second, q_rest, is_head, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
     else:
         if KV_HEADS > 0:
             is_value = run - Q_RUNS >= KV_RUNS
