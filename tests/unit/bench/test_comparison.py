@@ -364,10 +364,18 @@ def test_the_readme_tells_of_serving_only_beside_a_peer() -> None:
     def knee_at(goodput: float) -> dict[str, Any]:
         return {"knee": {"goodput_per_s": goodput}}
 
-    engines = {"quire": knee_at(1.5), "vllm": knee_at(0.75), "llama.cpp": {"knee": None}}
+    slow = {"offered_per_s": 0.1, "ttft_s": {"p50": 2.5}, "tpot_s": {"p50": 0.15}}
+    engines = {
+        "quire": knee_at(1.5),
+        "vllm": knee_at(0.75),
+        "llama.cpp": {"knee": None, "rates": [slow]},
+    }
     [row] = rows._serving_rows({"engines": engines})
-    assert "1.50, vllm 0.75: 2.00x" in row
+    assert "1.50; vllm 0.75: 2.00x" in row
     del engines["vllm"]
+    [row] = rows._serving_rows({"engines": engines})
+    assert "1.50; of no other server any rate: llama.cpp 2.5 s and 150 ms at 0.10/s" in row
+    del engines["llama.cpp"]
     assert rows._serving_rows({"engines": engines}) == []
 
 
