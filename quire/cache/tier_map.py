@@ -18,16 +18,17 @@ Int32s = NDArray[np.int32]
 
 
 class TierMap:
-    """`num_blocks` places; lower ones are filled first."""
+    """`num_blocks` places; lower ones are filled first. Memory grows with those that were used."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
-        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._key_of: dict[int, bytes] = {}
         self._awaited: dict[int, bytes] = {}
         self._awaited_keys: set[bytes] = set()
         self._fetching: Int32s = np.zeros(num_blocks, np.int32)
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: list[int] = []  # of those used before
+        self._first_unused = 0
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -38,7 +39,9 @@ class TierMap:
         for key, place in held:
             self._place_of[key] = place
             self._key_of[place] = key
-        self._free = [place for place in self._free if self._key_of[place] is None]
+        self._first_unused = max(self._key_of, default=-1) + 1
+        below = range(self._first_unused - 1, -1, -1)
+        self._free = [place for place in below if place not in self._key_of]
 
     def knows(self, key: bytes) -> bool:
         """Whether a block of this digest is there or on its way there."""
@@ -59,14 +62,9 @@ class TierMap:
 
         Whatever was held there is forgotten.
         """
-        if self._free:
-            place = self._free.pop()
-        else:
-            oldest = next((at for at in self._place_of.values() if not self._fetching[at]), None)
-            if oldest is None:
-                return None
-            place = oldest
-            self._drop(place)
+        place = self._room()
+        if place is None:
+            return None
         self._awaited[place] = key
         self._awaited_keys.add(key)
         return place
@@ -88,7 +86,7 @@ class TierMap:
         because those behind are of none without it."""
         np.add.at(self._fetching, places, 1)
         for place in places[::-1].tolist():
-            key = self._key_of[place]
+            key = self._key_of.get(place)
             if key is not None:
                 self._place_of.move_to_end(key)
 
@@ -106,30 +104,43 @@ class TierMap:
     def forget_all(self) -> None:
         """Nothing is held or awaited any more."""
         self._place_of.clear()
-        self._key_of = [None] * self.num_blocks
+        self._key_of.clear()
         self._awaited.clear()
         self._awaited_keys.clear()
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._free.clear()
+        self._first_unused = 0
 
     def problems(self) -> list[str]:
         """Contradictions in words; empty when the books agree."""
         found = [
             f"tier: key of place {place} leads to place {self._place_of.get(key)}"
-            for place, key in enumerate(self._key_of)
-            if key is not None and self._place_of.get(key) != place
+            for place, key in self._key_of.items()
+            if self._place_of.get(key) != place
         ]
         places = sorted([*self._free, *self._awaited, *self._place_of.values()])
-        if places != list(range(self.num_blocks)):
+        if places != list(range(self._first_unused)) or self._first_unused > self.num_blocks:
             found.append(
                 f"tier: {len(self._free)} free, {len(self._awaited)} awaited and "
-                f"{len(self._place_of)} held places do not add up to {self.num_blocks}"
+                f"{len(self._place_of)} held places do not add up to {self._first_unused} of "
+                f"{self.num_blocks}"
             )
         if set(self._awaited.values()) != self._awaited_keys:
             found.append("tier: awaited places and digests disagree")
         return found
 
+    def _room(self) -> int | None:
+        """A place that holds nothing, or none that cannot give way."""
+        if self._free:
+            return self._free.pop()
+        if self._first_unused < self.num_blocks:
+            self._first_unused += 1
+            return self._first_unused - 1
+        oldest = next((at for at in self._place_of.values() if not self._fetching[at]), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest
+
     def _drop(self, place: int) -> None:
-        key = self._key_of[place]
+        key = self._key_of.pop(place, None)
         if key is not None:
             del self._place_of[key]
-            self._key_of[place] = None

@@ -50,7 +50,7 @@ from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
-    from quire.transfer.disk import TierFolder
+    from quire.transfer.folder import TierFolder
 
 # Rows of one slice of the head: logits of more are never in memory at once.
 MAX_SAMPLES = 64
@@ -85,10 +85,11 @@ def assemble(
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
         tier_folder = None
         if config.cache.kv_tier_path is not None:  # likewise
-            from quire.transfer.disk import TierFolder  # only where it is wanted, as executors
+            from quire.transfer.folder import TierFolder  # only where it is wanted, as executors
 
             tier_folder = TierFolder(Path(config.cache.kv_tier_path).expanduser())
             undo.callback(tier_folder.close)
+            tier_folder.check_room(config.cache.kv_tier_bytes)
         engine = _assembled(
             config,
             clock=clock,

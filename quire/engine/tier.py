@@ -17,7 +17,8 @@ from quire.execute.executor import Executor
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 from quire.runner.tier_mover import TierMover, num_buffers
-from quire.transfer.disk import DiskStore, TierFolder
+from quire.transfer.disk import DiskStore
+from quire.transfer.folder import TierFolder
 
 # Changes with what lies in a block's bytes where the program does not tell.
 LAYOUT_VERSION = 1
@@ -66,6 +67,7 @@ def open_tier(
         note=(
             f"KV tier: {folder.path}, {store.num_blocks} blocks "
             f"({store.num_blocks * config.block_size} tokens), {len(tier)} of them found there"
+            + (f"; {folder.note}" if folder.note else "")
         ),
     )
 

@@ -46,7 +46,8 @@ from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.vocabulary import Vocabulary
-from quire.transfer.disk import DiskStore, TierFolder
+from quire.transfer.disk import DiskStore
+from quire.transfer.folder import TierFolder
 from quire.transfer.segment import segment_bytes
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.workload import (

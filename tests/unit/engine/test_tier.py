@@ -17,7 +17,7 @@ from quire.bench.local import LocalEngine
 from quire.bench.workloads import Ask
 from quire.config.groups import CacheConfig
 from quire.scheduler.move_cost import MoveCost
-from quire.transfer.disk import TierFolder
+from quire.transfer.folder import TierFolder
 from quire.transfer.segment import Segment
 from tests.tiny_models import write_tiny_llama
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import SettingError
-from quire.transfer.disk import DiskStore, TierFolder
+from quire.transfer.disk import DiskStore
+from quire.transfer.folder import TierFolder
 from quire.transfer.segment import ENTRY_BYTES, PAGE, Segment, segment_bytes, stride_of
 
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -100,7 +101,7 @@ def test_a_flipped_byte_is_noticed_and_the_block_forgotten(tmp_path: Path, at: i
     store = opened(tmp_path)
     for place in range(4):
         store.save(place, digest(place), raw(place))
-    flip(tmp_path / "segment-0000.kv", at)
+    flip(tmp_path / "quire-tier-0000.kv", at)
     assert not found(store, 2, 2)
     assert all(found(store, number, number) for number in (0, 1, 3))
     store.close()
@@ -161,7 +162,7 @@ def test_a_smaller_tier_deletes_what_lies_beyond_it(tmp_path: Path) -> None:
     store.close()
     small = opened(tmp_path, segments=1)
     assert [place for _, place in small.held()] == [0, 1, 2, 3]
-    assert [file.name for file in tmp_path.glob("*.kv")] == ["segment-0000.kv"]
+    assert [file.name for file in tmp_path.glob("*.kv")] == ["quire-tier-0000.kv"]
     small.close()
 
 
@@ -171,7 +172,7 @@ def test_a_cut_file_or_one_others_may_write_to_is_not_used(tmp_path: Path) -> No
         store.clear()
         store.save(0, digest(0), raw(0))
         store.close()
-        spoil(tmp_path / "segment-0000.kv")
+        spoil(tmp_path / "quire-tier-0000.kv")
         again = opened(tmp_path)
         assert again.held() == []
         again.save(0, digest(1), raw(1))
@@ -182,7 +183,7 @@ def test_a_cut_file_or_one_others_may_write_to_is_not_used(tmp_path: Path) -> No
 def test_a_file_that_shrinks_under_it_is_an_error_and_not_the_end(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.save(2, digest(2), raw(2))
-    os.truncate(tmp_path / "segment-0000.kv", block_at(2) + 100)
+    os.truncate(tmp_path / "quire-tier-0000.kv", block_at(2) + 100)
     with pytest.raises(OSError, match="ends before the block"):
         found(store, 2, 2)
     store.close()
@@ -206,7 +207,7 @@ def test_a_second_process_on_a_folder_is_told_who_has_it(tmp_path: Path) -> None
     code = (
         "from pathlib import Path\n"
         "from quire.base.errors import SettingError\n"
-        "from quire.transfer.disk import TierFolder\n"
+        "from quire.transfer.folder import TierFolder\n"
         f"try: TierFolder(Path({str(tmp_path)!r}))\n"
         "except SettingError as error: print(error)\n"
     )
@@ -261,21 +262,96 @@ def test_a_full_disk_is_met_when_a_segment_is_made_and_leaves_nothing_behind(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         store.save(5, digest(5), raw(5))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["key", "lock", "segment-0000.kv"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "quire-tier-0000.kv",
+        "quire-tier.key",
+        "quire-tier.lock",
+    ]
     assert found(store, 0, 0)
     store.close()
 
 
-def test_the_key_is_secret_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
-    folder = TierFolder(tmp_path)
+def test_the_key_is_secret_and_a_damaged_one_of_ours_is_made_anew(tmp_path: Path) -> None:
+    folder, file = TierFolder(tmp_path), tmp_path / "quire-tier.key"
     key = folder.hash_key
     assert len(key) == 16
-    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     folder.close()
-    (tmp_path / "key").write_bytes(key[:9])
+    assert file.read_bytes() == b"QuireKey" + key
+    file.write_bytes(b"QuireKey" + key[:9])
     folder = TierFolder(tmp_path)
-    assert len(folder.hash_key) == 16
-    assert folder.hash_key != key
+    second = folder.hash_key
+    assert len(second) == 16
+    assert second != key
+    folder.close()
+    file.chmod(0o644)  # it is no secret any more
+    folder = TierFolder(tmp_path)
+    assert folder.hash_key != second
+    folder.close()
+
+
+@pytest.mark.parametrize("name", ["key", "lock", "notes.txt", "segment-0000.kv", "quire-tier.kv"])
+def test_a_folder_with_anybody_elses_files_is_refused_and_left_as_it_is(
+    tmp_path: Path, name: str
+) -> None:
+    TierFolder(tmp_path).close()
+    (tmp_path / name).write_text("mine")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(SettingError, match=f"holds {name}, which no tier makes; .* an empty one"):
+        TierFolder(tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    (tmp_path / name).unlink()
+    TierFolder(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["quire-tier.key", "quire-tier.lock"])
+@pytest.mark.parametrize("content", ["mine", "0123456789abcdef", "12 and more"])
+def test_a_file_of_our_names_that_no_tier_wrote_is_left_as_it_is(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SettingError, match=f"{name} is not what a tier writes .* delete it"):
+        TierFolder(tmp_path)
+    assert (tmp_path / name).read_text() == content
+    (tmp_path / name).unlink()
+    TierFolder(tmp_path).close()  # nothing is held by those that were refused
+
+
+def test_the_top_of_the_file_system_is_no_folder_for_a_tier() -> None:
+    with pytest.raises(SettingError, match=r"/ (holds .* and \d+ more|.*another user)"):
+        TierFolder(Path("/"))
+
+
+def test_a_disk_of_its_own_may_be_a_tier_and_one_that_others_see_is_told(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    tmp_path.chmod(0o755)
+    folder = TierFolder(tmp_path)
+    assert folder.note == "others may look into it (mode 755): chmod 700 it"
+    folder.close()
+    tmp_path.chmod(0o700)
+    folder = TierFolder(tmp_path)
+    assert folder.note == ""
+    folder.close()
+
+
+def test_a_tier_larger_than_its_disk_is_refused_with_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.save(0, digest(0), raw(0))
+    store.close()
+    own = (tmp_path / "quire-tier-0000.kv").stat().st_size
+    disk = os.statvfs(tmp_path)
+    fields = [*disk[:4], (1 << 30) // disk.f_frsize, *disk[5:]]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    folder = TierFolder(tmp_path)
+    folder.check_room((1 << 30) + own)
+    with pytest.raises(
+        SettingError, match=r"1\.0 GiB free and 0\.0 GiB the tier .* at most 1024MiB"
+    ):
+        folder.check_room((1 << 30) + own + 1)
+    with pytest.raises(SettingError, match=r"102,400,000\.0 GiB"):
+        folder.check_room(100_000 << 40)
     folder.close()
 
 
@@ -297,7 +373,7 @@ def test_a_tier_may_lie_on_another_file_system(tmp_path: Path) -> None:
 
 
 def test_a_segment_of_other_sizes_is_not_opened(tmp_path: Path) -> None:
-    path = tmp_path / "segment-0000.kv"
+    path = tmp_path / "quire-tier-0000.kv"
     Segment.make(path, 4, BLOCK_BYTES, b"one").close()
     assert Segment.open(path, 4, BLOCK_BYTES + 1, b"one") is None
     assert Segment.open(path, 3, BLOCK_BYTES, b"one") is None
