@@ -11,11 +11,20 @@ from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels.activation import activation
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
 from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
+from quire.execute.gpu.kernels.grouped import Groups
 from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_fp8 import (
+    Fp8Rows,
+    Fp8Weight,
+    linear_fp8,
+    quantize_rows_fp8,
+)
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
+from quire.execute.gpu.kernels.lora import adapt
+from quire.execute.gpu.kernels.moe import experts
 from quire.execute.gpu.kernels.norm import norm
 from quire.execute.gpu.kernels.wishes import Wishes
 from tests.gpu.compile_for import tensor
@@ -72,6 +81,27 @@ def _edits() -> None:
     edit_logits(tensor(4, VOCABULARY, dtype=F32), edits)
 
 
+def _fp8(rows: int, *, by_block: bool) -> None:
+    x = quantize_rows_fp8(tensor(rows, WIDTH), "block" if by_block else "token")
+    assert isinstance(x, Fp8Rows)
+    shape = (MIDDLE // 128, WIDTH // 128) if by_block else (MIDDLE,)
+    scales = tensor(*shape, dtype=F32)
+    weight = Fp8Weight(tensor(MIDDLE, WIDTH, dtype=torch.float8_e4m3fn), scales)
+    linear_fp8(x, weight, tensor(rows, MIDDLE))
+
+
+def _experts(rows: int) -> None:
+    ids, shares = tensor(rows, 8, dtype=I32), tensor(rows, 8, dtype=F32)
+    x, gate_up, down = tensor(rows, 2048), tensor(128, 2 * 768, 2048), tensor(128, 2048, 768)
+    experts(x, gate_up, down, ids, shares, tensor(rows, 2048, dtype=F32))
+
+
+def _adapt(rows: int) -> None:
+    groups = Groups.of(tensor(rows, dtype=I32), 8)
+    shrink, expand, y = tensor(8, 16, WIDTH), tensor(8, MIDDLE, 16), tensor(rows, MIDDLE)
+    adapt(tensor(rows, WIDTH), shrink, expand, tensor(8, dtype=F32), groups, y)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "norm with residual": lambda: norm(
         tensor(8, WIDTH, dtype=F32),
@@ -97,6 +127,12 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "scores": _scores,
     "edits of logits": _edits,
+    "fp8 by block, 1 row": lambda: _fp8(1, by_block=True),
+    "fp8 by block, 2048 rows": lambda: _fp8(2048, by_block=True),
+    "fp8 by channel, 2048 rows": lambda: _fp8(2048, by_block=False),
+    "experts, 4 rows": lambda: _experts(4),
+    "experts, 4096 rows": lambda: _experts(4096),
+    "adapters, 4 rows": lambda: _adapt(4),
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),

@@ -26,6 +26,19 @@ def as_type(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def as_e4m3(x):
+    """f32 values as fp8 e4m3, to the nearest, those beyond 448 as 448."""
+    x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        usual = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
+        # Below 2^-6 steps are of 2^-9: adding this leaves a whole number of them.
+        small = (x + 24576.0) - 24576.0
+        x = tl.where(tl.abs(x) < 0.015625, small, usual.to(tl.float32, bitcast=True))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def dot(a, b, sums):
     """sums + a [M, K] @ b [K, N], added in f32 (int32 of integers)."""
     if INTERPRETED and sums.dtype == tl.float32:

@@ -1,0 +1,62 @@
+"""Every kernel compiles for an H200 with no card at hand, and what can be read from its code holds:
+matrix instructions where products are, nothing spilled, nothing fused that must round twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+# The search for top_k and top_p keeps some of its sums in memory.
+MAX_STACK = {"_finish": 256}
+# Multiply-adds are written out here, and only here.
+FUSED = ("_linear", "_grouped", "_combine")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A line a kernel, made where Triton compiles in place of interpreting."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.compile_for"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_products_use_the_matrix_unit(reports: list[dict[str, Any]]) -> None:
+    products = [report for report in reports if report["kernel"].startswith(("_linear", "_gr"))]
+    assert len(products) > 15
+    for report in products:
+        is_wide = "f32, " in report["case"]  # f32 is exact on the other units
+        assert bool(report["matrix"]) != is_wide, report
+        # int8's and int4's sums are exact, so few outputs may take the older instruction.
+        if not report["case"].startswith("int"):
+            assert all(name.startswith("wgmma") for name in report["matrix"]), report
+
+
+def test_nothing_is_spilled(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["stack"] <= MAX_STACK.get(report["kernel"], 0), report
+
+
+def test_multiply_adds_are_fused_where_they_are_written(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        if not report["kernel"].startswith(FUSED):
+            assert report["fused"] == 0, report

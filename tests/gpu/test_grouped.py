@@ -1,0 +1,101 @@
+"""Experts and adapters: near their twins, and rows that depend on nobody else's choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from quire.execute.gpu import twins
+from quire.execute.gpu.kernels.grouped import Groups, grouped
+from quire.execute.gpu.kernels.lora import adapt
+from quire.execute.gpu.kernels.moe import experts
+from tests.gpu.tensors import Float32s, array, empty, normal, rounded, same_bits, tensor, wide
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+TOLERANCE = {"f32": 1e-4, "bf16": 3e-2}
+
+
+def ints(values: NDArray[np.integer]) -> torch.Tensor:
+    """int32."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.int32))
+
+
+@pytest.mark.parametrize(("slots", "count"), [(1, 4), (40, 3), (200, 2), (5, 60)])
+def test_groups_hold_each_slot_once_in_blocks_of_one_matrix(slots: int, count: int) -> None:
+    rng = np.random.default_rng(slots)
+    ids = rng.integers(-1, count + 1, slots)
+    groups = Groups.of(ints(ids), count)
+    blocks = groups.slots.reshape(-1, groups.rows).tolist()
+    found = []
+    for block, matrix in zip(blocks, groups.matrices.tolist(), strict=True):
+        held = [slot for slot in block if slot >= 0]
+        assert all(ids[slot] == matrix for slot in held)
+        assert bool(held) == (matrix >= 0)
+        found += held
+    assert sorted(found) == [slot for slot in range(slots) if 0 <= ids[slot] < count]
+
+
+def test_nobody_with_a_matrix() -> None:
+    groups = Groups.of(ints(np.full(3, -1)), 2)
+    y = empty(3, 5)
+    grouped(tensor(np.ones((3, 4), np.float32)), torch.ones(2, 5, 4), y, groups)
+    assert torch.isnan(y).all()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_experts(dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    x = normal(rng, 27, 70, dtype=dtype)  # 32 rows a block, and 16 of a row alone
+    gate_up, down = normal(rng, 3, 2 * 36, 70, dtype=dtype), normal(rng, 3, 70, 36, dtype=dtype)
+    gate_up, down = rounded(gate_up / 8, dtype), rounded(down / 8, dtype)
+    ids, shares = rng.integers(-1, 3, (27, 2)), np.abs(normal(rng, 27, 2))
+
+    def ask(rows: slice) -> Float32s:
+        y = empty(len(x[rows]), 70, dtype)
+        some_shares = tensor(np.ascontiguousarray(shares[rows]))
+        matrices = tensor(gate_up, dtype), tensor(down, dtype)
+        experts(wide(x[rows], dtype), *matrices, ints(ids[rows]), some_shares, y)
+        return array(y)
+
+    together = ask(slice(None))
+    expected = twins.experts(
+        x, gate_up, down, ids, shares, form="silu", stored=lambda y: rounded(y, dtype)
+    )
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(together, expected, rtol=tolerance, atol=tolerance)
+    for row in (0, 26):
+        assert same_bits(ask(slice(row, row + 1)), together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_adapters(dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    x, y = normal(rng, 19, 70, dtype=dtype), normal(rng, 19, 33, dtype=dtype)
+    shrink, expand = normal(rng, 3, 8, 70, dtype=dtype), normal(rng, 3, 33, 8, dtype=dtype)
+    shrink = rounded(shrink / 8, dtype)
+    factors, ids = normal(rng, 3), rng.integers(-1, 3, 19)
+    ids[4] = -1
+
+    def ask(rows: slice) -> Float32s:
+        found = wide(y[rows], dtype)
+        groups = Groups.of(ints(ids[rows]), 3)
+        matrices = tensor(shrink, dtype), tensor(expand, dtype)
+        adapt(wide(x[rows], dtype), *matrices, tensor(factors), groups, found)
+        return array(found)
+
+    together = ask(slice(None))
+    expected = twins.adapted(
+        y, x, shrink, expand, factors, ids, stored=lambda low: rounded(low, dtype)
+    )
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(together, expected, rtol=tolerance, atol=tolerance)
+    assert same_bits(together[4], y[4])
+    assert same_bits(ask(slice(18, 19)), together[18:])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, groups = torch.zeros(2, 8), Groups.of(torch.zeros(2, dtype=torch.int32), 1)
+    with pytest.raises(ValueError, match=r"\[any, 6, 8\]"):
+        grouped(x, torch.zeros(1, 3, 8), torch.zeros(2, 3), groups, form="silu")
