@@ -1,6 +1,6 @@
 """Compiles every kernel that a launcher launches, for a card that is not there.
 
-    TRITON_INTERPRET=0 python -m tests.gpu.compile_for
+    TRITON_INTERPRET=0 python -m tests.gpu.compile_for [CASE...]
 
 Launchers are given tensors without memory; instead of a launch the kernel is compiled down to
 machine code for compute capability 9.0, with Triton's own assembler. Prints a JSON line a kernel:
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,14 +122,15 @@ def report(title: str, launch: Callable[[], Any]) -> list[Report]:
     return [{"case": title} | found for found in reports]
 
 
-def main() -> None:
-    """Print what all cases compile to."""
-    from tests.gpu.compile_cases import CASES
+def main(titles: list[str]) -> None:
+    """Print what these cases compile to, or all."""
+    from tests.gpu import compile_attention, compile_cases
 
-    for title, launch in CASES.items():
-        for found in report(title, launch):
+    cases = compile_attention.CASES | compile_cases.CASES
+    for title in titles or cases:
+        for found in report(title, cases[title]):
             print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.rounding import INTERPRETED, as_type
+from quire.execute.gpu.kernels.rounding import as_type, dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -79,8 +79,6 @@ def attention_items(
     position = first_position + token
     q_rows = (row + token).to(tl.int64) * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_rows[:, None] + columns[None, :], mask=is_kept, other=0.0)
-    if INTERPRETED:  # whose products know no bf16
-        q = q.to(tl.float32)
 
     # What all of the tile's rows see is [full_from, full_to): no masks there.
     begin = first_piece * PIECE
@@ -116,7 +114,7 @@ def attention_items(
                     values_ptr, scales_ptr, table_ptr, block_stride, scale_block_stride,
                     seen_from, last_position, window, factor, score_scale, soft_cap,
                     KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N,
-                    HAS_SCALES, HAS_WINDOW, HAS_CAP, part != 1, q_ptr.dtype.element_ty,
+                    HAS_SCALES, HAS_WINDOW, HAS_CAP, part != 1,
                 )  # fmt: skip
                 next_start = start + BLOCK_N
                 if next_start % PIECE == 0 or next_start >= end:
@@ -253,7 +251,6 @@ def _see_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
-    TYPE: tl.constexpr,
 ):
     """Sums of a piece after positions [start, start + BLOCK_N)."""
     cached = start + tl.arange(0, BLOCK_N)
@@ -282,7 +279,8 @@ def _see_tile(
         k = tl.load(kv)
         v = tl.load(kv + kv_values)
 
-    scores = tl.dot(q, tl.trans(_exactly(k, q.dtype)), input_precision="ieee")
+    none = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    scores = dot(q, tl.trans(_exactly(k, q.dtype)), none)
     if HAS_SCALES:
         scale_ptr = scales_ptr + block * scale_block_stride + place
         if IS_MASKED:
@@ -319,8 +317,7 @@ def _see_tile(
         sees_broken = tl.max(tl.where(is_seen, is_broken[None, :], 0), 1)
         y = tl.where(sees_broken[:, None] != 0, float("nan"), y)
         v = tl.where(is_finite, wide, 0.0).to(v.dtype)
-    weights = as_type(weights, TYPE).to(q.dtype)
-    y = tl.dot(weights, _exactly(v, q.dtype), y, input_precision="ieee")
+    y = dot(as_type(weights, q.dtype), _exactly(v, q.dtype), y)
     return both, total, y
 
 
@@ -329,7 +326,7 @@ def _exactly(x, dtype: tl.constexpr):
     """What a cache holds as floats of the products' type, which has all of its values."""
     if x.dtype == dtype:
         return x
-    return x.to(tl.float32).to(dtype)
+    return as_type(x.to(tl.float32), dtype)
 
 
 @triton.jit
