@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.execute.gpu.executor import TorchExecutor, TorchExecutorClass
+from quire.execute.gpu.graphs import Capture
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -16,6 +19,7 @@ from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
+from tests.models.generate import sequence_batch
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -47,6 +51,7 @@ def torch_executor(
     max_tokens: int = 128,
     blocks: int = 0,
     kernels: bool = False,
+    capture: Capture | None = None,
 ) -> TorchExecutor:
     """With NaN in all buffers before each run, and cache for the model's whole length."""
     executor = TorchExecutor(
@@ -57,6 +62,7 @@ def torch_executor(
         max_rows={Rows.TOKENS: max_tokens, Rows.SAMPLES: max_tokens, Rows.SEQUENCES: 16},
         poison=True,
         kernels=kernels,
+        capture=capture,
     )
     executor.allocate_cache(blocks or -(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor
@@ -80,3 +86,16 @@ def reference_executor(
 def made(device: torch.device = CPU, *, exact: bool = True) -> TorchExecutorClass:
     """The class as the engine is given it."""
     return TorchExecutorClass(device, exact)
+
+
+def sequence_logits(
+    executor: TorchExecutor, ids: list[int], *, max_positions: int, chunk: int = 128
+) -> NDArray[np.float32]:
+    """As tests.models.generate.logits_of; the head's rows are asked for with the trunk."""
+    rows = []
+    for start in range(0, len(ids), chunk):
+        batch = sequence_batch(ids[start : start + chunk], start, max_positions)
+        executor.run_trunk(batch, head_rows=len(batch.sample_rows))
+        logits = torch.as_tensor(executor.run_head(batch, 0, len(batch.token_ids)))
+        rows.append(logits.clone().numpy())
+    return np.concatenate(rows)

@@ -12,7 +12,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from quire.program.ops import DType  # noqa: E402
-from tests.gpu.opened import program_of, reference_executor, torch_executor  # noqa: E402
+from tests.gpu.opened import (  # noqa: E402
+    program_of,
+    reference_executor,
+    sequence_logits,
+    torch_executor,
+)
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import CASES  # noqa: E402
 from tests.models.generate import logits_of  # noqa: E402
@@ -36,7 +41,7 @@ def _logits(
     program = program_of(folder, dtype, *wishes)
     length = program.max_positions
     executor = torch_executor(folder, program, exact=exact, kernels=True)
-    found = logits_of(executor, ids, max_positions=length, chunk=chunk)
+    found = sequence_logits(executor, ids, max_positions=length, chunk=chunk)
     right = logits_of(reference_executor(folder, program), ids, max_positions=length)
     return found, right
 

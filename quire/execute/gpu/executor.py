@@ -21,6 +21,7 @@ from quire.config.machine import MachineMemory
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import ExecutorMemory, Progress
 from quire.execute.gpu.device import device_errors
+from quire.execute.gpu.graphs import Capture, CudaCapture, Graphs
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.load import TORCH_TYPES, IntWeight, Loaded, Pack, load
@@ -172,7 +173,8 @@ class TorchExecutorClass:
 class TorchExecutor:
     """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
     NaN before each run, and kernels says whether they run, in Triton's interpreter where the device
-    is the CPU: both for tests."""
+    is the CPU: both for tests. capture: how steps of one token a sequence are captured, on a GPU as
+    CUDA graphs where nothing is given."""
 
     name = "torch"
 
@@ -186,6 +188,7 @@ class TorchExecutor:
         max_rows: Mapping[Rows, int],
         poison: bool = False,
         kernels: bool | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.recipe = recipe_of(device, exact=exact)
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
@@ -218,10 +221,18 @@ class TorchExecutor:
             for segment in SEGMENTS
         }
         self._counts: Counts | None = None
+        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
+        if capture is None and device.type != "cpu":
+            capture = CudaCapture(device)
+        self._graphs: Graphs | None = None
+        if capture is not None:
+            self._graphs = Graphs(capture, max_rows[Rows.SEQUENCES])
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool of zeros."""
         spec = self._program.caches[0]
+        if self._graphs is not None:
+            self._graphs.clear()
         try:
             self._pool = CachePool.zeros(
                 spec.precision,
@@ -277,9 +288,13 @@ class TorchExecutor:
         if self._poison:
             for buffer in self._place.buffers:
                 buffer.fill_(torch.nan)
+        self._head_of = None
         with device_errors("a step"):
-            self._counts = self._load(batch)
-            self._run("trunk", self._counts)
+            if self._graphs is not None and len(batch.token_ids) == len(batch.seq_starts) - 1:
+                self._counts = self._replayed(self._graphs, batch, head_rows)
+            else:
+                self._counts = self._load(batch)
+                self._run("trunk", self._counts)
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Any:
         """Logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
@@ -287,11 +302,12 @@ class TorchExecutor:
         self._check_fits(Rows.SAMPLES, count)
         assert self._counts is not None, "the trunk runs before the head"
         counts = self._counts.of_samples(count)
-        with device_errors("a step's head"):
-            self._step.load_samples(batch.sample_rows[first : first + count])
-            self._run("head", counts)
+        there, self._head_of = self._head_of, None
+        if there is None or there[0] is not batch or (0, there[1]) != (first, count):
+            self._run_head(batch.sample_rows[first : first + count], counts)
         logits = self._place.of(self._program.outputs["logits"], counts)
-        return logits.numpy() if self._device.type == "cpu" else logits
+        is_array = self._device.type == "cpu" and self._attention is None
+        return logits.numpy() if is_array else logits
 
     def output(self, name: str) -> Float32s:
         """The rows of a named output of the trunk, copied."""
@@ -301,13 +317,30 @@ class TorchExecutor:
         )
         return values
 
+    @property
+    def weights(self) -> Loaded:
+        """What it computes with, on its device."""
+        return self._place.weights
+
     def sample(self, logits: Any, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row of `logits`."""
-        return choose_on_host(_on_host(logits), batch)
+        if isinstance(logits, np.ndarray):
+            return choose_on_host(logits, batch)
+        from quire.execute.gpu.device_choice import choose_on_device, is_for_the_host
+
+        with device_errors("token choice"):
+            if is_for_the_host(batch):
+                return choose_on_host(logits.cpu().numpy(), batch)
+            return choose_on_device(logits, batch)
 
     def score(self, logits: Any, batch: ScoreBatch) -> Scores:
         """How likely known tokens are, by the rows of `logits` (which are only read)."""
-        return score_on_host(_on_host(logits), batch)
+        if isinstance(logits, np.ndarray):
+            return score_on_host(logits, batch)
+        from quire.execute.gpu.device_choice import score_on_device
+
+        with device_errors("scores"):
+            return score_on_device(logits, batch)
 
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
@@ -324,17 +357,42 @@ class TorchExecutor:
         scratch = Scratch.of(self._program, max_rows, self._device)
         return KernelOps(self._place, self._attention, scratch).bind
 
-    def _load(self, batch: ForwardBatch) -> Counts:
+    def _load(self, batch: ForwardBatch, *, num_rows: int = 0) -> Counts:
         if self._attention is None:
-            return self._step.load(batch)
-        counts = self._step.load(batch, others=self._attention.plan(batch))
+            return self._step.load(batch, num_rows=num_rows)
+        plan = self._attention.plan(batch, num_rows=num_rows)
+        counts = self._step.load(batch, num_rows=num_rows, others=plan)
         self._attention.mirror(self._step.others)
+        return counts
+
+    def _replayed(self, graphs: Graphs, batch: ForwardBatch, head_rows: int) -> Counts:
+        """A step of one token a sequence; with its head where every row samples, once."""
+        rows = len(batch.token_ids)
+        size = graphs.size_for(rows)
+        has_head = (
+            head_rows == rows == len(batch.sample_rows) and size <= self._limits[Rows.SAMPLES]
+        )
+        counts = self._load(batch, num_rows=size).of_samples(size if has_head else 0)
+
+        def body() -> None:
+            self._run("trunk", counts)
+            if has_head:
+                self._run("head", counts)
+
+        graphs.run((size, has_head), body)
+        if has_head:
+            self._head_of = batch, rows
         return counts
 
     def _run(self, segment: str, counts: Counts) -> None:
         for call in self._calls[segment]:
             call(counts)
             self.ops_done += 1
+
+    def _run_head(self, sample_rows: Int32s, counts: Counts) -> None:
+        with device_errors("a step's head"):
+            self._step.load_samples(sample_rows)
+            self._run("head", counts)
 
     def _the_pool(self) -> CachePool:
         if self._pool is None:
@@ -390,14 +448,6 @@ def recipe_of(device: torch.device, *, exact: bool) -> str:
         return f"torch-cpu-{torch.__version__}-{mode}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"torch-{device.type}-sm{major}{minor}-{torch.__version__}-{mode}"
-
-
-def _on_host(logits: Any) -> Float32s:
-    if isinstance(logits, np.ndarray):
-        return logits
-    with device_errors("reading logits"):
-        values: Float32s = logits.float().cpu().numpy()
-    return values
 
 
 def _is_gathered_int4(program: Program) -> Iterator[bool]:

@@ -1,0 +1,39 @@
+"""Batches as the runner would make them, for sequences that each own a run of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.program.batch import ForwardBatch
+
+BLOCK_SIZE = 16
+
+
+def batch_of(
+    counts: Sequence[int], starts: Sequence[int], *, columns: int, vocab_size: int, samples: bool
+) -> ForwardBatch:
+    """Sequence i computes counts[i] tokens after starts[i] others, in blocks i * columns and on;
+    `samples`: whether its last row is wanted."""
+    seq_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(seq_starts[-1]) - seq_starts[owner]
+    positions = (np.array(starts)[owner] + within).astype(np.int32)
+    tables = np.arange(len(counts) * columns, dtype=np.int32).reshape(len(counts), columns)
+    blocks = tables[owner, positions // BLOCK_SIZE]
+    last = (seq_starts[1:] - 1).astype(np.int32)
+    return ForwardBatch(
+        token_ids=((positions * 7 + owner * 13) % vocab_size).astype(np.int32),
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+        seq_starts=seq_starts,
+        block_tables=tables,
+        sample_rows=last if samples else last[:0],
+    )
+
+
+def columns_for(positions: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-positions // BLOCK_SIZE)

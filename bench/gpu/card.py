@@ -1,0 +1,46 @@
+"""The machine card of the GPU check: what its numbers were measured on, and nothing of whose it is.
+
+Like quire/bench/machine.py, without the compiled module, which may not be there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+PACKAGES = ("torch", "triton", "numpy", "transformers", "ml_dtypes", "msgspec", "pyzmq")
+ASKED = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.memory"
+
+
+def machine_card() -> dict[str, Any]:
+    """Plain numbers and names of products, ready for JSON."""
+    return {
+        "gpus": _gpus(),
+        "cores": len(os.sched_getaffinity(0)),
+        "architecture": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "compiled_module": importlib.util.find_spec("quire._native") is not None,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _gpus() -> list[str] | str:
+    """As nvidia-smi has them; one that is not there is no error here."""
+    command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not told: {type(error).__name__}"
+    return said.stdout.strip().splitlines()

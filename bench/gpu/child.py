@@ -1,0 +1,47 @@
+"""One section of the GPU check, in this process: `python -m bench.gpu.child NAME --told FILE`.
+
+What a section finds is written each time it finds something, so that one that is ended for its time
+has told what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.sections import SECTIONS
+from bench.gpu.stage import Stage
+
+
+def main() -> int:
+    """Run it; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=list(SECTIONS))
+    parser.add_argument("--told", type=Path, required=True)
+    parser.add_argument("--most-s", type=float, required=True)
+    parser.add_argument("--dry-run-on-cpu", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+
+    def tell(what: str, value: Any) -> None:
+        found[what] = value
+        arguments.told.write_text(json.dumps({"found": found}), encoding="utf-8")
+        print(f"{what}: {json.dumps(value)}", flush=True)
+
+    module, _, function = SECTIONS[arguments.name].function.partition(":")
+    stage = Stage(
+        is_dry=arguments.dry_run_on_cpu,
+        ends=time.monotonic() + 0.9 * arguments.most_s,
+        tell=tell,
+    )
+    getattr(importlib.import_module(module), function)(stage)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Models of known shapes with random weights, made on the device: nothing is loaded.
+
+The shapes are of the published config.json files. Weights are small random numbers, so that
+activations stay finite; what a step costs does not depend on them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.stage import Stage
+from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.load import TORCH_TYPES, Loaded
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType, Rows, Weight, WeightForm
+from quire.program.program import Program
+from quire.program.quantize import quantize
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3 = LLAMA | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "Llama-3.1-8B": LLAMA,
+    "Qwen3-8B": QWEN3 | {"intermediate_size": 12288, "num_hidden_layers": 36},
+    "Qwen3-0.6B": QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
+
+
+def program_of(stage: Stage, name: str, *, precision: str = "none") -> Program:
+    """The program of a model by name, in bf16; tiny in a dry run."""
+    config = dict(SHAPES[name]) | (TINY if stage.is_dry else {})
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        spec = open_model(Path(folder))
+        program = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+    return quantize(program, precision)
+
+
+def random_weights(program: Program, device: torch.device) -> Loaded:
+    """Weights of a program's shapes."""
+    generator = torch.Generator(device=device).manual_seed(1)
+    plain: dict[str, torch.Tensor] = {}
+    ints: dict[str, Any] = {}
+    for name, weight in program.weights.items():
+        if weight.ints is not None:
+            ints[name] = _random_ints(weight, device, generator)
+            continue
+        shape = (weight.rows, weight.columns) if weight.columns else (weight.rows,)
+        is_vector = weight.form is WeightForm.VECTOR
+        dtype = torch.float32 if is_vector else TORCH_TYPES[weight.dtype]
+        values = torch.empty(shape, dtype=dtype, device=device)
+        if is_vector:
+            values.fill_(1.0)
+        else:
+            values.normal_(0.0, 0.5 * weight.columns**-0.5, generator=generator)
+        plain[name] = values
+    return Loaded(plain, ints)
+
+
+def _random_ints(weight: Weight, device: torch.device, generator: torch.Generator) -> Any:
+    """As the kernels hold them, made in place: quantizing would take minutes on the host."""
+    from quire.execute.gpu.kernels.int4_layout import BLOCK, PANEL, Int4Weight
+    from quire.execute.gpu.kernels.linear_int8 import Int8Weight
+
+    scheme, rows, columns = weight.ints, weight.rows, weight.columns
+    assert scheme is not None, "asked for integers only"
+    small = 0.5 * columns**-0.5
+    if scheme.bits == 8:
+        width = -(-columns // 128) * 128
+        drawn = torch.randint(
+            -127, 128, (rows, width), dtype=torch.int8, device=device, generator=generator
+        )
+        drawn[:, columns:] = 0
+        scales = torch.full((rows,), small / 73, dtype=torch.float32, device=device)
+        return Int8Weight(drawn, scales, columns)
+    panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
+    packed = torch.randint(
+        0, 256, (panels, blocks, 64, 64), dtype=torch.uint8, device=device, generator=generator
+    )
+    groups = scheme.num_groups(columns)
+    scales = torch.full((groups, rows), small / 4.6, dtype=torch.bfloat16, device=device)
+    zeros = None
+    if scheme.has_zero_points:
+        zeros = torch.full((groups, rows), 8, dtype=torch.uint8, device=device)
+    return Int4Weight(packed, scales, zeros, scheme.group, columns)
+
+
+def executor_of(
+    stage: Stage,
+    program: Program,
+    *,
+    exact: bool,
+    max_tokens: int,
+    max_sequences: int,
+    blocks: int,
+    weights: Loaded | None = None,
+) -> TorchExecutor:
+    """An executor with its cache; in a dry run the kernels run in the interpreter."""
+    executor = TorchExecutor(
+        program,
+        weights or random_weights(program, stage.device),
+        device=stage.device,
+        exact=exact,
+        max_rows={
+            Rows.TOKENS: max_tokens,
+            Rows.SAMPLES: max_sequences,
+            Rows.SEQUENCES: max_sequences,
+        },
+        kernels=True,
+    )
+    executor.allocate_cache(blocks, 16)
+    return executor

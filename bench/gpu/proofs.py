@@ -1,0 +1,147 @@
+"""Build, parity and exact mode on the device: whether what it computes is right, before how fast.
+
+A small model with random weights goes through the kernels and through plain
+PyTorch in float32 on the host, which tests compare with the reference executor. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.batches import batch_of, columns_for
+from bench.gpu.models import executor_of, program_of
+from bench.gpu.stage import Stage
+from quire.execute.gpu.device import choose, look
+from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.load import Loaded
+from quire.program.ops import Rows
+from quire.program.program import Program
+
+DEPTH, SEQUENCES = 700, 3
+# As shares of the largest logit: both round activations to bf16, where sums differ otherwise.
+TOLERANCE = 0.03
+
+
+def build(stage: Stage) -> None:
+    """The machine as the engine sees it, and a small model compiled and run."""
+    machine = look()
+    stage.tell("pytorch", machine.torch_version)
+    stage.tell("built_for", machine.built_for)
+    stage.tell("cards", [f"{card.name} ({card.architecture})" for card in machine.cards])
+    stage.tell("chosen", str(choose("cpu" if stage.is_dry else "cuda", machine)))
+    began = time.perf_counter()
+    executor, program = _small(stage, exact=True)
+    _logits(executor, program, chunk=_depth(stage), stage=stage)
+    stage.settle()
+    stage.tell("compiled_and_run_s", time.perf_counter() - began)
+
+
+def parity(stage: Stage) -> None:
+    """Kernels against plain PyTorch on the host, in both modes."""
+    for exact in (True, False):
+        executor, program = _small(stage, exact=exact)
+        found = _logits(executor, program, chunk=_depth(stage), stage=stage)
+        plain = _on_host(program, executor)
+        right = _logits(plain, program, chunk=_depth(stage), stage=stage)
+        error = float(np.abs(found - right).max() / np.abs(right).max())
+        stage.tell("exact" if exact else "fast", {"largest_error": error, "allowed": TOLERANCE})
+        if not error <= TOLERANCE:
+            raise SystemExit(f"the kernels differ from plain PyTorch by {error}")
+
+
+def exact(stage: Stage) -> None:
+    """A sequence's bits alone, in chunks, and beside others, are the same."""
+    executor, program = _small(stage, exact=True)
+    depth = _depth(stage)
+    whole = _logits(executor, program, chunk=depth, stage=stage)
+    for chunk in (1, 5) if stage.is_dry else (1, 17, 64, 257):
+        again = _logits(executor, program, chunk=chunk, stage=stage)
+        same = bool(np.array_equal(whole, again))
+        stage.tell(f"chunks_of_{chunk}", same)
+        if not same:
+            raise SystemExit(f"chunks of {chunk} change bits")
+        if not stage.has_time():
+            break
+    beside = _beside(executor, program, stage)
+    stage.tell("beside_others", beside)
+    if not beside:
+        raise SystemExit("other sequences in a step change bits")
+
+
+def _depth(stage: Stage) -> int:
+    return 11 if stage.is_dry else DEPTH
+
+
+def _small(stage: Stage, *, exact: bool) -> tuple[TorchExecutor, Program]:
+    program = program_of(stage, "Qwen3-0.6B")
+    executor = executor_of(
+        stage,
+        program,
+        exact=exact,
+        max_tokens=SEQUENCES * _depth(stage),
+        max_sequences=16,
+        blocks=SEQUENCES * columns_for(_depth(stage) + 1),
+    )
+    return executor, program
+
+
+def _on_host(program: Program, of: TorchExecutor) -> TorchExecutor:
+    """The same weights in plain PyTorch on the host."""
+    held = of.weights
+    moved: Mapping[str, Any] = {name: values.cpu() for name, values in held.plain.items()}
+    plain = TorchExecutor(
+        program,
+        Loaded(moved, {}),
+        device=torch.device("cpu"),
+        exact=False,
+        max_rows={Rows.TOKENS: SEQUENCES * DEPTH, Rows.SAMPLES: 16, Rows.SEQUENCES: 16},
+    )
+    plain.allocate_cache(SEQUENCES * columns_for(DEPTH + 1), 16)
+    return plain
+
+
+def _logits(executor: TorchExecutor, program: Program, *, chunk: int, stage: Stage) -> np.ndarray:
+    """Of the last row of one sequence, computed `chunk` tokens at a time."""
+    depth, found = _depth(stage), np.empty(0)
+    for start in range(0, depth, chunk):
+        count = min(chunk, depth - start)
+        batch = batch_of(
+            [count],
+            [start],
+            columns=columns_for(depth + 1),
+            vocab_size=program.vocab_size,
+            samples=True,
+        )
+        executor.run_trunk(batch, head_rows=1)
+        found = torch.as_tensor(executor.run_head(batch, 0, 1)).float().cpu().numpy().copy()
+    return found
+
+
+def _beside(executor: TorchExecutor, program: Program, stage: Stage) -> bool:
+    """Logits of a decode row alone and as one of three."""
+    depth, columns = _depth(stage), columns_for(_depth(stage) + 1)
+    sizes = {"columns": columns, "vocab_size": program.vocab_size}
+    filled = batch_of([depth - 1] * SEQUENCES, [0] * SEQUENCES, samples=False, **sizes)
+    executor.run_trunk(filled)
+    many = batch_of([1] * SEQUENCES, [depth - 1] * SEQUENCES, samples=True, **sizes)
+    executor.run_trunk(many, head_rows=SEQUENCES)
+    together = torch.as_tensor(executor.run_head(many, 0, SEQUENCES)).float().cpu().numpy().copy()
+    one = replace(
+        many,
+        token_ids=many.token_ids[:1],
+        positions=many.positions[:1],
+        rope_positions=many.rope_positions[:1],
+        kv_slots=many.kv_slots[:1],
+        seq_starts=many.seq_starts[:2],
+        block_tables=many.block_tables[:1],
+        sample_rows=many.sample_rows[:1],
+    )
+    executor.run_trunk(one, head_rows=1)
+    alone = torch.as_tensor(executor.run_head(one, 0, 1)).float().cpu().numpy()
+    return bool(np.array_equal(together[:1], alone))

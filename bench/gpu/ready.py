@@ -1,0 +1,104 @@
+"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs.
+
+The files are written here first (random bytes that are finite numbers), which is not counted; they
+are then in the system's cache, as after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.gpu.batches import batch_of
+from bench.gpu.models import LLAMA, TINY
+from bench.gpu.stage import Stage
+from quire.execute.gpu.executor import TorchExecutorClass
+from quire.execute.gpu.graphs import ladder
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType
+from quire.program.program import Program
+from quire.weights.checkpoint import open_checkpoint
+
+SHARD_BYTES = 4 * 2**30
+SEQUENCES = 256
+
+
+def ready(stage: Stage) -> None:
+    """Write, load, take a first step, capture."""
+    config = LLAMA | (TINY if stage.is_dry else {})
+    sequences = 4 if stage.is_dry else SEQUENCES
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        spec = open_model(folder)
+        program = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+        began = time.perf_counter()
+        _write_shards(folder, program)
+        stage.tell("seconds_to_write", time.perf_counter() - began)
+        began = time.perf_counter()
+        executor = TorchExecutorClass(stage.device)(
+            program,
+            open_checkpoint(folder),
+            max_tokens=16 if stage.is_dry else 4096,
+            max_samples=sequences,
+            max_sequences=sequences,
+        )
+        executor.allocate_cache(2 * sequences, 16)
+        stage.settle()
+        loaded_s = time.perf_counter() - began
+        stage.tell("seconds_to_load", loaded_s)
+        for size in (1, *ladder(sequences)):
+            batch = batch_of(
+                [1] * size, [0] * size, columns=1, vocab_size=program.vocab_size, samples=True
+            )
+            executor.run_trunk(batch, head_rows=size)
+            executor.run_head(batch, 0, size)
+            stage.settle()
+            what = "seconds_to_all_graphs" if size == sequences else "seconds_to_first_step"
+            if size in (1, sequences):
+                stage.tell(what, time.perf_counter() - began)
+
+
+def _write_shards(folder: Path, program: Program) -> None:
+    """Every tensor of the program, small random bf16 numbers, in shards and an index."""
+    rng = np.random.default_rng(0)
+    # Signs and fractions at random, exponents about 2^-8: any run of these is a tensor.
+    drawn = rng.integers(0, 2**16, 2**22, dtype=np.uint16)
+    drawn = (drawn & np.uint16(0x807F)) | np.uint16(0x3B80)
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for source, shape in program.source_shapes().items():
+        num_bytes = 2 * int(np.prod(shape))
+        if size + num_bytes > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][source] = shape
+        size += num_bytes
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(shard, file)
+        _write(folder / file, shard, drawn)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _write(path: Path, shapes: dict[str, tuple[int, ...]], drawn: np.ndarray) -> None:
+    header, first = {}, 0
+    for name, shape in shapes.items():
+        end = first + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [first, end]}
+        first = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        left = first // 2
+        while left:
+            taken = min(left, len(drawn))
+            file.write(drawn[:taken].tobytes())
+            left -= taken

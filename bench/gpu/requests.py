@@ -1,0 +1,188 @@
+"""1,024 requests of 1,024 prompt tokens and 512 answered, 256 running: tokens a second.
+
+The runner computes plans made here, by the plainest policy there is (a slot is refilled as soon as
+its request is done; prompts are computed in chunks beside those that answer), since the scheduler
+needs the compiled module. Every request has room from the start, so nothing is ever preempted.
+Beside it, in a section of its own, transformers' continuous batching on the same shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bench.gpu.batches import BLOCK_SIZE, columns_for
+from bench.gpu.limits import device_limits
+from bench.gpu.models import LLAMA, executor_of, program_of
+from bench.gpu.stage import Stage
+from quire.base.records import Admission, StepPlan
+from quire.base.sampling_params import SamplingParams
+from quire.program.cost import StepShape, step_cost
+from quire.runner.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much is asked for."""
+
+    requests: int
+    prompt: int
+    answer: int
+    running: int
+    step_tokens: int
+
+
+FULL = Load(requests=1024, prompt=1024, answer=512, running=256, step_tokens=4096)
+DRY = Load(requests=5, prompt=9, answer=3, running=3, step_tokens=16)
+
+
+@dataclass(slots=True)
+class Slots:
+    """Which slot computes what: positions computed and known, -1 computed where nobody is."""
+
+    load: Load
+    columns: int
+    waiting: int
+    computed: dict[int, int] = field(default_factory=dict)
+    free: deque[int] = field(default_factory=deque)
+
+    def plan(self, step: int) -> StepPlan | None:
+        """The next step, or None where all is done."""
+        admissions = []
+        while self.free and self.waiting:
+            slot = self.free.popleft()
+            self.waiting -= 1
+            self.computed[slot] = 0
+            admissions.append(self._admission(slot))
+        if not self.computed:
+            return None
+        rows: list[tuple[int, int, int]] = []
+        left = self.load.step_tokens
+        for slot, start in self.computed.items():  # who answers comes first
+            if start >= self.load.prompt:
+                rows.append((slot, start, 1))
+                left -= 1
+        for slot, start in self.computed.items():
+            if start < self.load.prompt and left > 0:
+                count = min(self.load.prompt - start, left)
+                rows.append((slot, start, count))
+                left -= count
+        slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+        admitted = np.array([admission.slot for admission in admissions], np.int32)
+        table_slots = np.repeat(admitted, self.columns).astype(np.int32)
+        table_columns = np.tile(np.arange(self.columns, dtype=np.int32), len(admitted))
+        return StepPlan(
+            step=step,
+            admissions=tuple(admissions),
+            table_slots=table_slots,
+            table_columns=table_columns,
+            table_blocks=table_slots * np.int32(self.columns) + table_columns,
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            store_from=starts,
+            samples=starts + counts >= self.load.prompt,
+        )
+
+    def advance(self, plan: StepPlan) -> int:
+        """Count what a plan computes, and free those it finishes; tokens it answers."""
+        for slot, start, count in zip(
+            plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True
+        ):
+            self.computed[slot] = start + count
+            if start + count >= self.load.prompt + self.load.answer - 1:
+                del self.computed[slot]
+                self.free.append(slot)
+        return int(plan.samples.sum())
+
+    def _admission(self, slot: int) -> Admission:
+        rng = np.random.default_rng(self.waiting)
+        return Admission(
+            slot=slot,
+            request_id=str(self.waiting),
+            stream=0,
+            token_ids=rng.integers(0, 100, self.load.prompt).astype(np.int32),
+            num_prompt_tokens=self.load.prompt,
+            stop_ids=(),
+            sampling=GREEDY,
+        )
+
+
+def requests(stage: Stage) -> None:
+    """Run them, in fast mode and then exact."""
+    load = DRY if stage.is_dry else FULL
+    limits = device_limits(stage)
+    for exact in (False, True):
+        if not stage.has_time():
+            return
+        program = program_of(stage, "Llama-3.1-8B")
+        columns = columns_for(load.prompt + load.answer)
+        executor = executor_of(
+            stage,
+            program,
+            exact=exact,
+            max_tokens=load.step_tokens,
+            max_sequences=load.running,
+            blocks=load.running * columns,
+        )
+        runner = ModelRunner(
+            executor,
+            num_slots=load.running,
+            max_model_len=load.prompt + load.answer,
+            block_size=BLOCK_SIZE,
+            max_samples=load.running,
+        )
+        slots = Slots(load, columns, load.requests, free=deque(range(load.running)))
+        answered, floor_s, step, began = 0, 0.0, 0, time.perf_counter()
+        while stage.has_time() and (plan := slots.plan(step)) is not None:
+            runner.collect(runner.submit(plan))
+            answered += slots.advance(plan)
+            shape = StepShape(plan.counts.tolist(), plan.starts.tolist())
+            cost = step_cost(program, shape)
+            floor_s += max(
+                cost.memory_bytes / limits["copy_bytes_per_s"],
+                cost.operations / limits["bf16_ops_per_s"],
+            )
+            step += 1
+        seconds = time.perf_counter() - began
+        runner.close()
+        stage.tell(
+            "exact" if exact else "fast",
+            {
+                "is_whole": answered == load.requests * load.answer,
+                "seconds": seconds,
+                "steps": step,
+                "answered_tokens_per_s": answered / seconds,
+                "share_of_floor": floor_s / seconds,
+            },
+        )
+
+
+def peer(stage: Stage) -> None:
+    """transformers' continuous batching, random weights in the same shapes."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, __version__
+
+    load = DRY if stage.is_dry else FULL
+    shapes = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    if stage.is_dry:
+        stage.tell("not_run", "transformers' continuous batching needs a GPU")
+        return
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**shapes)).to(torch.bfloat16).eval()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100, load.prompt).tolist() for _ in range(load.requests)]
+    wishes = GenerationConfig(max_new_tokens=load.answer, do_sample=False, eos_token_id=-1)
+    began = time.perf_counter()
+    answers = model.generate_batch(inputs=prompts, generation_config=wishes)
+    seconds = time.perf_counter() - began
+    answered = sum(len(answer.generated_tokens) for answer in answers.values())
+    stage.tell(
+        f"transformers {__version__}",
+        {"seconds": seconds, "answered_tokens_per_s": answered / seconds, "tokens": answered},
+    )

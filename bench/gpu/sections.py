@@ -1,0 +1,36 @@
+"""The sections of the GPU check in the order they run: the cheap and telling ones first.
+
+Names and limits only; nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`function`: module:name, called with a Stage. most_s: seconds it may take at most."""
+
+    function: str
+    most_s: float
+
+
+SECTIONS: Mapping[str, Section] = MappingProxyType(
+    {
+        "build": Section("bench.gpu.proofs:build", 120),
+        "limits": Section("bench.gpu.limits:limits", 90),
+        "parity": Section("bench.gpu.proofs:parity", 240),
+        "exact": Section("bench.gpu.proofs:exact", 240),
+        "decode_one": Section("bench.gpu.steps:decode_one", 300),
+        "attention_decode": Section("bench.gpu.attention:decode", 120),
+        "attention_prefill": Section("bench.gpu.attention:prefill", 120),
+        "prefill": Section("bench.gpu.steps:prefill", 180),
+        "exact_price": Section("bench.gpu.steps:exact_price", 240),
+        "requests": Section("bench.gpu.requests:requests", 420),
+        "peer": Section("bench.gpu.requests:peer", 300),
+        "ready": Section("bench.gpu.ready:ready", 240),
+    }
+)

@@ -1,0 +1,74 @@
+"""Stage: what a section is given: the device, when to stop, where to tell; and a way to take times.
+
+On a GPU times are of events in the stream, the median of several runs, caches flushed by what the
+work itself reads. In a dry run everything is tiny and a time says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """ends: on the monotonic clock; a section looks at it between its parts."""
+
+    is_dry: bool
+    ends: float
+    tell: Callable[[str, Any], None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where things are measured."""
+        return torch.device("cpu") if self.is_dry else torch.device("cuda", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16
+
+    def has_time(self) -> bool:
+        """May another part begin?"""
+        return time.monotonic() < self.ends
+
+    def seconds(self, work: Callable[[], object], *, times: int = 20) -> float:
+        """The median time of `work` on the device, after two runs that are not counted."""
+        if self.is_dry:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+        for _ in range(2):
+            work()
+        taken = []
+        for _ in range(times):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            work()
+            last.record()
+            last.synchronize()
+            taken.append(first.elapsed_time(last) / 1e3)
+            if not self.has_time():
+                break
+        return median(taken)
+
+    def wall_seconds(self, work: Callable[[], object], *, times: int = 20) -> float:
+        """The median time until `work` is done on the device, as the host's clock has it."""
+        taken = []
+        for _ in range(1 if self.is_dry else times + 2):
+            self.settle()
+            began = time.perf_counter()
+            work()
+            self.settle()
+            taken.append(time.perf_counter() - began)
+        return median(taken[2:] or taken)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if not self.is_dry:
+            torch.cuda.synchronize()

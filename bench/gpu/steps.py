@@ -1,0 +1,129 @@
+"""Whole steps of models: decode of one request, prefill of a long prompt, the price of exact mode.
+
+A floor is what reading all weights once takes at the copy's rate (decode), or what the products
+take at the peak (prefill); both limits are measured in the same process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.gpu.batches import batch_of, columns_for
+from bench.gpu.limits import device_limits
+from bench.gpu.models import executor_of, program_of
+from bench.gpu.stage import Stage
+from quire.execute.gpu.executor import TorchExecutor
+from quire.program.batch import ForwardBatch
+from quire.program.cost import StepShape, step_cost
+from quire.program.program import Program
+
+DECODED = (
+    ("Llama-3.1-8B", "none"),
+    ("Llama-3.1-8B", "int8"),
+    ("Llama-3.1-8B", "int4-g128"),
+    ("Qwen3-8B", "none"),
+    ("Qwen3-0.6B", "none"),
+)
+
+
+def decode_one(stage: Stage) -> None:
+    """One request at a depth of 512: tokens a second on the device, and with the host."""
+    limits = device_limits(stage)
+    for name, precision in DECODED:
+        for exact in (False, True):
+            if not stage.has_time():
+                return
+            mode = "exact" if exact else "fast"
+            found = _decode(stage, name, precision, limits, exact=exact)
+            stage.tell(f"{name} {precision} {mode}", found)
+
+
+def prefill(stage: Stage) -> None:
+    """A prompt of 8,192 tokens in one step."""
+    limits = device_limits(stage)
+    for exact in (False, True):
+        tokens = 24 if stage.is_dry else 8192
+        program = program_of(stage, "Llama-3.1-8B")
+        executor = _open(stage, program, tokens, exact=exact)
+        batch = _batch(program, [tokens], [0])
+        seconds = stage.wall_seconds(lambda: _step(executor, batch), times=5)  # noqa: B023
+        operations = step_cost(program, StepShape([tokens], [0])).operations
+        stage.tell(
+            "exact" if exact else "fast",
+            {
+                "seconds": seconds,
+                "tokens_per_s": tokens / seconds,
+                "share_of_peak": operations / seconds / limits["bf16_ops_per_s"],
+            },
+        )
+        executor.close()
+
+
+def exact_price(stage: Stage) -> None:
+    """What exact mode costs: decode of 1, 8 and 64 requests, and a prefill of 2,048."""
+    program = program_of(stage, "Qwen3-0.6B" if stage.is_dry else "Llama-3.1-8B")
+    depth, tokens = (20, 24) if stage.is_dry else (1024, 2048)
+    sizes = (1, 3) if stage.is_dry else (1, 8, 64)
+    shapes = {f"decode of {size}": ([1] * size, [depth] * size) for size in sizes}
+    shapes[f"prefill of {tokens}"] = ([tokens], [0])
+    seconds: dict[str, dict[str, float]] = {}
+    for exact in (False, True):
+        executor = executor_of(
+            stage,
+            program,
+            exact=exact,
+            max_tokens=max(tokens, 64),
+            max_sequences=64,
+            blocks=64 * columns_for(max(depth + 1, tokens)),
+        )
+        for what, (counts, starts) in shapes.items():
+            batch = _batch(program, counts, starts)
+            taken = stage.wall_seconds(lambda: _step(executor, batch), times=10)  # noqa: B023
+            seconds.setdefault(what, {})["exact" if exact else "fast"] = taken
+        executor.close()
+    for what, taken in seconds.items():
+        stage.tell(what, {**taken, "price": taken["exact"] / taken["fast"] - 1})
+
+
+def _decode(
+    stage: Stage, name: str, precision: str, limits: dict[str, Any], *, exact: bool
+) -> dict[str, float]:
+    program = program_of(stage, name, precision=precision)
+    depth = 20 if stage.is_dry else 512
+    executor = _open(stage, program, depth + 1, exact=exact)
+    batch = _batch(program, [1], [depth])
+    with_host_s = stage.wall_seconds(lambda: _step(executor, batch))
+    device_s = stage.seconds(lambda: _step(executor, batch))
+    cost = step_cost(program, StepShape([1], [depth]))
+    floor_s = cost.memory_bytes / limits["copy_bytes_per_s"]
+    executor.close()
+    return {
+        "seconds_with_host": with_host_s,
+        "seconds_on_device": device_s,
+        "tokens_per_s": 1 / with_host_s,
+        "floor_tokens_per_s": 1 / floor_s,
+        "share_of_floor": floor_s / with_host_s,
+    }
+
+
+def _open(stage: Stage, program: Program, tokens: int, *, exact: bool) -> TorchExecutor:
+    return executor_of(
+        stage,
+        program,
+        exact=exact,
+        max_tokens=tokens,
+        max_sequences=4,
+        blocks=columns_for(tokens + 1),
+    )
+
+
+def _batch(program: Program, counts: list[int], starts: list[int]) -> ForwardBatch:
+    columns = columns_for(max(n + first for n, first in zip(counts, starts, strict=True)) + 1)
+    if len(counts) == 1:
+        columns = columns_for(counts[0] + starts[0])
+    return batch_of(counts, starts, columns=columns, vocab_size=program.vocab_size, samples=True)
+
+
+def _step(executor: TorchExecutor, batch: ForwardBatch) -> None:
+    executor.run_trunk(batch, head_rows=len(batch.sample_rows))
+    executor.run_head(batch, 0, len(batch.sample_rows))

@@ -1,0 +1,68 @@
+"""The check for GPUs, dry: on CPU tensors in Triton's interpreter, without what may be missing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from bench.gpu.sections import SECTIONS  # noqa: E402
+from tests.house.source_files import ROOT  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+# Loaded by Python itself at its start, in the check's children too.
+REFUSING = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refuse(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("msgspec", "zmq", "quire._native"):
+            raise ImportError(name + " is refused here")
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    refusing = folder / "refusing"
+    refusing.mkdir()
+    (refusing / "sitecustomize.py").write_text(REFUSING)
+    done = subprocess.run(
+        ["bash", "bench/gpu_check.sh", "--out", str(folder), "--dry-run-on-cpu", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": f"{refusing}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    result: dict[str, Any] = json.loads((folder / "gpu-check.json").read_text())
+    return done.returncode, result
+
+
+def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
+    code, result = _check(tmp_path, "--only", "build,limits,attention_decode,requests")
+    statuses = {name: section["status"] for name, section in result["sections"].items()}
+    assert set(statuses.values()) == {"ok"}, result
+    assert code == 0
+    assert result["what"] == "dry run: no measurement"
+    assert result["machine"]["packages"]["torch"]
+    assert result["sections"]["limits"]["found"]["copy_bytes_per_s"] > 0
+    assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
+
+
+def test_a_section_that_has_no_time_is_told_and_fails_the_check(tmp_path: Path) -> None:
+    code, result = _check(tmp_path, "--time-budget-s", "0")
+    assert code == 1
+    assert list(result["sections"]) == list(SECTIONS)
+    for section in result["sections"].values():
+        assert section == {"status": "not begun: the time is over"}

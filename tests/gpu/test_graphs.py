@@ -1,0 +1,144 @@
+"""Captured steps: the ladder, what is captured when, and that padded rows are not seen.
+
+A captured step is played back by calling it again: what CUDA replays is these launches, with the
+addresses and counts they were captured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
+from quire.execute.gpu.graphs import Graphs, ladder  # noqa: E402
+from quire.program.batch import ForwardBatch  # noqa: E402
+from quire.program.ops import DType  # noqa: E402
+from quire.sampling import reference  # noqa: E402
+from quire.sampling.batch import SampleBatch  # noqa: E402
+from tests.gpu.opened import BLOCK_SIZE, program_of, torch_executor  # noqa: E402
+from tests.models.case import Case  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+COLUMNS = 4
+LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
+
+
+class Recorder:
+    """A capture that keeps bodies and counts replays."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            body()
+
+        return replay
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 100, 256, 600, 2000])
+def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
+    sizes = ladder(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    graphs = Graphs(Recorder(), most)
+    for rows in range(1, most + 1):
+        size = graphs.size_for(rows)
+        assert rows <= size <= most
+        assert size - rows <= max(rows, 64)
+
+
+def test_a_size_is_computed_then_captured_then_replayed_until_all_is_forgotten() -> None:
+    recorder, done = Recorder(), []
+    graphs = Graphs(recorder, 8)
+    for _ in range(3):
+        graphs.run(4, lambda: done.append("body"))
+    graphs.run((4, True), lambda: done.append("other"))
+    assert done == ["body", "body", "body", "other"]
+    assert (recorder.captured, recorder.replayed) == (2, 2)
+    graphs.clear()
+    graphs.run(4, lambda: done.append("new"))
+    assert recorder.captured == 3
+
+
+def _decode(ids: list[int], depths: list[int]) -> ForwardBatch:
+    """A step of one token for each of several sequences, at some depth of tables of their own."""
+    count = len(ids)
+    positions = np.array(depths, np.int32)
+    tables = np.arange(count * COLUMNS, dtype=np.int32).reshape(count, COLUMNS)[:, ::-1].copy()
+    blocks = tables[np.arange(count), positions // BLOCK_SIZE]
+    return ForwardBatch(
+        token_ids=np.array(ids, np.int32),
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        seq_starts=np.arange(count + 1, dtype=np.int32),
+        block_tables=tables,
+        sample_rows=np.arange(count, dtype=np.int32),
+    )
+
+
+def _steps(executor: TorchExecutor, counts: list[int]) -> list[np.ndarray]:
+    found = []
+    for depth, count in enumerate(counts):
+        batch = _decode([3 + depth + 7 * row for row in range(count)], [depth] * count)
+        executor.run_trunk(batch, head_rows=count)
+        found.append(torch.as_tensor(executor.run_head(batch, 0, count)).clone().numpy())
+    return found
+
+
+def test_replayed_steps_give_the_bits_of_steps_that_are_launched(tmp_path: Path) -> None:
+    folder, recorder = LLAMA.write(tmp_path), Recorder()
+    program = program_of(folder, DType.BF16)
+    counts = [5, 6, 7, 3, 1, 1]
+    captured = torch_executor(folder, program, kernels=True, capture=recorder)
+    found = _steps(captured, counts)
+    right = _steps(torch_executor(folder, program, kernels=True), counts)
+    assert all(np.array_equal(one, other) for one, other in zip(found, right, strict=True))
+    assert recorder.captured == 3  # of 8, 4 and 1
+    assert recorder.replayed == 3
+
+
+def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
+    folder = LLAMA.write(tmp_path)
+    executor = torch_executor(folder, program_of(folder, DType.BF16), kernels=True)
+    batch = _decode([3, 4, 5], [0, 0, 0])
+    executor.run_trunk(batch)
+    logits = executor.run_head(batch, 0, 3)
+    assert isinstance(logits, torch.Tensor)
+    wishes = SampleBatch(
+        temperature=np.array([0, 1, 0.7], np.float32),
+        top_k=np.array([0, 5, 0], np.int32),
+        top_p=np.array([1, 0.9, 1], np.float32),
+        min_p=np.zeros(3, np.float32),
+        repetition_penalty=np.ones(3, np.float32),
+        presence_penalty=np.zeros(3, np.float32),
+        frequency_penalty=np.zeros(3, np.float32),
+        seeds=np.array([1, 2, 3], np.int64),
+        streams=np.zeros(3, np.int32),
+        positions=np.ones(3, np.int32),
+        num_prompt_tokens=np.ones(3, np.int32),
+        num_logprobs=np.array([2, -1, 0], np.int32),
+        history_starts=np.zeros(4, np.int32),
+        bias_starts=np.array([0, 1, 1, 1], np.int32),
+        bias_ids=np.array([9], np.int32),
+        bias_values=np.array([30.0], np.float32),
+        banned_starts=np.zeros(4, np.int32),
+    )
+    found, right = executor.sample(logits, wishes), reference.choose(logits.numpy(), wishes)
+    assert found.token_ids.tolist() == right.token_ids.tolist()
+    assert found.token_ids[0] == 9
+    assert np.array_equal(found.top_ids, right.top_ids)
+    np.testing.assert_array_equal(found.logprobs, right.logprobs)
+    np.testing.assert_array_equal(found.top_logprobs, right.top_logprobs)
