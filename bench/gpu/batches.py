@@ -1,4 +1,7 @@
-"""Batches as the runner would make them, for sequences that each own a run of blocks."""
+"""Batches as the runner would make them, for sequences that each own a run of blocks.
+
+Knows no model but the number of its tokens, and no device.
+"""
 
 from __future__ import annotations
 

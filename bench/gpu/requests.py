@@ -39,7 +39,7 @@ class Load:
 
 
 FULL = Load(requests=1024, prompt=1024, answer=512, running=256, step_tokens=4096)
-DRY = Load(requests=5, prompt=9, answer=3, running=3, step_tokens=16)
+DRY = Load(requests=3, prompt=4, answer=2, running=2, step_tokens=6)
 
 
 @dataclass(slots=True)
