@@ -5,7 +5,6 @@ Like quire/bench/machine.py, without the compiled module, which may not be there
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -25,8 +24,16 @@ def machine_card() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "compiled_module": importlib.util.find_spec("quire._native") is not None,
+        "compiled_module": _is_compiled(),
     }
+
+
+def _is_compiled() -> bool:
+    try:
+        import quire._native  # noqa: F401  whether it is there is what is asked
+    except ImportError:
+        return False
+    return True
 
 
 def _version(name: str) -> str:
