@@ -19,6 +19,7 @@ from quire.program.serialize import digest as program_digest
 from quire.runner.tier_mover import TierMover, num_buffers
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
+from quire.transfer.read_ahead import BUFFERS
 
 # Changes with what lies in a block's bytes where the program does not tell.
 LAYOUT_VERSION = 1
@@ -90,4 +91,4 @@ def block_fingerprint(executor: Executor, program: Program, block_size: int) -> 
 
 def buffer_bytes(block_bytes: int) -> int:
     """Memory a mover takes beside the pool."""
-    return (num_buffers(block_bytes) + 1) * block_bytes
+    return (num_buffers(block_bytes) + 1 + BUFFERS + 1) * block_bytes

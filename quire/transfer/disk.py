@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
 from quire.transfer.folder import TierFolder, segment_files, segment_path, unusable
-from quire.transfer.segment import Segment, segment_bytes
+from quire.transfer.read_ahead import ReadAhead
+from quire.transfer.segment import Segment, segment_bytes, stride_of
 
 Bytes = NDArray[np.uint8]
 
@@ -51,6 +52,7 @@ class DiskStore:
         whole = segment_bytes(self._per_segment, block_bytes)
         self.num_blocks = max_bytes // whole * self._per_segment
         self._segments: dict[int, Segment] = {}
+        self._ahead = ReadAhead(self._read, stride_of(block_bytes))
         self._age = 0
         try:
             self._open_segments()
@@ -73,41 +75,41 @@ class DiskStore:
         """See BlockStore."""
         number, block = divmod(place, self._per_segment)
         segment = self._segments.get(number) or self._make(number)
+        self._ahead.forget(place)
         self._age += 1
         segment.save(block, digest, raw, self._age)
 
     def fetch(self, place: int, digest: bytes, out: Bytes) -> bool:
         """See BlockStore."""
+        if self._ahead.read(place, out) == digest:
+            return True
         number, block = divmod(place, self._per_segment)
-        segment = self._segments.get(number)
-        if segment is None:
-            return False
-        if not segment.fetch(block, digest, out):
+        if (segment := self._segments.get(number)) is not None:
             segment.wipe(block)
-            return False
-        return True
+        return False
 
     def expect(self, places: Sequence[int]) -> None:
         """See BlockStore."""
-        for first, count in _runs(places):
-            while count:
-                number, block = divmod(first, self._per_segment)
-                part = min(count, self._per_segment - block)
-                if (segment := self._segments.get(number)) is not None:
-                    segment.expect(block, part)
-                first, count = first + part, count - part
+        self._ahead.expect(places)
 
     def clear(self) -> None:
         """See BlockStore."""
+        self._ahead.forget()
         for segment in self._segments.values():
             segment.clear()
 
     def close(self) -> None:
         """Close the files and let others use the folder."""
+        self._ahead.close()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
         self._folder.close()
+
+    def _read(self, place: int, pages: Bytes) -> bytes | None:
+        number, block = divmod(place, self._per_segment)
+        segment = self._segments.get(number)
+        return None if segment is None else segment.read(block, pages)
 
     def _open_segments(self) -> None:
         """Those that are ours; what lies beyond the bytes given is deleted."""
@@ -142,14 +144,3 @@ def _fitting(most_bytes: int, block_bytes: int) -> int:
     while count and segment_bytes(count, block_bytes) > most_bytes:
         count -= 1
     return count
-
-
-def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive places as (first, count), in order."""
-    found: list[tuple[int, int]] = []
-    for place in places:
-        if found and place == found[-1][0] + found[-1][1]:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((place, 1))
-    return found

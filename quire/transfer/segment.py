@@ -11,7 +11,9 @@ in whatever order the pages reached the disk, is an entry or a block whose check
 
 Bytes move by preadv and pwrite and not through a mapping: both are copies out of the page cache,
 equally fast here, but a disk that fails is an error in the one and the end of the process (SIGBUS)
-in the other.
+in the other. What is not in the page cache is read past it (O_DIRECT) where the file system can: it
+goes to the pool, and a second copy of it would only cost memory and, in a virtual machine, the time
+to be given that memory.
 """
 
 from __future__ import annotations
@@ -40,10 +42,16 @@ ENTRY_BYTES = 64
 
 
 class Segment:
-    """An open file. Raises OSError where the disk does; closing is the owner's."""
+    """An open file. Raises OSError where the disk does; closing is the owner's.
 
-    def __init__(self, descriptor: int, num_blocks: int, block_bytes: int) -> None:
+    direct: a descriptor of the same file that reads past the page cache, if there is one.
+    """
+
+    def __init__(
+        self, descriptor: int, direct: int | None, num_blocks: int, block_bytes: int
+    ) -> None:
         self._descriptor = descriptor
+        self._direct, self._may_be_direct = direct, direct is not None
         self.num_blocks = num_blocks
         self._block_bytes = block_bytes
         self._stride = stride_of(block_bytes)
@@ -63,7 +71,7 @@ class Segment:
             os.close(descriptor)
             partial.unlink(missing_ok=True)
             raise
-        return cls(descriptor, num_blocks, block_bytes)
+        return cls(descriptor, _open_direct(path), num_blocks, block_bytes)
 
     @classmethod
     def open(
@@ -84,7 +92,7 @@ class Segment:
         if not fits:
             os.close(descriptor)
             return None
-        return cls(descriptor, num_blocks, block_bytes)
+        return cls(descriptor, _open_direct(path), num_blocks, block_bytes)
 
     def entries(self) -> Iterator[tuple[int, bytes, int]]:
         """(age, digest, block) of each whole entry of the table."""
@@ -102,24 +110,40 @@ class Segment:
         body = ENTRY.pack(digest, age, zlib.crc32(raw.data), 0)
         _write_all(self._descriptor, body + CHECK.pack(zlib.crc32(body)), _entry_at(block))
 
-    def fetch(self, block: int, digest: bytes, out: Bytes) -> bool:
-        """Read it into out [block_bytes]; False if it is not what was saved under the digest."""
+    def read(self, block: int, pages: Bytes) -> bytes | None:
+        """Read it into pages [stride_of(block_bytes)], which begin with a page; its digest, None if
+        nothing whole lies there. May be called in several threads at once."""
         raw = os.pread(self._descriptor, ENTRY.size + CHECK.size, _entry_at(block))
         entry = _entry(raw)
-        if entry is None or entry[0] != digest:
-            return False
-        at, done = self._first + block * self._stride, 0
-        while done < self._block_bytes:
-            count = os.preadv(self._descriptor, [out.data[done:]], at + done)
-            if not count:
-                raise OSError(errno.EIO, "the file ends before the block does")
-            done += count
-        return zlib.crc32(out.data) == entry[2]
+        if entry is None:
+            return None
+        at, content = self._first + block * self._stride, pages.data[: self._block_bytes]
+        if not self._read_cached(content, at) and not self._read_direct(pages.data, at):
+            _read_all(self._descriptor, content, at)
+        return entry[0] if zlib.crc32(content) == entry[2] else None
 
-    def expect(self, block: int, count: int) -> None:
-        """Blocks block .. block + count - 1 will be read soon: the disk may begin."""
-        at = self._first + block * self._stride
-        os.posix_fadvise(self._descriptor, at, count * self._stride, os.POSIX_FADV_WILLNEED)
+    def _read_cached(self, content: memoryview, at: int) -> bool:
+        """Whether all of it was in the page cache, and now is in `content`."""
+        if not self._may_be_direct:
+            return False  # it is read the one way there is
+        try:
+            return os.preadv(self._descriptor, [content], at, os.RWF_NOWAIT) == len(content)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                raise
+            return False
+
+    def _read_direct(self, content: memoryview, at: int) -> bool:
+        """Whether it could be read past the page cache, and now is in `content`."""
+        if self._direct is None or not self._may_be_direct:
+            return False
+        try:
+            _read_all(self._direct, content, at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._may_be_direct = False  # pages are not enough for this file system
+        return self._may_be_direct
 
     def wipe(self, block: int) -> None:
         """Nothing lies there any more."""
@@ -132,6 +156,8 @@ class Segment:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._descriptor)
+        if self._direct is not None:
+            os.close(self._direct)
 
 
 def stride_of(block_bytes: int) -> int:
@@ -171,6 +197,23 @@ def _head(num_blocks: int, block_bytes: int, fingerprint: bytes) -> bytes:
         fingerprint.ljust(32, b"\0"),
     )
     return body + CHECK.pack(zlib.crc32(body))
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that reads past the page cache; None where the file system has none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+
+
+def _read_all(descriptor: int, content: memoryview, at: int) -> None:
+    done = 0
+    while done < len(content):
+        count = os.preadv(descriptor, [content[done:]], at + done)
+        if not count:
+            raise OSError(errno.EIO, "the file ends before the block does")
+        done += count
 
 
 def _write_all(descriptor: int, content: bytes | memoryview, at: int) -> None:

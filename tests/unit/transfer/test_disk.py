@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +188,106 @@ def test_a_file_that_shrinks_under_it_is_an_error_and_not_the_end(tmp_path: Path
     os.truncate(tmp_path / "quire-tier-0000.kv", block_at(2) + 100)
     with pytest.raises(OSError, match="ends before the block"):
         found(store, 2, 2)
+    store.close()
+
+
+def test_what_was_read_ahead_is_not_given_out_once_it_has_changed(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for place in range(4):
+        store.save(place, digest(place), raw(place))
+    store.expect([0, 1, 2, 3])
+    store.save(1, digest(8), raw(8))
+    assert found(store, 0, 0)
+    assert found(store, 8, 1)
+    store.clear()
+    assert not found(store, 2, 2)
+    assert not found(store, 3, 3)
+    store.close()
+
+
+def nothing_cached(
+    monkeypatch: pytest.MonkeyPatch, *, direct_error: int | None = None
+) -> Counter[bool]:
+    """No page is in the cache, and reading past it fails as told; counts plain (False) and direct
+    (True) reads of blocks."""
+    preadv, reads = os.preadv, Counter[bool]()
+
+    def asked(descriptor: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            raise BlockingIOError(errno.EAGAIN, "not there")
+        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        reads[is_direct] += 1
+        if is_direct and direct_error is not None:
+            raise OSError(direct_error, "asked past the page cache")
+        return preadv(descriptor, buffers, at, flags)
+
+    monkeypatch.setattr(os, "preadv", asked)
+    return reads
+
+
+def test_what_is_not_in_the_page_cache_is_read_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    for place in range(4):
+        store.save(place, digest(place), raw(place))
+    if store._segments[0]._direct is None:
+        pytest.skip("this file system has no reads past the page cache")
+    reads = nothing_cached(monkeypatch)
+    store.expect([0, 1, 2])
+    assert all(found(store, place, place) for place in range(4))
+    assert reads == {True: 4}
+    store.close()
+
+
+def test_a_file_system_that_asks_more_than_pages_of_such_reads_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    for place in range(3):
+        store.save(place, digest(place), raw(place))
+    if store._segments[0]._direct is None:
+        pytest.skip("this file system has no reads past the page cache")
+    reads = nothing_cached(monkeypatch, direct_error=errno.EINVAL)
+    assert all(found(store, place, place) for place in range(3))
+    assert reads == {True: 1, False: 3}
+    store.close()
+
+
+def test_a_file_system_without_such_reads_is_read_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def opens(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no such flag here")
+        return open_file(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", opens)
+    store = opened(tmp_path)
+    store.save(2, digest(2), raw(2))
+    reads = nothing_cached(monkeypatch)
+    assert found(store, 2, 2)
+    assert reads == {False: 1}
+    store.close()
+
+
+def test_a_disk_that_fails_in_a_read_ahead_is_an_error_of_the_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.save(1, digest(1), raw(1))
+
+    def gone(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "preadv", gone)
+    store.expect([1])
+    with pytest.raises(OSError, match="disk is gone"):
+        found(store, 1, 1)
+    monkeypatch.undo()
+    assert found(store, 1, 1)
     store.close()
 
 
