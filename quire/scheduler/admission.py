@@ -28,6 +28,7 @@ from quire.scheduler.state import RunningState
 from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
 from quire.scheduler.watermark import Watermark
+from quire.scheduler.yielding import NOBODY_BACK, StandsBack
 
 # So many short requests may pass a long one that lacks blocks; then it blocks them.
 MAX_PASSED = 16
@@ -93,9 +94,11 @@ class Admissions:
         *,
         floors_only: bool = False,
         before: tuple[float, ...] | None = None,
+        stands_back: StandsBack = NOBODY_BACK,
     ) -> bool:
         """Admit while budget, slots and blocks last. floors_only: those whose tenant has blocks
-        held back for it, into these. before: none of this rank or behind.
+        held back for it, into these. before: none of this rank or behind. stands_back: where the
+        prompt that others stand back for gets on in this step, nobody begins in it who owes that.
 
         Returns whether trying again in the next step can succeed though nothing else happens.
         """
@@ -109,6 +112,9 @@ class Admissions:
                 walk.try_again = True
                 break
             if self._ends_walk(walk, ticket):
+                break
+            if stands_back.was_for(state) and self._owes(ticket, stands_back.ticket):
+                walk.try_again = True  # those behind had as much
                 break
             if self._is_held(walk, ticket):
                 continue
@@ -160,6 +166,9 @@ class Admissions:
         if walk.passed is not None and walk.passed.passed >= MAX_PASSED:
             walk.blocked = True
         return walk.blocked and not self._tenants.someone_has_floor_left()
+
+    def _owes(self, ticket: Ticket, hurried: Ticket | None) -> bool:
+        return hurried is not None and self._policy.owes(ticket, hurried)
 
     def _is_held(self, walk: _Walk, ticket: Ticket) -> bool:
         """Whether `ticket` waits for something other than blocks, and others may go first."""

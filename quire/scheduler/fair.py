@@ -9,7 +9,8 @@ after a preemption is not charged again.
 
 Being next is not enough beside a flood, whose rows fill the steps, the slots and the blocks. So who
 had less than a quarter of another's tokens lately is flooded by it: it goes first, the other's rows
-stand back while its prompt is computed, and it takes the place of one of them if there is no other.
+stand back and none of its prompts begins while its own is computed, and it takes the place of one
+of them if there is no other.
 Lately is a number of tokens served, to anybody, not a time: nothing here depends on a machine.
 """
 

@@ -13,6 +13,7 @@ applied in order of step; those of requests that have ended meanwhile are droppe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -59,7 +60,7 @@ from quire.scheduler.tenants import TenantBooks, TenantLimits
 from quire.scheduler.ticket import NO_SLOT, Ticket
 from quire.scheduler.victims import Victims
 from quire.scheduler.watermark import Watermark
-from quire.scheduler.yielding import NOBODY_BACK, Yielding
+from quire.scheduler.yielding import NOBODY_BACK, StandsBack, Yielding
 
 
 class Scheduler:
@@ -292,7 +293,7 @@ class Scheduler:
             had_room &= has_room
         if roster.may_admit and len(self._queue):
             self._prompts.bound(budget, len(self._queue), left_out, is_hurried=is_hurried)
-            self._admit(draft, budget, now_ms, behind, had_room=had_room)
+            self._admit(draft, budget, now_ms, behind, stands_back, had_room=had_room)
             roster.may_admit |= self._yielding.is_pending
         if behind:
             self._prompts.go_on_behind(draft, budget, behind, self._cache, self._tenants)
@@ -397,15 +398,17 @@ class Scheduler:
         budget: StepBudget,
         now_ms: float,
         behind: list[Ticket],
+        stands_back: StandsBack,
         *,
         had_room: bool,
     ) -> None:
         """Waiting requests may begin, before the prompts that stepped back `behind` them."""
-        before, admit = self._policy.rank(behind[0]) if behind else None, self._admissions.admit
+        before = self._policy.rank(behind[0]) if behind else None
+        admit = partial(self._admissions.admit, before=before, stands_back=stands_back)
         if had_room:
-            self._roster.may_admit = admit(self._queue, draft, budget, now_ms, before=before)
+            self._roster.may_admit = admit(self._queue, draft, budget, now_ms)
         elif self._tenants.someone_has_floor_left():
-            admit(self._queue, draft, budget, now_ms, floors_only=True, before=before)
+            admit(self._queue, draft, budget, now_ms, floors_only=True)
 
     def _drop_behind(self) -> None:
         """Blocks that no running request sees any more are given back."""

@@ -61,6 +61,22 @@ def test_a_floods_rows_stand_back_while_a_light_tenants_prompt_is_computed() -> 
     harness.check_end()
 
 
+def test_nobody_of_a_flood_begins_in_a_step_with_a_light_tenants_prompt() -> None:
+    """The rest of such a step is left: the prompt's last part would wait for all that fills it."""
+    harness = harness_of("fair", num_blocks=512, max_num_seqs=12, max_num_batched_tokens=64)
+    flooded(harness, 7)
+    harness.add(make_request("light", LONG_PROMPT, max_tokens=3, tenant="light"))
+    for number in range(3):
+        harness.add(make_request(f"late-{number}", LONG_PROMPT, max_tokens=3, tenant="flood"))
+    harness.add(make_request("other", [9, 8, 7], max_tokens=3, tenant="other"))
+    (step,) = run_until_first_token(harness, "light")
+    assert {name for name in step if not name.startswith("flood")} == {"light", "other"}
+    harness.step()
+    assert "late-0" in names_in(harness, harness.plans[-1])
+    harness.drain()
+    harness.check_end()
+
+
 def test_nobody_stands_back_for_a_tenant_that_was_served_its_part() -> None:
     harness = harness_of("fair")
     flooded(harness, 4)
