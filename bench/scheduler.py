@@ -21,6 +21,7 @@ from quire.base.records import Request, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.cache.manager import CacheManager
+from quire.obs.timing import percentiles
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
@@ -197,8 +198,7 @@ def _summary(running: int, times_ns: list[int]) -> dict[str, object]:
     return {
         "running": running,
         "steps": len(times_ns),
-        "p50_us": round(float(np.percentile(times_us, 50)), 1),
-        "p99_us": round(float(np.percentile(times_us, 99)), 1),
+        **{f"{name}_us": round(us, 1) for name, us in percentiles(times_us, (50, 99)).items()},
     }
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 
 from bench.data import outside
 from bench.structured_schemas import random_schema
@@ -31,6 +30,7 @@ from quire.bench.machine import machine_card
 from quire.engine import assemble
 from quire.engine.llm import LLM
 from quire.models.registry import box_path
+from quire.obs.timing import percentiles
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import MatcherError, only_id
 from quire.structured.vocabulary import Vocabulary
@@ -131,9 +131,9 @@ def measure_masks(name: str, *, max_masks: int, max_schemas: int) -> dict[str, A
         "compiled": len(compile_ms) / (len(compile_ms) + refused.total()),
         "refused": dict(refused.most_common()),
         "load_ms": load_ms,
-        "compile_ms": percentiles(compile_ms),
+        "compile_ms": spread(compile_ms),
         "masks": len(mask_us),
-        "mask_us": percentiles(mask_us),
+        "mask_us": spread(mask_us),
         "certain_tokens": num_certain / len(mask_us),
     }
 
@@ -228,10 +228,9 @@ def reason_of(message: str) -> str:
     return " ".join(message.split("cannot be used: ")[-1].split()[:3])
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
     """p50, p90, p99 and the largest."""
-    points = np.percentile(values, [50, 90, 99, 100])
-    return dict(zip(("p50", "p90", "p99", "most"), map(float, points), strict=True))
+    return {**percentiles(values, (50, 90, 99)), "most": max(values)}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from quire.bench.machine import machine_card
 from quire.config.flags import engine_config
 from quire.engine.assemble import assemble
 from quire.engine.core import EngineCore
+from quire.obs.timing import percentiles
 
 SHAPE = "qwen3-0.6b"
 KINDS = ("alone", "beside")
@@ -130,15 +130,10 @@ def one_run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         "first_id": loop.first_ids[LONG],
         "median_before_ms": statistics.median(before),
         "median_during_ms": statistics.median(during),
-        "p99_during_ms": percentile(during, 0.99),
+        "p99_during_ms": percentiles(during, (99,))["p99"],
         "most_during_ms": max(during),
         "num_steps": len(during) // len(names),
     }
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that so large a share is not above."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

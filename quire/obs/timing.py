@@ -75,12 +75,12 @@ def run_rates(requests: Sequence[RequestTimes]) -> dict[str, float]:
     return rates
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90, p95 and p99; empty where there are no values."""
+def percentiles(values: Iterable[float], shares: Sequence[int] = PERCENTILES) -> dict[str, float]:
+    """p50, p90, p95 and p99, or those of `shares`; empty where there are no values."""
     found = np.array(list(values), np.float64)
     if not len(found):
         return {}
-    return {f"p{share}": float(np.percentile(found, share)) for share in PERCENTILES}
+    return {f"p{share}": float(np.percentile(found, share)) for share in shares}
 
 
 def rate_summary(
