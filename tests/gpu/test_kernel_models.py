@@ -12,12 +12,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from quire.program.ops import DType  # noqa: E402
+from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from tests.gpu.opened import (  # noqa: E402
     program_of,
     reference_executor,
     sequence_logits,
     torch_executor,
 )
+from tests.kernels.sampling_cases import assert_same_choice, make_batch  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import CASES  # noqa: E402
 from tests.models.generate import logits_of  # noqa: E402
@@ -78,3 +80,27 @@ def test_chunks_of_any_size_give_the_same_bits(tmp_path: Path) -> None:
     odd, _ = _logits(folder, DType.BF16, ids, chunk=3)
     assert np.array_equal(whole, ones)
     assert np.array_equal(whole, odd)
+
+
+def test_tensors_of_logits_are_chosen_from_and_scored_by_kernels(tmp_path: Path) -> None:
+    """As on a GPU, where they stay; arrays, as here, are the host's."""
+    folder = LLAMA.write(tmp_path)
+    executor = torch_executor(folder, program_of(folder, DType.F32), exact=True, kernels=True)
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((3, 37)).astype(np.float32)
+    padded = torch.full((3, 48), float("nan"))  # rows lie apart, as in a step's buffer
+    padded[:, :37] = torch.from_numpy(logits)
+    rare = {"typical_p": [1.0, 0.5, 1.0]}
+    batch = make_batch(3, temperature=[0.0, 1.0, 1.0], top_k=5, num_logprobs=2, rare=rare)
+    found, right = (executor.sample(given, batch) for given in (padded[:, :37], logits))
+    assert_same_choice(found, right)
+    wanted = ScoreBatch(
+        targets=np.array([4, -1, 36], np.int32),
+        num_top=np.array([2, 0, 1], np.int32),
+        listed_starts=np.array([0, 0, 1, 2], np.int32),
+        listed_ids=np.array([9, 0], np.int32),
+    )
+    found, right = (executor.score(given, wanted) for given in (padded[:, :37], logits))
+    np.testing.assert_array_equal(found.logprobs, right.logprobs)
+    np.testing.assert_array_equal(found.top_ids, right.top_ids)
+    np.testing.assert_array_equal(found.listed_logprobs, right.listed_logprobs)

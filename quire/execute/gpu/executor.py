@@ -323,24 +323,22 @@ class TorchExecutor:
         return self._place.weights
 
     def sample(self, logits: Any, batch: SampleBatch) -> TokenChoice:
-        """Choose a token for each row of `logits`."""
+        """Choose a token for each row of `logits`: by kernels where they lie on the device."""
         if isinstance(logits, np.ndarray):
             return choose_on_host(logits, batch)
-        from quire.execute.gpu.device_choice import choose_on_device, is_for_the_host
+        from quire.execute.gpu.choice import choose
 
         with device_errors("token choice"):
-            if is_for_the_host(batch):
-                return choose_on_host(logits.cpu().numpy(), batch)
-            return choose_on_device(logits, batch)
+            return choose(logits.float().contiguous(), batch, choose_on_host)
 
     def score(self, logits: Any, batch: ScoreBatch) -> Scores:
         """How likely known tokens are, by the rows of `logits` (which are only read)."""
         if isinstance(logits, np.ndarray):
             return score_on_host(logits, batch)
-        from quire.execute.gpu.device_choice import score_on_device
+        from quire.execute.gpu.choice import score
 
         with device_errors("scores"):
-            return score_on_device(logits, batch)
+            return score(logits.float(), batch)
 
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
