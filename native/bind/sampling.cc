@@ -74,12 +74,13 @@ class Wishes {
            Floats presence_penalty, Floats frequency_penalty, Longs seeds, Ints streams,
            Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
            Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
-           Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks)
+           Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks,
+           Ints num_candidates)
         : rows_(temperature.shape(0)),
           floats_{temperature, top_p, min_p, repetition_penalty, presence_penalty,
                   frequency_penalty, bias_values},
           ints_{top_k, streams, num_prompt_tokens, num_logprobs, history_starts, history,
-                bias_starts, bias_ids, banned_starts, banned_ids, mask_rows},
+                bias_starts, bias_ids, banned_starts, banned_ids, mask_rows, num_candidates},
           seeds_(seeds), masks_(masks), rare_(std::move(rare)) {
         args_.temperature = temperature.data();
         args_.top_k = top_k.data();
@@ -101,6 +102,7 @@ class Wishes {
         args_.banned_ids = banned_ids.data();
         args_.mask_rows = mask_rows.size() > 0 ? mask_rows.data() : nullptr;
         args_.masks = masks.data();
+        args_.num_candidates = num_candidates.size() > 0 ? num_candidates.data() : nullptr;
         if (rare_) args_.rare = rare_arrays_.emplace(*rare_).args();
     }
     Wishes(const Wishes&) = delete;
@@ -122,7 +124,8 @@ class Wishes {
 
 void choose(quire::Pool& pool, const Wishes& wishes, Logits logits, Ints positions,
             IntsOut token_ids, FloatsOut logprobs, IntTable top_ids, FloatTable top_logprobs,
-            FloatsOut mus) {
+            FloatsOut mus, IntTable candidate_ids, FloatTable candidate_scores,
+            FloatTable candidate_logprobs) {
     if (logits.shape(0) != wishes.rows() || positions.size() != wishes.rows()) {
         throw std::invalid_argument("logits, positions and wishes differ in rows");
     }
@@ -138,6 +141,10 @@ void choose(quire::Pool& pool, const Wishes& wishes, Logits logits, Ints positio
     args.logprobs = logprobs.data();
     args.top_ids = top_ids.data();
     args.top_logprobs = top_logprobs.data();
+    args.most_candidates = static_cast<int32_t>(candidate_ids.shape(1));
+    args.candidate_ids = candidate_ids.data();
+    args.candidate_scores = candidate_scores.data();
+    args.candidate_logprobs = candidate_logprobs.data();
     args.pool = &pool;
     nb::gil_scoped_release release;
     const ComputeTime counted;
@@ -151,11 +158,11 @@ void bind_sampling(nb::module_& module) {
                        "What rows ask of token choice; see quire/sampling/native.py.")
         .def(nb::init<Floats, Ints, Floats, Floats, Floats, Floats, Floats, Longs, Ints, Ints, Ints,
                       Ints, Ints, Ints, Ints, Floats, Ints, Ints, std::optional<nb::dict>, Ints,
-                      Masks>(),
+                      Masks, Ints>(),
              nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
              "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a, "seeds"_a,
              "streams"_a, "num_prompt_tokens"_a, "num_logprobs"_a, "history_starts"_a, "history"_a,
              "bias_starts"_a, "bias_ids"_a, "bias_values"_a, "banned_starts"_a, "banned_ids"_a,
-             "rare"_a.none(), "mask_rows"_a, "masks"_a);
+             "rare"_a.none(), "mask_rows"_a, "masks"_a, "num_candidates"_a);
     module.def("choose", &choose, "Choose a token for each row; see quire/sampling/native.py.");
 }

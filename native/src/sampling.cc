@@ -90,7 +90,9 @@ class Row {
 
     void choose() {
         if (args_.mus != nullptr) args_.mus[row_] = 0.0f;
-        const int32_t token_id = token();
+        if (args_.num_candidates != nullptr) clear_candidates();
+        const bool is_beam = args_.num_candidates != nullptr && args_.num_candidates[row_] > 0;
+        const int32_t token_id = is_beam ? candidates() : token();
         args_.token_ids[row_] = token_id;
         args_.logprobs[row_] = kNaN;
         for (int32_t i = 0; i < args_.num_top; i++) {
@@ -148,6 +150,8 @@ class Row {
         const float* values = raw_;
         if (has_edits()) {
             if (largest(raw_).id < 0) return -1;
+            scratch_.values.resize(args_.vocabulary);
+            std::memcpy(scratch_.values.data(), raw_, sizeof(float) * args_.vocabulary);
             values = edited();
         }
         const float temperature = args_.temperature[row_];
@@ -214,13 +218,42 @@ class Row {
                args_.presence_penalty[row_] != 0.0f || has_rare_edits();
     }
 
-    // Steps 2 to 4: bias, penalties, bans.
-    const float* edited() {
+    void clear_candidates() {
+        const int64_t first = row_ * static_cast<int64_t>(args_.most_candidates);
+        for (int64_t at = first; at < first + args_.most_candidates; at++) {
+            args_.candidate_ids[at] = -1;
+            args_.candidate_scores[at] = args_.candidate_logprobs[at] = kNaN;
+        }
+    }
+
+    // Step 6: what a beam may go on with. Returns the best of it, 0 where there is none, -1 where
+    // the row fails.
+    int32_t candidates() {
+        const BestToken top = largest(raw_);
+        if (top.id < 0 || top.value == -kInfinity) return -1;
+        const float minus_log_total = minus_log_mass(top.value);
         scratch_.values.resize(args_.vocabulary);
+        float* logprobs = scratch_.values.data();
+        each_chunk([&](int64_t, int32_t begin, int32_t end) {
+            for (int32_t id = begin; id < end; id++) {
+                logprobs[id] = (raw_[id] - top.value) + minus_log_total;
+            }
+        });
+        const std::vector<BestToken> best = highest(edited(), args_.num_candidates[row_]);
+        int64_t at = row_ * static_cast<int64_t>(args_.most_candidates);
+        for (const BestToken& one : best) {
+            args_.candidate_ids[at] = one.id;
+            args_.candidate_scores[at] = one.value;
+            args_.candidate_logprobs[at++] = (raw_[one.id] - top.value) + minus_log_total;
+        }
+        return best.empty() ? 0 : best.front().id;
+    }
+
+    // Steps 2 to 4: bias, penalties, bans; of what stands in scratch_.values.
+    const float* edited() {
         scratch_.counts.resize(args_.vocabulary, 0);
         float* values = scratch_.values.data();
         int32_t* counts = scratch_.counts.data();
-        std::memcpy(values, raw_, sizeof(float) * args_.vocabulary);
         for (int32_t i = args_.bias_starts[row_]; i < args_.bias_starts[row_ + 1]; i++) {
             values[args_.bias_ids[i]] += args_.bias_values[i];
         }
@@ -371,45 +404,57 @@ class Row {
 
     // Log-probabilities of the raw logits: the chosen token's and the best ones'.
     void write_logprobs(int32_t token_id) {
-        const int32_t wanted = std::min(args_.num_logprobs[row_], args_.num_top);
         const float top = largest(raw_).value;
+        const float minus_log_total = minus_log_mass(top);
+        args_.logprobs[row_] = (raw_[token_id] - top) + minus_log_total;
+        const int32_t wanted = std::min(args_.num_logprobs[row_], args_.num_top);
+        int64_t at = row_ * static_cast<int64_t>(args_.num_top);
+        for (const BestToken& one : highest(raw_, wanted)) {
+            args_.top_ids[at] = one.id;
+            args_.top_logprobs[at++] = (one.value - top) + minus_log_total;
+        }
+    }
+
+    // Minus the logarithm of the row's mass, which log-probabilities are short of (logit - top) by.
+    float minus_log_mass(float top) {
         std::vector<double> sums(num_chunks_, 0.0);
-        std::vector<std::vector<BestToken>> bests(num_chunks_);
         each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
             sums[chunk] = passes_.mass_sum(raw_, begin, end, top);
-            bests[chunk] = highest(begin, end, wanted);
         });
         double total = 0.0;
-        std::vector<BestToken> all;
-        for (int64_t chunk = 0; chunk < num_chunks_; chunk++) {
-            total += sums[chunk];
-            all.insert(all.end(), bests[chunk].begin(), bests[chunk].end());
+        for (double sum : sums) total += sum;
+        return recipe::minus_log(static_cast<float>(total));
+    }
+
+    // The `wanted` largest values above -inf, best first, ties by id.
+    std::vector<BestToken> highest(const float* values, int32_t wanted) {
+        std::vector<std::vector<BestToken>> parts(num_chunks_);
+        each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
+            parts[chunk] = highest_of(values, begin, end, wanted);
+        });
+        std::vector<BestToken> all = std::move(parts[0]);
+        for (int64_t chunk = 1; chunk < num_chunks_; chunk++) {
+            all.insert(all.end(), parts[chunk].begin(), parts[chunk].end());
         }
         std::stable_sort(all.begin(), all.end(), [](const BestToken& a, const BestToken& b) {
             return a.value > b.value;
         });
-        const float minus_log_total = recipe::minus_log(static_cast<float>(total));
-        args_.logprobs[row_] = (raw_[token_id] - top) + minus_log_total;
-        const int32_t count = std::min<int32_t>(wanted, static_cast<int32_t>(all.size()));
-        for (int32_t i = 0; i < count; i++) {
-            const int64_t at = row_ * static_cast<int64_t>(args_.num_top) + i;
-            args_.top_ids[at] = all[i].id;
-            args_.top_logprobs[at] = (all[i].value - top) + minus_log_total;
-        }
+        if (static_cast<int32_t>(all.size()) > wanted) all.resize(wanted);
+        return all;
     }
 
-    // The `wanted` largest raw logits of begin..end above -inf, best first, ties by id.
-    std::vector<BestToken> highest(int32_t begin, int32_t end, int32_t wanted) const {
+    static std::vector<BestToken> highest_of(const float* values, int32_t begin, int32_t end,
+                                             int32_t wanted) {
         std::vector<BestToken> found;
         if (wanted == 0) return found;
         float least = -kInfinity;  // ids rise: an equal value comes too late
         for (int32_t id = begin; id < end; id++) {
-            if (!(raw_[id] > least)) continue;
+            if (!(values[id] > least)) continue;
             if (static_cast<int32_t>(found.size()) == wanted) found.pop_back();
             const auto place = std::find_if(found.begin(), found.end(), [&](const BestToken& a) {
-                return a.value < raw_[id];
+                return a.value < values[id];
             });
-            found.insert(place, {raw_[id], id});
+            found.insert(place, {values[id], id});
             if (static_cast<int32_t>(found.size()) == wanted) least = found.back().value;
         }
         return found;

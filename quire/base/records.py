@@ -44,11 +44,14 @@ class TokenRules:
     """What a request's words (and its model) mean in token ids; made where the tokenizer is.
 
     banned_sequences: the last id of one may not follow the others (one id alone: never).
-    breaker_ids: tokens across which DRY sees no repeat.
+    breaker_ids: tokens across which DRY sees no repeat. shown_ids: special tokens that are text in
+    the answer whatever skip_special_tokens says; told only where the engine reads the text, to end
+    beams by stop strings.
     """
 
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     breaker_ids: tuple[int, ...] = ()
+    shown_ids: tuple[int, ...] = ()
 
 
 NO_RULES = TokenRules()
@@ -97,7 +100,7 @@ class Admission:
     worker scores the prompt tokens that come after positions scores_from and up (see
     StepResult.scores); None scores none. mirostat_mu: where a request that steers by mirostat
     stood when it left its slot (StepResult.mirostat_mus); None: it begins, at 2 mirostat_tau.
-    num_candidates: with each token of a beam the log-probabilities of so many, at least.
+    num_candidates: of a beam the worker tells so many tokens it may go on with (Candidates).
     """
 
     slot: int
@@ -184,6 +187,28 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What beams may go on with: the best C tokens of each of E rows, best first.
+
+    `scores`: log-probabilities after bias, penalties and bans, by which beams are compared;
+    `logprobs`: the model's own. Unused entries are -1 and NaN, as those of all other rows are.
+    `ends`: whether the answer is over with that token, because its grammar is complete or a stop
+    string is; empty where nobody's is watched so.
+    """
+
+    ids: Int32s  # [E, C]
+    scores: Float32s  # [E, C]
+    logprobs: Float32s  # [E, C]
+    ends: Bools = field(default_factory=lambda: NO_BOOLS.reshape(0, 0))  # [E, C] or empty
+
+
+def no_candidates(num_rows: int) -> Candidates:
+    """Of rows that are no beams."""
+    nothing = np.empty((num_rows, 0), np.float32)
+    return Candidates(ids=nothing.astype(np.int32), scores=nothing, logprobs=nothing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step yielded, ragged: row i has token_counts[i] tokens (0 where samples is False).
 
@@ -196,7 +221,8 @@ class StepResult:
 
     `scores`: None unless a row scored its prompt; row i has score_counts[i] of its S entries. A
     row that computes position p of a prompt scores the token at p + 1. There are at most as many
-    entries as token rows in the step, so they stay small, however long prompts are.
+    entries as token rows in the step, so they stay small, however long prompts are. `candidates`
+    [E, C]: None where no row is a beam's; a beam's token says nothing.
     """
 
     step: int
@@ -212,6 +238,7 @@ class StepResult:
     forced_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
     forced_ids: Int32s = field(default_factory=lambda: NO_INTS)  # [F]
     complete: Bools = field(default_factory=lambda: NO_BOOLS)  # [N] or empty
+    candidates: Candidates | None = None
     errors: tuple[RowError, ...] = ()
 
 

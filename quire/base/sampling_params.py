@@ -295,6 +295,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def ends_beams_by_text(self) -> bool:
+        """Whether beams end by stop strings, so that whoever searches must read their text."""
+        return self.use_beam_search and bool(self.stop)
+
+    @property
     def is_ranked(self) -> bool:
         """Whether fewer streams are told than are computed, the best of them, at the end."""
         return self.num_sequences > self.n and not self.use_beam_search

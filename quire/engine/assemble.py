@@ -33,7 +33,8 @@ from quire.engine.precision import warn_of_coarse
 from quire.engine.prices import first_prices
 from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
-from quire.engine.vocabulary import model_vocabulary
+from quire.engine.stop_texts import StopTexts
+from quire.engine.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, Progress
 from quire.models.registry import compute_dtype, open_model
@@ -146,9 +147,9 @@ def _assembled(
         from quire.engine.tier import open_tier  # only where there is one: a megabyte
 
         tier = open_tier(tier_folder, config.cache, executor, program, clock=clock, report=report)
+    texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
     compiler = GrammarCompiler(
-        lambda: model_vocabulary(config.model, vocab_size=spec.vocab_size, eos_ids=spec.eos_ids),
-        now_ms=clock.now_ms,
+        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.eos_ids), now_ms=clock.now_ms
     )
     model_runner = ModelRunner(
         executor,
@@ -159,6 +160,7 @@ def _assembled(
         overlap=config.scheduler.plans_in_flight > 1,
         mover=None if tier is None else tier.mover,
         matchers=compiler,
+        watches=texts,
     )
     warm_up(model_runner, limits, num_blocks=memory.num_blocks)
     cost = (
@@ -183,7 +185,7 @@ def _assembled(
         tier=None if tier is None else tier.tier,
         most_saving=1 if tier is None else tier.most_saving,
         tier_block_ms=1.0 if tier is None else tier.block_ms,
-        gates=[GrammarGate(compiler)],
+        gates=[GrammarGate(compiler, texts)],
         window=program.caches[0].window,
     )
     core = EngineCore(
@@ -199,7 +201,7 @@ def _assembled(
             block_bytes=memory.kv_bytes // memory.num_blocks,
             ahead_bytes=config.cache.kv_touch_ahead_bytes,
         ),
-        grammars=Grammars(compiler),
+        grammars=Grammars(compiler, texts),
     )
     notes = (*memory.text().splitlines(), *([] if tier is None else [tier.note]))
     return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)

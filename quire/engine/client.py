@@ -228,6 +228,7 @@ class EngineClient:
             cache_salt=cache_salt,
             terms=terms,
             encoder=self.tokenizer,
+            shown_ids=text_rules.shown_ids,
         )
         unread, stream_ids = self._register(request_id, requests, text_rules)
         ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None

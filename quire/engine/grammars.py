@@ -1,8 +1,8 @@
-"""Grammars: what the engine's loop asks of the compiler of grammars, and who waits for which.
+"""Grammars and stop strings of beams: what the engine's loop asks of those who make them ready.
 
-A request whose answer follows a grammar waits behind a gate until that is compiled; one that
-cannot be is refused by its compiler's words. Knows requests by id, and no tokens. Always holds:
-nothing here waits.
+A request whose answer follows a grammar waits behind a gate until that is compiled, beams that end
+by stop strings until the tokenizer is read; one that cannot be served is refused in their words.
+Knows requests by id, and no tokens. Always holds: nothing here waits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from quire.base.errors import QuireError
 from quire.base.grammar import Grammar
 from quire.base.records import Request
+from quire.base.sampling_params import SamplingParams
+from quire.engine.stop_texts import StopTexts
 from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
 from quire.structured.compiler import GrammarCompiler
@@ -21,11 +23,13 @@ RefusedFor = tuple[tuple[str, ...], QuireError]
 
 
 class Grammars:
-    """The grammars of live requests."""
+    """The grammars of live requests, and whether texts can be read."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, texts: StopTexts) -> None:
         self.compiler = compiler
+        self.texts = texts
         self._waiting: dict[str, Grammar] = {}  # by request id, until the grammar has settled
+        self._reading: dict[str, None] = {}  # ids, until the tokenizer was read or cannot be
 
     @property
     def wake(self) -> Callable[[], None]:
@@ -34,19 +38,23 @@ class Grammars:
 
     @wake.setter
     def wake(self, wake: Callable[[], None]) -> None:
-        self.compiler.on_settled = wake
+        self.compiler.on_settled = self.texts.on_settled = wake
 
     def want(self, requests: Sequence[Request]) -> None:
-        """These have come: their grammars are compiled from now on."""
+        """These have come: what they need is made ready from now on."""
         for request in requests:
             if request.sampling.structured_outputs is not None:
                 self.compiler.want(request.sampling.structured_outputs)
                 self._waiting[request.request_id] = request.sampling.structured_outputs
+            if request.sampling.ends_beams_by_text:
+                self.texts.want()
+                self._reading[request.request_id] = None
 
     def refused(self) -> list[RefusedFor]:
-        """Requests whose grammar cannot be used; each is told once."""
+        """Requests that cannot be served; each is told once."""
+        told = self._refused_unread() if self._reading else []
         if not self._waiting:
-            return []
+            return told
         by_error: dict[int, tuple[list[str], QuireError]] = {}
         for request_id, grammar in list(self._waiting.items()):
             if not self.compiler.is_settled(grammar):
@@ -55,7 +63,7 @@ class Grammars:
             error = self.compiler.error(grammar)
             if error is not None:
                 by_error.setdefault(id(error), ([], error))[0].append(request_id)
-        return [(tuple(ids), error) for ids, error in by_error.values()]
+        return told + [(tuple(ids), error) for ids, error in by_error.values()]
 
     def close(self) -> None:
         """Begin to compile nothing more; its threads end."""
@@ -65,17 +73,28 @@ class Grammars:
         """These have been aborted."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
+            self._reading.pop(request_id, None)
+
+    def _refused_unread(self) -> list[RefusedFor]:
+        if not self.texts.is_settled:
+            return []
+        ids, self._reading = tuple(self._reading), {}
+        return [] if self.texts.error is None else [(ids, self.texts.error)]
 
 
 class GrammarGate:
-    """A request waits until its grammar is compiled, or was found unusable."""
+    """A request waits until its grammar is compiled and its text can be read, or never will be."""
 
     until_event = False
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, texts: StopTexts) -> None:
         self._compiler = compiler
+        self._texts = texts
 
     def holds(self, ticket: Ticket, state: RunningState, now_ms: float) -> bool:
-        """Whether the grammar is still being compiled."""
-        grammar = ticket.request.sampling.structured_outputs
-        return grammar is not None and not self._compiler.is_ready(grammar)
+        """Whether something is still being made ready."""
+        sampling: SamplingParams = ticket.request.sampling
+        grammar = sampling.structured_outputs
+        if grammar is not None and not self._compiler.is_ready(grammar):
+            return True
+        return sampling.ends_beams_by_text and not self._texts.is_ready

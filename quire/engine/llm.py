@@ -174,6 +174,7 @@ class LLM:
                     arrival_ms=self._clock.now_ms(),
                     terms=of_prompt,
                     encoder=self._text.tokenizer,
+                    shown_ids=hearing.text_rules(self._text.tokenizer).shown_ids if hearing else (),
                 ),
                 sampling,
                 hearing,

@@ -17,7 +17,7 @@ from quire.base.records import EngineStats, Request, StepOutputs
 from quire.engine.card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ import msgspec
 
 from quire.base.cache_use import CacheUse
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
+from quire.engine.text_reader import text_reader
 from quire.engine.token_text import PromptLogprobs, TokenText
-from quire.text.detokenizer import Detokenizer, Span
+from quire.text.detokenizer import Span
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
 
@@ -83,17 +84,11 @@ class OutputStream:
         self, tokenizer: Tokenizer, request: Request, rules: TextRules = PLAIN_TEXT
     ) -> None:
         sampling, prompt = request.sampling, request.prompt_ids
-        continues = len(prompt) > 0 and int(prompt[-1]) not in tokenizer.special_ids
         self.finished = False
         self.wants_abort = False
         self._tokenizer = tokenizer
         self._request = request
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            sampling.skip_special_tokens,
-            continues=continues,
-            shown_ids=rules.shown_ids,
-        )
+        self._detokenizer = text_reader(tokenizer, sampling, prompt, rules.shown_ids)
         self._tells_chars = rules.counts_chars
         self._counts_chars = rules.counts_chars or sampling.logprobs is not None
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from quire.base.errors import SettingError
-from quire.base.records import PromptScores, StepPlan, StepResult
+from quire.base.records import Candidates, PromptScores, StepPlan, StepResult
 from quire.base.report import Report
 from quire.base.wire import Wire, WireError
 from quire.engine.core import Runner
@@ -142,9 +142,10 @@ def _same(left: object, right: object) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         # Bytes, not values: NaN equals NaN, and 0.0 differs from -0.0.
         return left.shape == right.shape and left.tobytes() == right.tobytes()
-    if isinstance(left, PromptScores) and isinstance(right, PromptScores):
-        return all(
-            _same(getattr(left, item.name), getattr(right, item.name))
-            for item in fields(PromptScores)
-        )
+    for record in (PromptScores, Candidates):
+        if isinstance(left, record) and isinstance(right, record):
+            return all(
+                _same(getattr(left, item.name), getattr(right, item.name))
+                for item in fields(record)
+            )
     return left == right

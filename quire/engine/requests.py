@@ -5,7 +5,7 @@ What can never be served is refused here, with the numbers, before it crosses to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,7 @@ def make_requests(
     cache_salt: str = "",
     terms: Terms = DEFAULT_TERMS,
     encoder: Encoder | None = None,
+    shown_ids: Collection[int] = (),
 ) -> tuple[Request, ...]:
     """The streams of one caller's request; stream i has the id "<request_id>/<i>".
 
@@ -36,7 +37,8 @@ def make_requests(
     knows how many it needs.
 
     All have the same seed; their noise differs by stream, numbered from `first_stream`.
-    encoder: the model's tokenizer, needed where the parameters hold words. Raises
+    encoder: the model's tokenizer, needed where the parameters hold words. shown_ids: special
+    tokens that are text in the answer in any case. Raises
     InvalidParameter for ids the model does not have and for an empty prompt, ContextTooLong where
     no output fits (none is needed where max_tokens is 0).
     """
@@ -73,6 +75,8 @@ def make_requests(
     eos_ids = () if sampling.ignore_eos else card.eos_ids
     stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
     rules = token_rules(sampling, encoder, card.banned_sequences)
+    if sampling.ends_beams_by_text and shown_ids:
+        rules = replace(rules, shown_ids=tuple(sorted(shown_ids)))
     _check_choosable(sampling, rules, stop_ids)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
     return tuple(

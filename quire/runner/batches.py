@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_FLOATS, StepPlan
+from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
 from quire.program.batch import ForwardBatch
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.rare_tables import ragged
@@ -134,9 +134,15 @@ def sample_batch(
         banned_starts=banned_starts,
         banned_ids=banned_ids,
         rare=tables.rare.parameters(slots),
+        num_candidates=_num_candidates(slots, tables),
         mask_rows=masks.rows,
         masks=masks.words,
     )
+
+
+def _num_candidates(slots: Index, tables: SlotTables) -> Int32s:
+    counts = tables.num_candidates[slots] if tables.num_beams else NO_INTS
+    return counts if counts.any() else NO_INTS
 
 
 def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:

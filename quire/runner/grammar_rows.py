@@ -22,7 +22,7 @@ from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.sampling.batch import NO_MASKS, Words
-from quire.structured.matcher import Matcher, MatcherError, without
+from quire.structured.matcher import DeadEnd, Matcher, MatcherError, without
 
 Int32s = NDArray[np.int32]
 
@@ -157,6 +157,14 @@ class GrammarRows:
                 row.error = follow.failed[place] = str(error)
         return follow
 
+    def ends(self, slot: int, token_ids: Sequence[int]) -> list[bool]:
+        """Of tokens that a beam in `slot`, whose mask was just made, may go on with: whether its
+        answer is over with them. Raises MatcherError."""
+        row = self._rows[slot]
+        if row is None or row.matcher is None:
+            return [False] * len(token_ids)
+        return [row.matcher.is_over_with(token_id) for token_id in token_ids]
+
     def close(self) -> None:
         """End the thread."""
         if self._thread is not None:
@@ -210,7 +218,12 @@ class GrammarRows:
         if known != row.taken:
             self._catch_up(row.matcher, row.taken, known)
             row.taken = known
-        mask = row.matcher.mask()
+        try:
+            mask = row.matcher.mask()
+        except DeadEnd:
+            if not row.is_beam:
+                raise
+            return row.matcher.no_mask()  # it goes on no more; others may
         if row.ends_late:
             longer = without(mask, row.matcher.eos_ids)
             return longer if longer.any() else mask

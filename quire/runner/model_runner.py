@@ -2,7 +2,7 @@
 
 Order within a plan: admissions, table deltas, copies between tiers, block copies, trunk (masks of
 grammars are made beside it); head in slices, with the scores of prompts; head in slices, with token
-choice; append to the token table.
+choice; what ends the answers of beams; append to the token table.
 Knows nothing of policy,
 text or time. Always holds: plans run strictly in the order they were submitted; a failed row never
 touches another; what a plan's rows read was put into the mirrors by this plan or an earlier one,
@@ -17,10 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import WorkerError
-from quire.base.records import NO_BOOLS, NO_FLOATS, NO_INTS, Bools, RowError, StepPlan, StepResult
+from quire.base.records import (
+    NO_BOOLS,
+    NO_FLOATS,
+    NO_INTS,
+    Bools,
+    Candidates,
+    RowError,
+    StepPlan,
+    StepResult,
+    no_candidates,
+)
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.batches import KeptSampleBatch, forward_batch
+from quire.runner.beam_ends import WatchSource
 from quire.runner.grammar_rows import NO_MASK, Follow, Masks, MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, stacked
@@ -48,8 +59,9 @@ class ModelRunner:
     With `overlap`, plans are computed by one thread of the runner's own, so that the caller can
     make the next plan meanwhile; else submit computes. `max_samples` is the head's largest slice.
     mover: where plans move blocks to a tier and back; closed with the runner. matchers: of grammars
-    that answers follow; jump_ahead: whether tokens these leave no choice of are told at once
-    (by default where one plan is out at a time: a later one has such a row already).
+    that answers follow; watches: of stop strings that end beams; jump_ahead: whether tokens that
+    grammars leave no choice of are told at once (by default where one plan is out at a time: a
+    later one has such a row already).
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class ModelRunner:
         overlap: bool = False,
         mover: TierMover | None = None,
         matchers: MatcherSource | None = None,
+        watches: WatchSource | None = None,
         jump_ahead: bool | None = None,
     ) -> None:
         self.executor = executor
@@ -71,6 +84,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             block_size=block_size,
             matchers=matchers,
+            watches=watches,
             jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover
@@ -180,7 +194,8 @@ class ModelRunner:
         for row in masks.failed:
             choice.token_ids[row] = -1
         follow = self.tables.grammars.follow(slots, positions, choice.token_ids)
-        for row in follow.failed:
+        candidates, unsure = self.tables.ends.told(slots, positions, choice.candidates)
+        for row in follow.failed | unsure:
             choice.token_ids[row] = -1
         forced_counts, forced_ids, complete = _follow_arrays(follow, plan)
         token_counts = plan.samples.astype(np.int32)
@@ -191,13 +206,14 @@ class ModelRunner:
             failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
             failed[plan.samples] |= choice.token_ids < 0
             token_counts[failed] = 0
-            why = _reasons(masks, follow, self.tables, plan)
+            why = _reasons(masks, follow.failed | unsure, self.tables, plan)
             errors = tuple(
                 RowError(row=row, message=why.get(row, ROW_FAILED))
                 for row in np.flatnonzero(failed).tolist()
             )
             good = ~failed[plan.samples]
             slots, positions, listed = slots[good], positions[good], listed[good]
+            candidates = None if candidates is None else _rows_of(candidates, good)
             choice = TokenChoice(
                 token_ids=choice.token_ids[good],
                 logprobs=choice.logprobs[good],
@@ -223,6 +239,7 @@ class ModelRunner:
             forced_counts=forced_counts,
             forced_ids=forced_ids,
             complete=complete,
+            candidates=candidates,
         )
 
 
@@ -239,13 +256,25 @@ def _follow_arrays(follow: Follow, plan: StepPlan) -> tuple[Int32s, Int32s, Bool
     return counts, np.array(ids, np.int32), complete
 
 
-def _reasons(masks: Masks, follow: Follow, tables: SlotTables, plan: StepPlan) -> dict[int, str]:
-    """Why rows of the plan failed, if they follow a grammar."""
-    if not len(masks.rows) and not masks.failed:
+def _reasons(
+    masks: Masks, failed: dict[int, str], tables: SlotTables, plan: StepPlan
+) -> dict[int, str]:
+    """Why rows of the plan failed, if they follow a grammar or are watched. failed: why, of those
+    that sample and whose tokens were chosen."""
+    if not len(masks.rows) and not masks.failed and not failed:
         return {}
     rows = plan.samples.nonzero()[0].tolist()
     why = {row: BANNED_ALL for row in rows if tables.grammars.has[plan.slots[row]]}
-    return why | {rows[place]: said for place, said in (masks.failed | follow.failed).items()}
+    return why | {rows[place]: said for place, said in (masks.failed | failed).items()}
+
+
+def _rows_of(candidates: Candidates, rows: Bools) -> Candidates:
+    return Candidates(
+        ids=candidates.ids[rows],
+        scores=candidates.scores[rows],
+        logprobs=candidates.logprobs[rows],
+        ends=candidates.ends[rows] if len(candidates.ends) else candidates.ends,
+    )
 
 
 def _joined(parts: list[TokenChoice]) -> TokenChoice:
@@ -256,6 +285,19 @@ def _joined(parts: list[TokenChoice]) -> TokenChoice:
         top_ids=stacked([part.top_ids for part in parts], np.int32(-1)),
         top_logprobs=stacked([part.top_logprobs for part in parts], np.float32(np.nan)),
         mus=_joined_mus(parts),
+        candidates=_joined_candidates(parts),
+    )
+
+
+def _joined_candidates(parts: list[TokenChoice]) -> Candidates | None:
+    """Of all rows where a slice has some; slices without beams have none."""
+    if all(part.candidates is None for part in parts):
+        return None
+    each = [part.candidates or no_candidates(len(part.token_ids)) for part in parts]
+    return Candidates(
+        ids=stacked([one.ids for one in each], np.int32(-1)),
+        scores=stacked([one.scores for one in each], np.float32(np.nan)),
+        logprobs=stacked([one.logprobs for one in each], np.float32(np.nan)),
     )
 
 

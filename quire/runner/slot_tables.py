@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
+from quire.runner.beam_ends import BeamEnds, WatchSource
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_tables import RareTables
 
@@ -23,7 +24,7 @@ NEVER = np.iinfo(np.int32).max  # a position no request reaches
 
 class SlotTables:
     """Arrays by slot. `blocks` is int32 [slots, columns]; the rest is [slots]. `rare` holds what
-    few requests ask for, `grammars` what answers must follow."""
+    few requests ask for, `grammars` what answers must follow, `ends` what ends those of beams."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class SlotTables:
         max_model_len: int,
         block_size: int,
         matchers: MatcherSource | None = None,
+        watches: WatchSource | None = None,
         jump_ahead: bool = True,
     ) -> None:
         self.block_size = block_size
@@ -39,6 +41,7 @@ class SlotTables:
         self.tokens = TokenTable(num_slots, max_model_len)
         self.rare = RareTables(num_slots)
         self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
+        self.ends = BeamEnds(num_slots, self.tokens, self.grammars, watches)
         self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -50,6 +53,8 @@ class SlotTables:
         self.seeds = np.zeros(num_slots, np.int64)
         self.streams = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
+        self.num_candidates = np.zeros(num_slots, np.int32)  # of beams
+        self.num_beams = 0  # slots with some
         # Prompt positions whose rows are scored: from scores_from on, but not the prompt's last.
         self.scores_from = np.full(num_slots, NEVER, np.int32)
         self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
@@ -76,6 +81,7 @@ class SlotTables:
         if len(plan.known_slots):
             self.tokens.branch(plan.branch_from, plan.branch_to)
             self.grammars.branch(plan.branch_from, plan.branch_to)
+            self.ends.branch(plan.branch_from, plan.branch_to)
             self.tokens.tokens[plan.known_slots, self.tokens.lengths[plan.known_slots] - 1] = (
                 plan.known_ids
             )
@@ -90,6 +96,8 @@ class SlotTables:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
         self.rare.retire(slot)
         self.grammars.retire(slot)
+        self.ends.retire(slot)
+        self._search(slot, 0)
         length = self.tokens.lengths[slot]
         self.tokens.tokens[slot, :length] = 0
         self.tokens.lengths[slot] = self.tokens.prompt_lengths[slot] = 0
@@ -105,6 +113,10 @@ class SlotTables:
         self.num_scoring += int(position != NEVER) - int(self.scores_from[slot] != NEVER)
         self.scores_from[slot] = position
 
+    def _search(self, slot: int, num_candidates: int) -> None:
+        self.num_beams += int(num_candidates > 0) - int(self.num_candidates[slot] > 0)
+        self.num_candidates[slot] = num_candidates
+
     def _list(self, slot: int, ids: Sequence[int]) -> None:
         self.num_listed += int(bool(ids)) - int(self.has_listed[slot])
         self.has_listed[slot] = bool(ids)
@@ -117,6 +129,8 @@ class SlotTables:
         self.tokens.admit(slot, admission.token_ids, admission.num_prompt_tokens)
         self.rare.admit(admission)
         self.grammars.admit(admission)
+        self.ends.admit(admission)
+        self._search(slot, admission.num_candidates)
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = max(sampling.top_k, 0)
         self.top_p[slot] = sampling.top_p
@@ -126,8 +140,7 @@ class SlotTables:
         self.frequency_penalty[slot] = sampling.frequency_penalty
         self.seeds[slot] = sampling.seed
         self.streams[slot] = admission.stream
-        num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
-        self.num_logprobs[slot] = max(num_logprobs, admission.num_candidates or -1)
+        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self._list(slot, sampling.logprob_token_ids)

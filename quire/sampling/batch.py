@@ -31,8 +31,14 @@ vLLM has this order as far as it has the steps; transformers has top_k, top_p, m
 llama.cpp divides by the temperature last, after XTC, so that its filters see temperature 1, and
 with mirostat it has no penalties, DRY or bans.
 
+6. A row of a beam (num_candidates above 0) has steps 2 to 4 done on its log-probabilities in place
+   of its logits, as transformers' beam search does it, and nothing chosen or filtered: the best
+   num_candidates of what is left above -inf, ties to the lower id, are told with what they are
+   after step 4 and after step 1. There may be fewer, or none. Its token says nothing.
+
 A row with NaN or +inf, in its logits or after step 4 or the temperature, or with nothing left to
-choose, is a row error, never a wrong token. Temperatures below 2^-40 count as 0.
+choose (of a beam: with no finite logit), is a row error, never a wrong token. Temperatures below
+2^-40 count as 0.
 """
 
 from __future__ import annotations
@@ -43,6 +49,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from quire.base.records import Candidates
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -103,6 +111,7 @@ class SampleBatch:
     num_logprobs: -1 none, else the alternatives wanted (0 to 20).
     banned: ids that may not be chosen now (stop ids while min_tokens is not reached).
     rare: None where no row asks for any of it.
+    num_candidates: what a beam's row may go on with, 0 for other rows; empty where no row is one.
     mask_rows: which of `masks` a row has, -1 none; empty where no row has any. Bit i % 32 of word
     i // 32 allows id i.
     prepared: what an implementation has made of all but the positions, by its own key; batches that
@@ -129,6 +138,7 @@ class SampleBatch:
     banned_starts: Int32s  # [R + 1]
     banned_ids: Int32s = field(default_factory=_ints)
     rare: RareParameters | None = None
+    num_candidates: Int32s = field(default_factory=_ints)  # [R] or empty
     mask_rows: Int32s = field(default_factory=_ints)  # [R] or empty
     masks: Words = field(default_factory=lambda: NO_MASKS)  # [M, ceil(V / 32)]
     prepared: dict[Hashable, Any] = field(
@@ -148,10 +158,12 @@ class SampleBatch:
 class TokenChoice:
     """token_ids [R], -1 where the row failed; logprobs [R] of the chosen (NaN: not asked for);
     top_ids, top_logprobs [R, K], best first (ties: lower id first), -1 and NaN where unused;
-    mus [R]: mirostat's mu from now on, 0 for rows without it; empty where no row has it."""
+    mus [R]: mirostat's mu from now on, 0 for rows without it; empty where no row has it.
+    candidates [R, C]: of rows of beams; None where no row is one."""
 
     token_ids: Int32s
     logprobs: Float32s
     top_ids: Int32s
     top_logprobs: Float32s
     mus: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
+    candidates: Candidates | None = None

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire import _native
+from quire.base.records import Candidates
 from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
 from quire.sampling.reference import check_shapes, has_mirostat
 
@@ -30,12 +31,14 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> Token
     if wishes is None:
         wishes = batch.prepared[logits.shape] = _Wishes(logits, batch)
     num_rows = len(logits)
+    candidates = wishes.candidates(num_rows)
     choice = TokenChoice(
         token_ids=np.empty(num_rows, np.int32),
         logprobs=np.empty(num_rows, np.float32),
         top_ids=np.empty((num_rows, wishes.num_top), np.int32),
         top_logprobs=np.empty((num_rows, wishes.num_top), np.float32),
         mus=np.empty(num_rows if wishes.has_mirostat else 0, np.float32),
+        candidates=candidates,
     )
     if num_rows > 0:
         _native.choose(
@@ -48,8 +51,20 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> Token
             choice.top_ids,
             choice.top_logprobs,
             choice.mus,
+            *(_NO_CANDIDATES if candidates is None else _arrays_of(candidates)),
         )
     return choice
+
+
+def _arrays_of(candidates: Candidates) -> tuple[NDArray[Any], ...]:
+    return candidates.ids, candidates.scores, candidates.logprobs
+
+
+_NO_CANDIDATES = (
+    np.empty((0, 0), np.int32),
+    np.empty((0, 0), np.float32),
+    np.empty((0, 0), np.float32),
+)
 
 
 class _Wishes:
@@ -60,11 +75,25 @@ class _Wishes:
         check_shapes(logits, batch)
         self.num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
         self.has_mirostat = has_mirostat(batch)
+        self._has_beams = len(batch.num_candidates) > 0
+        self._most_candidates = int(batch.num_candidates.max(initial=0))
         self.native = _native.Wishes(
             **_arrays(batch, _FIELDS),
             rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
             mask_rows=np.ascontiguousarray(batch.mask_rows, np.int32),
             masks=np.ascontiguousarray(batch.masks, np.uint32),
+            num_candidates=np.ascontiguousarray(batch.num_candidates, np.int32),
+        )
+
+    def candidates(self, num_rows: int) -> Candidates | None:
+        """Room for those of beams."""
+        if not self._has_beams:
+            return None
+        shape = num_rows, self._most_candidates
+        return Candidates(
+            ids=np.empty(shape, np.int32),
+            scores=np.empty(shape, np.float32),
+            logprobs=np.empty(shape, np.float32),
         )
 
 

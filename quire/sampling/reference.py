@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.records import Candidates
 from quire.sampling import rare as rarely
 from quire.sampling.batch import Float32s, Int32s, RareParameters, SampleBatch, TokenChoice
 from quire.sampling.noise import MAX_VOCAB, gumbel, mass, minus_log
@@ -43,6 +44,7 @@ class _Row:
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     mu: float = 0.0
+    candidates: tuple[Int32s, Float32s, Float32s] | None = None  # ids, scores, log-probabilities
 
 
 def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
@@ -61,6 +63,7 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         mus=np.array([row.mu for row in rows] if has_mirostat(batch) else [], np.float32),
+        candidates=_candidate_arrays(rows, batch),
     )
 
 
@@ -91,6 +94,8 @@ def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
         _check_rare(batch.rare, rows, logits.shape[1])
     if len(batch.mask_rows):
         _check_masks(batch, rows, logits.shape[1])
+    if len(batch.num_candidates) not in (0, rows):
+        raise ValueError(f"num_candidates has {len(batch.num_candidates)} rows of {rows}")
 
 
 def _check_masks(batch: SampleBatch, rows: int, vocabulary: int) -> None:
@@ -142,9 +147,24 @@ def _check_starts(name: str, starts: Int32s, rows: int, size: int) -> None:
         raise ValueError(f"{name} must not fall: {starts}")
 
 
+def _candidate_arrays(rows: list[_Row], batch: SampleBatch) -> Candidates | None:
+    if not len(batch.num_candidates):
+        return None
+    shape = len(rows), int(batch.num_candidates.max(initial=0))
+    ids, scores = np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32)
+    logprobs = scores.copy()
+    for index, row in enumerate(rows):
+        if row.candidates is not None:
+            count = len(row.candidates[0])
+            ids[index, :count], scores[index, :count], logprobs[index, :count] = row.candidates
+    return Candidates(ids=ids, scores=scores, logprobs=logprobs)
+
+
 def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
     if not (raw < np.inf).all():  # NaN or +inf
         return _Row()
+    if len(batch.num_candidates) and batch.num_candidates[row] > 0:
+        return _beam_row(raw, batch, row)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         edited = _edit(raw, batch, row)
         token_id, mu = _pick(edited, batch, row)
@@ -153,8 +173,7 @@ def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
     if batch.num_logprobs[row] < 0:
         return _Row(token_id, mu=mu)
     logprobs = log_probabilities(raw)
-    best = np.argsort(-raw, kind="stable")[: batch.num_logprobs[row]]
-    best = best[raw[best] > NOTHING]
+    best = _best(raw, batch.num_logprobs[row])
     return _Row(
         token_id,
         float(logprobs[token_id]),
@@ -162,6 +181,34 @@ def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
         tuple(logprobs[best].tolist()),
         mu,
     )
+
+
+def _beam_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
+    """What a beam may go on with (step 6), and what is told of the raw logits."""
+    if raw.max() == NOTHING:
+        return _Row()
+    logprobs = log_probabilities(raw)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        edited = _edit(logprobs, batch, row)
+    ids = _best(edited, batch.num_candidates[row]).astype(np.int32)
+    token_id = int(ids[0]) if len(ids) else 0
+    candidates = ids, edited[ids], logprobs[ids]
+    if batch.num_logprobs[row] < 0:
+        return _Row(token_id, candidates=candidates)
+    best = _best(raw, batch.num_logprobs[row])
+    return _Row(
+        token_id,
+        float(logprobs[token_id]),
+        tuple(best.tolist()),
+        tuple(logprobs[best].tolist()),
+        candidates=candidates,
+    )
+
+
+def _best(values: Float32s, most: int) -> NDArray[np.intp]:
+    """The ids of the largest values above -inf, largest first, ties to the lower id."""
+    best = np.argsort(-values, kind="stable")[:most]
+    return best[values[best] > NOTHING]
 
 
 def log_probabilities(raw: Float32s) -> Float32s:

@@ -2,8 +2,14 @@
 
 The search of `transformers` (its fields: num_beams, length_penalty, early_stopping): each step the
 best `width` continuations of all beams go on, and continuations that end are kept if they are
-among the best `width` of the step. A finished sequence scores the sum of its tokens'
-log-probabilities over its number of new tokens to the power of length_penalty.
+among the best `width` of the step. A finished sequence scores the sum of its tokens' scores
+(log-probabilities after penalties and bias) over its number of new tokens to the power of
+length_penalty.
+
+An answer ends by one of its stop ids, or where the worker says so, which knows grammars and text.
+Of those the worker may end there can be any number among the best, so no more than twice `width`
+are looked at in a step, again as in `transformers`; where fewer than `width` of them go on, the
+search is that much narrower for a step.
 
 Knows no slots, blocks or plans. Always holds: what it decides depends on the numbers it is told
 and on nothing else; beams stand best first and no two are equal; at most `width` are finished.
@@ -12,29 +18,89 @@ and on nothing else; beams stand best first and no two are equal; at most `width
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import FinishReason, Request, TokenLogprobs
+from quire.base.errors import WorkerError
+from quire.base.records import (
+    NO_BOOLS,
+    FinishReason,
+    Request,
+    StepResult,
+    TokenLogprobs,
+    token_logprobs,
+)
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
+Bools = NDArray[np.bool_]
 
 # The log-probabilities of a beam, last first: (those before, the last), None for none.
 _Trail = tuple[Any, TokenLogprobs] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the worker tells of one beam: tokens it may go on with, best first (-1: no more).
+
+    scores decide; logprobs are the model's own, as `top` and `listed` are, for callers who ask.
+    ends: whether the answer is over with the token, by its grammar or its text; may be empty.
+    """
+
+    ids: Int32s
+    scores: Float32s
+    logprobs: Float32s
+    ends: Bools
+    top: tuple[tuple[int, float], ...] = ()
+    listed: tuple[float, ...] = ()
+
+
+def told_of(result: StepResult, entry: int, num_logprobs: int | None) -> Told:
+    """What `result` tells of a beam whose token is its entry `entry`; see StepResult.
+
+    num_logprobs: the alternatives the caller wants to be told of. Raises WorkerError where it
+    tells of no candidates.
+    """
+    candidates = result.candidates
+    if candidates is None or entry >= len(candidates.ids):
+        raise WorkerError(
+            f"step {result.step} tells no candidates of a beam; the worker must tell "
+            "Admission.num_candidates of them"
+        )
+    told = Told(
+        ids=candidates.ids[entry],
+        scores=candidates.scores[entry],
+        logprobs=candidates.logprobs[entry],
+        ends=candidates.ends[entry] if len(candidates.ends) else NO_BOOLS,
+    )
+    if num_logprobs is None:
+        return told
+    of_token = token_logprobs(
+        entry,
+        result.token_ids,
+        result.logprobs,
+        result.top_ids,
+        result.top_logprobs,
+        result.listed_logprobs,
+    )
+    return replace(told, top=of_token[0].top[:num_logprobs], listed=of_token[0].listed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A sequence that has ended; token_ids are the new ones, the stop token included."""
+    """A sequence that has ended; token_ids are the new ones, a stop token included.
+
+    stop_id: that token, where one ended it.
+    """
 
     score: float
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
+    stop_id: int | None = None
 
 
 class BeamSearch:
@@ -50,10 +116,9 @@ class BeamSearch:
         self._limit = limit
         self._length_penalty = sampling.length_penalty
         self._early_stopping = sampling.early_stopping
-        self._num_logprobs = sampling.logprobs
+        self.num_logprobs = sampling.logprobs
         self._stop_ids = frozenset(request.stop_ids)
-        self._min_tokens = sampling.min_tokens
-        self._banned = request.rules.banned_sequences
+        self._may_end = sampling.structured_outputs is not None or bool(sampling.stop)
         self._tokens: Int32s = np.zeros((self.width, limit), np.int32)
         self._tokens[0, : self.length] = request.prompt_ids
         self._scores = np.zeros(1)
@@ -66,12 +131,12 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Log-probabilities a beam must tell of: so many decide, however many end or are banned.
+        """Tokens a beam must tell of: so many decide.
 
-        `width` that go on lie behind at most so many that end, and those that are banned.
+        `width` that go on lie behind at most so many that end by a stop id; where answers end in
+        other ways, no more than twice `width` beside those are looked at.
         """
-        last_ids = {ids[-1] for ids in self._banned}
-        return self.width + len(self._stop_ids) + len(last_ids - self._stop_ids)
+        return self.width * (2 if self._may_end else 1) + len(self._stop_ids)
 
     @property
     def tokens(self) -> Int32s:
@@ -85,8 +150,8 @@ class BeamSearch:
         differs = (tokens != tokens[0]).any(axis=0)
         return int(differs.argmax()) if differs.any() else self.length
 
-    def advance(self, top_ids: Sequence[Int32s], top_logprobs: Sequence[Float32s]) -> list[int]:
-        """Take each beam's most likely next tokens, best first (-1: no more of them).
+    def advance(self, told: Sequence[Told]) -> list[int]:
+        """Take what each beam may go on with.
 
         Returns the parents of the new beams, best first. Empty when the search is done.
         """
@@ -94,24 +159,28 @@ class BeamSearch:
         ids: list[int] = []
         sums: list[float] = []
         trails: list[_Trail] = []
-        rank = 0
-        ends_all = self.length + 1 == self._limit
         ended: list[Finished] = []
-        for beam, token_id, logprob, total in self._candidates(top_ids, top_logprobs):
-            if self._is_banned(beam, token_id):
-                continue
+        ends_all = self.length + 1 == self._limit
+        num_looked_at = 0
+        for rank, (beam, place, total) in enumerate(self._candidates(told)):
+            of_beam = told[beam]
+            token_id = int(of_beam.ids[place])
             stops = token_id in self._stop_ids
-            if stops or ends_all:
+            is_end = stops or (len(of_beam.ends) > 0 and bool(of_beam.ends[place]))
+            if is_end or ends_all:
                 if rank < self.width:
-                    trail = self._trail(beam, token_id, logprob, top_ids, top_logprobs)
-                    ended.append(self._end(beam, token_id, total, trail, stops=stops))
+                    reason = FinishReason.STOP if is_end else FinishReason.LENGTH
+                    stop_id = token_id if stops else None
+                    trail = self._trail(beam, of_beam, place)
+                    ended.append(self._end(beam, token_id, total, trail, reason, stop_id))
             else:
                 parents.append(beam)
                 ids.append(token_id)
                 sums.append(total)
-                trails.append(self._trail(beam, token_id, logprob, top_ids, top_logprobs))
-            rank += 1
-            if len(parents) == self.width or (ends_all and rank == self.width):
+                trails.append(self._trail(beam, of_beam, place))
+            num_looked_at += not stops
+            is_over = ends_all and rank + 1 >= self.width
+            if len(parents) == self.width or num_looked_at == 2 * self.width or is_over:
                 break
         self.finished = sorted((*self.finished, *ended), key=lambda one: -one.score)[: self.width]
         if parents:
@@ -122,65 +191,48 @@ class BeamSearch:
         self.is_done = not parents or self._has_enough()
         return [] if self.is_done else parents
 
-    def _candidates(
-        self, top_ids: Sequence[Int32s], top_logprobs: Sequence[Float32s]
-    ) -> Iterator[tuple[int, int, float, float]]:
-        """(beam, token id, log-probability, sum with it), the best sum first."""
-        columns = max(map(len, top_ids))
-        ids = np.full((len(top_ids), columns), -1, np.int32)
-        logprobs = np.full(ids.shape, np.nan, np.float32)
-        for beam, (of_beam, theirs) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-            ids[beam, : len(of_beam)] = of_beam
-            logprobs[beam, : len(of_beam)] = theirs
-        sums = self._scores[:, None] + logprobs.astype(np.float64)
+    def _candidates(self, told: Sequence[Told]) -> Iterator[tuple[int, int, float]]:
+        """(beam, place among its own, sum with it), the best sum first."""
+        columns = max(len(of_beam.ids) for of_beam in told)
+        ids = np.full((len(told), columns), -1, np.int32)
+        scores = np.full(ids.shape, np.nan, np.float32)
+        for beam, of_beam in enumerate(told):
+            ids[beam, : len(of_beam.ids)] = of_beam.ids
+            scores[beam, : len(of_beam.ids)] = of_beam.scores
+        sums = self._scores[:, None] + scores.astype(np.float64)
         flat = np.flatnonzero((ids >= 0).reshape(-1))
         order = flat[np.argsort(-sums.reshape(-1)[flat], kind="stable")]
         for at in order.tolist():
-            beam, column = divmod(at, columns)
-            yield (
-                beam,
-                int(ids[beam, column]),
-                float(logprobs[beam, column]),
-                float(sums[beam, column]),
-            )
+            beam, place = divmod(at, columns)
+            yield beam, place, float(sums[beam, place])
 
-    def _is_banned(self, beam: int, token_id: int) -> bool:
-        """Whether the request forbids this token here."""
-        if token_id in self._stop_ids:
-            too_early = self.length - self._num_prompt_tokens < self._min_tokens
-            if too_early:
-                return True
-        for *before, last in self._banned:
-            if last == token_id and len(before) <= self.length:
-                tail = self._tokens[beam, self.length - len(before) : self.length]
-                if tail.tolist() == before:
-                    return True
-        return False
+    def _trail(self, beam: int, of_beam: Told, place: int) -> _Trail:
+        if self.num_logprobs is None:
+            return None
+        last = TokenLogprobs(
+            token_id=int(of_beam.ids[place]),
+            logprob=float(of_beam.logprobs[place]),
+            top=of_beam.top,
+            listed=of_beam.listed,
+        )
+        return self._trails[beam], last
 
-    def _trail(
+    def _end(
         self,
         beam: int,
         token_id: int,
-        logprob: float,
-        top_ids: Sequence[Int32s],
-        top_logprobs: Sequence[Float32s],
-    ) -> _Trail:
-        if self._num_logprobs is None:
-            return None
-        told = slice(self._num_logprobs)
-        pairs = zip(top_ids[beam][told].tolist(), top_logprobs[beam][told].tolist(), strict=True)
-        top = tuple((id_, value) for id_, value in pairs if id_ >= 0)
-        return self._trails[beam], TokenLogprobs(token_id=token_id, logprob=logprob, top=top)
-
-    def _end(
-        self, beam: int, token_id: int, total: float, trail: _Trail, *, stops: bool
+        total: float,
+        trail: _Trail,
+        reason: FinishReason,
+        stop_id: int | None,
     ) -> Finished:
         new_ids = self._tokens[beam, self._num_prompt_tokens : self.length].tolist()
         return Finished(
             score=total / float((len(new_ids) + 1) ** self._length_penalty),
             token_ids=(*new_ids, token_id),
             logprobs=_in_order(trail),
-            finish_reason=FinishReason.STOP if stops else FinishReason.LENGTH,
+            finish_reason=reason,
+            stop_id=stop_id,
         )
 
     def _has_enough(self) -> bool:

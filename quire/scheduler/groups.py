@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import ContextTooLong, InvalidParameter, WorkerError
+from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.records import FinishReason, Request, RequestOutput, StepResult
 from quire.cache.manager import CacheManager
-from quire.scheduler.beams import BeamSearch, Float32s
+from quire.scheduler.beams import BeamSearch, Told, told_of
 from quire.scheduler.draft import Branches, PlanDraft
 from quire.scheduler.flight import Flight
 from quire.scheduler.policy import Policy
@@ -31,7 +31,10 @@ from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
-_MISSING = "beam search found {} sequences for {} streams; lower n"
+_MISSING = (
+    "beam search found {} sequences for {} streams: what is banned, or the grammar, leaves no more "
+    "of them; lower n"
+)
 
 
 def beam_limit(
@@ -78,7 +81,7 @@ class BeamGroup:
     members: list[Ticket]
     streams: list[Ticket] = field(default_factory=list)
     seats: list[int] = field(default_factory=lambda: [0])
-    results: dict[int, tuple[Int32s, Float32s]] = field(default_factory=dict)
+    results: dict[int, Told] = field(default_factory=dict)
     branches: list[tuple[int, int, int]] | None = None
     shared: int = 0
     resumes: bool = False
@@ -119,7 +122,7 @@ class BeamGroup:
         told = [self.results[beam] for beam in beams]
         self.results = {}
         self.shared = self.search.length
-        parents = self.search.advance([ids for ids, _ in told], [lps for _, lps in told])
+        parents = self.search.advance(told)
         if self.search.is_done:
             return
         old, self.seats = self.seats, [-1] * len(parents)
@@ -273,13 +276,8 @@ class BeamGroups:
             if group is None:
                 continue
             entry = row if entries is None else int(entries[row])
-            if entry >= len(result.top_ids):
-                raise WorkerError(
-                    f"step {result.step} tells no log-probabilities of a beam's tokens; the "
-                    "worker must tell Admission.num_candidates of them"
-                )
             beam = group.seats.index(group.members.index(ticket))
-            group.results[beam] = (result.top_ids[entry], result.top_logprobs[entry])
+            group.results[beam] = told_of(result, entry, group.search.num_logprobs)
             if len(group.results) == group.search.num_beams:
                 first = group.members[0]
                 if np.isnan(first.first_token_ms):
@@ -341,7 +339,7 @@ class BeamGroups:
                     token_ids=one.token_ids,
                     logprobs=one.logprobs,
                     finish_reason=one.finish_reason,
-                    stop_id=one.token_ids[-1] if one.finish_reason is FinishReason.STOP else None,
+                    stop_id=one.stop_id,
                     score=one.score,
                 )
             )

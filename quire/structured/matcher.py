@@ -27,6 +27,10 @@ class MatcherError(Exception):
     """A matcher cannot go on: its request fails, and no other."""
 
 
+class DeadEnd(MatcherError):
+    """The tokens taken so far are the beginning of no answer."""
+
+
 class Matcher:
     """Tokens go in by `take`; `mask` and `forced` tell of what may follow those taken so far."""
 
@@ -55,7 +59,7 @@ class Matcher:
 
     def mask(self) -> Words:
         """Which ids may follow: bit i % 32 of word i // 32; end tokens where the answer is
-        complete. Read only. Raises MatcherError where none may."""
+        complete. Read only. Raises DeadEnd where none may, MatcherError where it failed."""
         if self._mask is None:
             words = np.zeros(self._vocabulary.mask_words, np.uint32)
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -63,10 +67,14 @@ class Matcher:
                 raise MatcherError(f"the grammar's matcher failed: {self._why()}")
             words = words[: self._vocabulary.num_words]
             if not words.any():
-                raise MatcherError("the grammar leaves no token to go on with, and no end")
+                raise DeadEnd("the grammar leaves no token to go on with, and no end")
             words.setflags(write=False)
             self._mask = words
         return self._mask
+
+    def no_mask(self) -> Words:
+        """One that allows nothing."""
+        return np.zeros(self._vocabulary.num_words, np.uint32)
 
     @property
     def is_complete(self) -> bool:
@@ -85,6 +93,17 @@ class Matcher:
     def ends_with(self, token_id: int) -> bool:
         """Whether this token, chosen now, ends the answer instead of going on with it."""
         return token_id in self._vocabulary.eos_ids and self._matcher.is_accepting()
+
+    def is_over_with(self, token_id: int) -> bool:
+        """Whether the answer is over once it goes on with this token, which the mask allows."""
+        if self.ends_with(token_id):
+            return True
+        mask = self._mask
+        self.take([token_id])
+        is_over = self.is_complete
+        self.go_back(1)
+        self._mask = mask
+        return is_over
 
     def forced(self, *, most: int = MAX_FORCED) -> list[int]:
         """The tokens that must follow, as long as just one may: taken, and at most MAX_FORCED.

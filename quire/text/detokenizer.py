@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from copy import copy
 from typing import Protocol
 
 from quire.text.pieces import Piece, PieceTable
@@ -21,7 +22,7 @@ Span = tuple[str, int]
 """Some text, and the index in the stream of the token that completed it."""
 
 RUN_LIMIT = 32
-_STRICT_UTF8 = codecs.getincrementaldecoder("utf-8")
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -62,6 +63,12 @@ class Detokenizer:
         self._strip_character = strip_character
         self._num_strip = 0 if continues else num_strip
         self.num_tokens = 0
+
+    def copy(self) -> Detokenizer:
+        """Another, as far as this one, that goes its own way."""
+        twin = copy(self)
+        twin._run = self._run.copy()
+        return twin
 
     @property
     def num_settled_tokens(self) -> int:
@@ -131,6 +138,8 @@ class _Run(Protocol):
 
     def close(self) -> list[Span]: ...
 
+    def copy(self) -> _Run: ...
+
 
 class _Utf8Run:
     """Byte-level tokens: one UTF-8 stream; an ill-formed part is one U+FFFD, as Unicode advises."""
@@ -138,7 +147,7 @@ class _Utf8Run:
     def __init__(self) -> None:
         self.held_from: int | None = None
         self.broken = False
-        self._decoder = _STRICT_UTF8("replace")
+        self._decoder = _UTF8("replace")
         self._last = 0
 
     def push(self, piece: bytes, index: int) -> list[Span]:
@@ -157,6 +166,11 @@ class _Utf8Run:
         self.held_from = None
         return [(text, self._last)] if text else []
 
+    def copy(self) -> _Utf8Run:
+        twin = copy(self)
+        twin._decoder = _decoder_like(self._decoder, "replace")
+        return twin
+
 
 class _FallbackRun:
     """Byte-fallback tokens: a run is its text if all of it is valid, else one U+FFFD a byte."""
@@ -164,7 +178,7 @@ class _FallbackRun:
     def __init__(self) -> None:
         self.held_from: int | None = None
         self.broken = False
-        self._decoder = _STRICT_UTF8("strict")
+        self._decoder = _UTF8("strict")
         self._characters: list[Span] = []
         self._indexes: list[int] = []  # the token of each byte of the run
 
@@ -191,6 +205,12 @@ class _FallbackRun:
         self.broken = False
         return spans
 
+    def copy(self) -> _FallbackRun:
+        twin = copy(self)
+        twin._decoder = _decoder_like(self._decoder, "strict")
+        twin._characters, twin._indexes = self._characters.copy(), self._indexes.copy()
+        return twin
+
     def _settle(self) -> list[Span]:
         spans = self._characters
         self._start_anew()
@@ -206,3 +226,11 @@ class _FallbackRun:
         self._characters = []
         self._indexes = []
         self.held_from = None
+
+
+def _decoder_like(
+    decoder: codecs.BufferedIncrementalDecoder, errors: str
+) -> codecs.BufferedIncrementalDecoder:
+    twin = _UTF8(errors)
+    twin.setstate(decoder.getstate())
+    return twin

@@ -9,6 +9,7 @@ held back. Knows nothing of tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 
 class StopStrings:
@@ -25,6 +26,10 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
         self.num_used_chars = 0
+
+    def copy(self) -> StopStrings:
+        """Another, as far as this one, that goes its own way."""
+        return copy(self)
 
     @property
     def num_held_chars(self) -> int:

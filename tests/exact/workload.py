@@ -237,6 +237,7 @@ def _beams(rng: random.Random, name: str, prefixes: list[list[int]], vocab_size:
         logprobs=rng.choice((None, 0, 3)),
         prompt_logprobs=rng.choice((None, None, 1)),
     )
+    sampling = _with_processors(random.Random(f"processed {name}"), sampling, vocab_size)
     stop_ids = tuple(rng.sample(range(vocab_size), rng.choice((1, 30))))
     banned = rng.sample(range(vocab_size), rng.choice((0, 9)))
     rules = TokenRules(banned_sequences=tuple((id_,) for id_ in banned))
@@ -259,6 +260,29 @@ def _beams(rng: random.Random, name: str, prefixes: list[list[int]], vocab_size:
         at_step + rng.randint(1, 40) if rng.random() < 0.06 else None for _ in requests
     )
     return Arrival(at_step=at_step, requests=requests, cancel_at=cancel_at)
+
+
+def _with_processors(
+    rng: random.Random, sampling: SamplingParams, vocab_size: int
+) -> SamplingParams:
+    """What changes the log-probabilities that beams are compared by, and what ends them."""
+    bias = {rng.randrange(vocab_size): rng.uniform(-5, 5) for _ in range(3)}
+    fields: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        fields = {
+            "repetition_penalty": rng.choice((1.0, 1.3)),
+            "presence_penalty": rng.choice((0.0, 0.7)),
+            "frequency_penalty": rng.choice((0.0, -0.4)),
+            "logit_bias": rng.choice(({}, bias)),
+            "no_repeat_ngram_size": rng.choice((0, 0, 2)),
+            "dry_multiplier": rng.choice((0.0, 0.8)),
+            "logprob_token_ids": rng.choice(((), (3, 5))),
+        }
+    if rng.random() < 0.4:
+        fields["structured_outputs"] = rng.choice(GRAMMARS)
+    if rng.random() < 0.4:
+        fields["stop"] = rng.choice((("a",), ("e", "th"), ("q", "zz", "1"), ('"',)))
+    return replace(sampling, **fields)
 
 
 def _blocks_for_beams(request: Request, block_size: int) -> int:

@@ -24,7 +24,7 @@ def make_batch(num_rows: int, **given: Any) -> SampleBatch:
     """
     rare = given.pop("rare", None)
     fields: dict[str, Any] = {
-        name: given.pop(name) for name in ("mask_rows", "masks") if name in given
+        name: given.pop(name) for name in ("mask_rows", "masks", "num_candidates") if name in given
     }
     defaults = {
         "temperature": 0.0,
@@ -95,6 +95,7 @@ def random_batch(
         banned=ids(3),
         rare=random_rare(draw, num_rows, vocabulary, history) if rarely else None,
         **random_masks(draw, num_rows, vocabulary),
+        **random_beams(draw, num_rows),
     )
 
 
@@ -110,6 +111,13 @@ def random_masks(
     masks[1] &= draw.integers(0, 2**32, words, dtype=np.uint32) & np.uint32(0x01010101)
     masks[2] = draw.choice([0, 0xFFFFFFFF])
     return {"mask_rows": draw.integers(-1, 3, num_rows).astype(np.int32), "masks": masks}
+
+
+def random_beams(draw: np.random.Generator, num_rows: int) -> dict[str, NDArray[Any]]:
+    """Some rows of some batches are beams'."""
+    if draw.random() < 0.5:
+        return {}
+    return {"num_candidates": draw.choice([0, 0, 1, 4, 70], num_rows).astype(np.int32)}
 
 
 def random_logits(draw: np.random.Generator, num_rows: int, vocabulary: int) -> NDArray[np.float32]:
@@ -143,8 +151,8 @@ def take_rows(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
         if name == "rare":
             fields[name] = None if values is None else take_rare(values, rows)
             continue
-        if name in ("mask_rows", "masks"):
-            fields[name] = values[rows] if name == "mask_rows" and len(values) else values
+        if name in ("mask_rows", "masks", "num_candidates"):
+            fields[name] = values[rows] if name != "masks" and len(values) else values
             continue
         if not name.endswith("_starts"):
             fields[name] = values[rows]
@@ -165,3 +173,8 @@ def assert_same_choice(actual: TokenChoice, expected: TokenChoice) -> None:
         one, other = getattr(actual, name), getattr(expected, name)
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other, err_msg=name)
+    assert (actual.candidates is None) == (expected.candidates is None)
+    if actual.candidates is not None and expected.candidates is not None:
+        for name in ("ids", "scores", "logprobs"):
+            one, other = getattr(actual.candidates, name), getattr(expected.candidates, name)
+            np.testing.assert_array_equal(one, other, err_msg=name, strict=True)

@@ -41,12 +41,18 @@ struct ChooseArgs {
     const int32_t* mask_rows;  // [R] a row of masks, -1 none; null where no row has one
     const uint32_t* masks;     // [M, words]: bit i % 32 of word i / 32 allows id i
 
+    const int32_t* num_candidates;  // [R] of beams, 0 for other rows; null where no row is one
+
     int32_t num_top;      // K
     int32_t* token_ids;   // [R] out
     float* logprobs;      // [R] out
     int32_t* top_ids;     // [R, K] out
     float* top_logprobs;  // [R, K] out
     float* mus;           // [R] out, or null where no row has mirostat
+    int32_t most_candidates;    // C
+    int32_t* candidate_ids;     // [R, C] out, this and the next two; null as num_candidates is
+    float* candidate_scores;    // after bias, penalties and bans
+    float* candidate_logprobs;  // the model's own
 
     Pool* pool;
 };

@@ -163,8 +163,6 @@ def test_dialects_without_json_write_calls_that_must_come_in_json() -> None:
          "structured_outputs"),
         (HERMES, {"tool_choice": "required", "settings": {"tool_call_parser": "none"}},
          "tool_choice"),
-        (HERMES, {"tool_choice": "required", "use_beam_search": True, "temperature": 0, "n": 2},
-         "structured_outputs"),
     ],
 )  # fmt: skip
 def test_what_no_grammar_can_hold_is_refused_by_name(

@@ -78,6 +78,30 @@ def test_every_answer_is_what_the_grammar_allows(llm: LLM, kind: str, temperatur
                 assert re.fullmatch(pattern, output.text)
 
 
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_beams_follow_a_grammar_alone_and_in_a_crowd(llm: LLM, kind: str) -> None:
+    beams = SamplingParams(
+        n=2,
+        best_of=4,
+        use_beam_search=True,
+        temperature=0.0,
+        max_tokens=60,
+        repetition_penalty=1.1,
+        structured_outputs=GRAMMARS[kind],
+    )
+    drawn = SamplingParams(seed=1, max_tokens=30, structured_outputs=GRAMMARS["regex"])
+    [alone] = llm.generate(PROMPTS[:1], beams)
+    crowd = llm.generate([*PROMPTS[:1] * 2, *PROMPTS], [beams, beams, drawn, drawn, drawn])
+    for answer in (alone, *crowd[:2]):
+        told = [(one.token_ids, one.score, one.finish_reason) for one in answer.outputs]
+        assert told == [(one.token_ids, one.score, FinishReason.STOP) for one in alone.outputs]
+    for one in alone.outputs:
+        if kind == "schema":
+            jsonschema.validate(json.loads(one.text), SCHEMA)
+        elif kind == "choice":
+            assert one.text in json.loads(GRAMMARS[kind].text)
+
+
 @pytest.mark.parametrize(
     "wishes",
     [
@@ -189,10 +213,6 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_the_others_go_on(llm: LLM)
     with pytest.raises(InvalidParameter, match=r"uniqueItems \(at #/uniqueItems\)"):
         llm.generate(
             PROMPTS[:1], SamplingParams(structured_outputs=json_schema({"uniqueItems": True}))
-        )
-    with pytest.raises(InvalidParameter, match="use_beam_search"):
-        SamplingParams(
-            use_beam_search=True, n=2, temperature=0.0, structured_outputs=GRAMMARS["regex"]
         )
     assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3))[0].outputs[0].error is None
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.records import Candidates
 from quire.program.batch import ForwardBatch
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
@@ -63,6 +64,7 @@ class ScriptedExecutor:
             logprobs=np.where(batch.num_logprobs >= 0, -1.0, np.nan).astype(np.float32),
             top_ids=np.full((num_rows, width), 9, np.int32),
             top_logprobs=np.full((num_rows, width), -2.0, np.float32),
+            candidates=_candidates(batch),
         )
 
     def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
@@ -79,3 +81,13 @@ class ScriptedExecutor:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _candidates(batch: SampleBatch) -> Candidates | None:
+    """Beams may go on with the first ids."""
+    if not len(batch.num_candidates):
+        return None
+    places = np.arange(batch.num_candidates.max(), dtype=np.int32)
+    ids = np.where(places < batch.num_candidates[:, None], places, np.int32(-1))
+    scores = np.where(ids < 0, np.nan, -ids).astype(np.float32)
+    return Candidates(ids=ids, scores=scores, logprobs=scores)

@@ -1,18 +1,20 @@
 """Beam search the long way round: every continuation of every beam is made, sorted and judged.
 
 Written from the description of `transformers`' search, to compare with. It knows nothing of
-blocks, plans or how few log-probabilities would do.
+blocks, plans or how few log-probabilities would do. A log-probability of -inf is a ban.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the search is asked for; transformers calls width num_beams."""
+    """What the search is asked for; transformers calls width num_beams. ends: whether an answer of
+    these tokens is over, by its grammar or its text."""
 
     width: int
     max_new: int
@@ -20,6 +22,7 @@ class Wishes:
     early_stopping: bool | str = False
     stop_ids: Collection[int] = ()
     min_new: int = 0
+    ends: Callable[[tuple[int, ...]], bool] = lambda tokens: False
 
 
 Sequence = tuple[float, tuple[int, ...]]
@@ -37,9 +40,11 @@ def beams(
             for token_id, logprob in enumerate(logprobs_after(tokens)):
                 if token_id in wishes.stop_ids and length <= wishes.min_new:
                     continue
-                everything.append((total + logprob, (*tokens, token_id)))
+                if logprob > -math.inf:
+                    everything.append((total + logprob, (*tokens, token_id)))
         everything.sort(key=lambda one: -one[0])
-        ends = [one[1][-1] in wishes.stop_ids or length == wishes.max_new for one in everything]
+        everything = _looked_at(everything, wishes)
+        ends = [_is_end(one[1], wishes) for one in everything]
         for one, is_end in list(zip(everything, ends, strict=True))[: wishes.width]:
             if is_end:
                 finished.append((one[0] / length**wishes.length_penalty, one[1]))
@@ -49,6 +54,21 @@ def beams(
         if not running or _stops(running, finished, length, wishes):
             break
     return finished
+
+
+def _is_end(tokens: tuple[int, ...], wishes: Wishes) -> bool:
+    by_token = tokens[-1] in wishes.stop_ids or len(tokens) == wishes.max_new
+    return by_token or wishes.ends(tokens)
+
+
+def _looked_at(everything: list[Sequence], wishes: Wishes) -> list[Sequence]:
+    """Up to twice `width` of those that no token ends, and what stands before them."""
+    others = 0
+    for place, one in enumerate(everything):
+        others += one[1][-1] not in wishes.stop_ids
+        if others == 2 * wishes.width:
+            return everything[: place + 1]
+    return everything
 
 
 def _stops(running: list[Sequence], finished: list[Sequence], length: int, wishes: Wishes) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 
 from quire.base.records import (
     Admission,
+    Candidates,
     PromptScores,
     Request,
     RowError,
@@ -28,6 +29,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from tests.unit.scheduler.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_tier import FakeTier
+
+Top = tuple[list[int], list[float], list[bool]]
+"""Of a beam: tokens, their log-probabilities, and whether the answer is over with them."""
 
 VOCAB = 11
 UNWRITTEN = 0
@@ -69,6 +73,21 @@ def beam_logprobs(digest: int) -> list[float]:
     ]
 
 
+def ends_beam(digest: int, token_id: int, sampling: SamplingParams) -> bool:
+    """Whether the text after such a history and this token has come to a stop string."""
+    return bool(sampling.stop) and mix(digest, 500 + token_id) % 6 == 0
+
+
+def ends_by_text(request: Request, output: Sequence[int]) -> bool:
+    """Whether the last of these tokens brought a beam to a stop string."""
+    if not request.sampling.use_beam_search or not output:
+        return False
+    digest = 7
+    for token_id in (*request.prompt_ids.tolist(), *output[:-1]):
+        digest = mix(digest, token_id)
+    return ends_beam(digest, output[-1], request.sampling)
+
+
 def alone_beam(request: Request, limit: int) -> list[int] | None:
     """The sequence that stream of a beam search is told; None for other requests."""
     sampling, digest = request.sampling, 7
@@ -77,11 +96,14 @@ def alone_beam(request: Request, limit: int) -> list[int] | None:
     for token_id in request.prompt_ids.tolist():
         digest = mix(digest, token_id)
 
-    def logprobs_after(tokens: tuple[int, ...]) -> list[float]:
+    def digest_after(tokens: tuple[int, ...]) -> int:
         after = digest
         for token_id in tokens:
             after = mix(after, token_id)
-        return beam_logprobs(after)
+        return after
+
+    def logprobs_after(tokens: tuple[int, ...]) -> list[float]:
+        return beam_logprobs(digest_after(tokens))
 
     wishes = Wishes(
         width=sampling.num_sequences,
@@ -89,6 +111,7 @@ def alone_beam(request: Request, limit: int) -> list[int] | None:
         length_penalty=sampling.length_penalty,
         early_stopping=sampling.early_stopping,
         stop_ids=request.stop_ids,
+        ends=lambda tokens: ends_beam(digest_after(tokens[:-1]), tokens[-1], sampling),
     )
     return list(beams(logprobs_after, wishes)[request.stream][1])
 
@@ -135,7 +158,7 @@ class FakeWorker:
         self.next_step += 1
         self._apply(plan)
         token_counts, token_ids, errors = [], [], []
-        tops: list[tuple[list[int], list[float]]] = []
+        tops: list[Top] = []
         scores: list[list[int]] = []
         for row, slot in enumerate(plan.slots.tolist()):
             start, count = int(plan.starts[row]), int(plan.counts[row])
@@ -147,7 +170,7 @@ class FakeWorker:
                 token_id = next_token(digest, admission.sampling, admission.stream)
                 self._append(slot, start + count, token_id)
                 token_ids.append(token_id)
-                tops.append(_top(digest, admission.num_candidates))
+                tops.append(_top(digest, admission))
                 token_counts.append(1)
                 continue
             token_counts.append(0)
@@ -157,7 +180,7 @@ class FakeWorker:
             step=plan.step,
             token_counts=np.array(token_counts, np.int32),
             token_ids=np.array(token_ids, np.int32),
-            **_top_arrays(tops),
+            **_told_of_beams(tops),
             score_counts=np.array([len(of_row) for of_row in scores], np.int32),
             scores=_as_record([one for of_row in scores for one in of_row]),
             errors=tuple(errors),
@@ -253,19 +276,32 @@ class FakeWorker:
         self.tokens.lengths[slot] = length + 1
 
 
-def _top(digest: int, count: int) -> tuple[list[int], list[float]]:
+def _top(digest: int, admission: Admission) -> Top:
     logprobs = beam_logprobs(digest)
-    best = sorted(range(VOCAB), key=lambda token: -logprobs[token])[:count]
-    return best, [logprobs[token] for token in best]
+    best = sorted(range(VOCAB), key=lambda token: -logprobs[token])[: admission.num_candidates]
+    ends = [ends_beam(digest, token, admission.sampling) for token in best]
+    return best, [logprobs[token] for token in best], ends
 
 
-def _top_arrays(tops: list[tuple[list[int], list[float]]]) -> dict[str, Any]:
-    width = max((len(ids) for ids, _ in tops), default=0)
+def _told_of_beams(tops: list[Top]) -> dict[str, Any]:
+    """Fields of a StepResult; the model's own log-probabilities are those that decide."""
+    width = max((len(ids) for ids, _, _ in tops), default=0)
+    if not width:
+        return {}
     ids = np.full((len(tops), width), -1, np.int32)
     logprobs = np.full((len(tops), width), np.nan, np.float32)
-    for row, (best, theirs) in enumerate(tops):
+    ends = np.zeros((len(tops), width), np.bool_)
+    for row, (best, theirs, over) in enumerate(tops):
         ids[row, : len(best)], logprobs[row, : len(best)] = best, theirs
-    return {"top_ids": ids, "top_logprobs": logprobs}
+        ends[row, : len(best)] = over
+    candidates = Candidates(ids=ids, scores=logprobs, logprobs=logprobs, ends=ends)
+    of_tokens = logprobs[:, 0]  # NaN: of no beam
+    return {
+        "candidates": candidates,
+        "logprobs": of_tokens,
+        "top_ids": ids,
+        "top_logprobs": logprobs,
+    }
 
 
 def _as_record(ranks: list[int]) -> PromptScores | None:

@@ -20,7 +20,13 @@ from quire.scheduler.policy import FirstCome, Policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tenants import TenantLimits
 from tests.unit.scheduler.fake_tier import FakeTier
-from tests.unit.scheduler.fake_worker import FakeWorker, alone, alone_beam, alone_scores
+from tests.unit.scheduler.fake_worker import (
+    FakeWorker,
+    alone,
+    alone_beam,
+    alone_scores,
+    ends_by_text,
+)
 
 ENDED = FinishReason.ABORT  # before it was complete, for whatever reason
 
@@ -283,9 +289,10 @@ class Harness:
                 assert self.tokens[name] == expected[: len(self.tokens[name])]
                 continue
             assert self.tokens[name] == expected, name
-            stopped = bool(expected) and expected[-1] in request.stop_ids
+            by_token = bool(expected) and expected[-1] in request.stop_ids
+            stopped = by_token or ends_by_text(request, expected)
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-            assert self.ends[name].stop_id == (expected[-1] if stopped else None)
+            assert self.ends[name].stop_id == (expected[-1] if by_token else None)
         self.check_scores()
         assert self.cache.num_free == self.setup.num_blocks
         assert self.scheduler.stats().running == self.scheduler.stats().waiting == 0

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from quire.base.records import FinishReason, Request, TokenRules
+from quire.base.errors import WorkerError
+from quire.base.records import Candidates, FinishReason, Request, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.scheduler.beams import BeamSearch
+from quire.scheduler.beams import BeamSearch, Told, told_of
 from tests.unit.scheduler.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_worker import beam_logprobs, mix
 
 PROMPT = (3, 1, 4)
 
 
-def request(
-    wishes: Wishes, *, banned: tuple[tuple[int, ...], ...] = (), logprobs: int | None = None
-) -> Request:
+def request(wishes: Wishes, *, logprobs: int | None = None, stop: tuple[str, ...] = ()) -> Request:
     sampling = SamplingParams(
         n=wishes.width,
         use_beam_search=True,
@@ -28,6 +29,7 @@ def request(
         early_stopping=wishes.early_stopping,
         min_tokens=wishes.min_new,
         logprobs=logprobs,
+        stop=stop,
         seed=0,
     )
     return Request(
@@ -39,7 +41,6 @@ def request(
         stop_ids=tuple(wishes.stop_ids),
         max_total_tokens=len(PROMPT) + wishes.max_new,
         arrival_ms=0.0,
-        rules=TokenRules(banned_sequences=banned),
     )
 
 
@@ -50,20 +51,41 @@ def logprobs_after(salt: int, tokens: tuple[int, ...]) -> list[float]:
     return beam_logprobs(digest)
 
 
-def run(search: BeamSearch, salt: int, *, told: int) -> BeamSearch:
-    """The search to its end, told the best `told` of each beam."""
+def run(search: BeamSearch, wishes: Wishes, salt: int, *, told: int) -> BeamSearch:
+    """The search to its end, told the best `told` of each beam as a worker tells them."""
     while not search.is_done:
-        ids, values = [], []
+        of_beams = []
         for tokens in search.tokens[:, len(PROMPT) :].tolist():
             logprobs = np.array(logprobs_after(salt, tuple(tokens)), np.float32)
+            if len(tokens) < wishes.min_new:
+                logprobs[list(wishes.stop_ids)] = -np.inf
             best = np.argsort(-logprobs, kind="stable")[:told].astype(np.int32)
-            ids.append(best)
-            values.append(logprobs[best])
+            best = best[logprobs[best] > -np.inf]
+            ends = [wishes.ends((*tokens, id_)) for id_ in best.tolist()]
+            of_beams.append(
+                Told(
+                    ids=best,
+                    scores=logprobs[best],
+                    logprobs=2 * logprobs[best],  # as if penalties had halved all
+                    ends=np.array(ends, np.bool_),
+                    top=tuple(zip(best[:2].tolist(), logprobs[best[:2]].tolist(), strict=True)),
+                )
+            )
         before = search.num_beams
-        parents = search.advance(ids, values)
+        parents = search.advance(of_beams)
         assert all(0 <= parent < before for parent in parents)
         assert len({tuple(row) for row in search.tokens.tolist()}) == search.num_beams
     return search
+
+
+def told(ids: NDArray[np.int32], values: list[float]) -> Told:
+    scores = np.array(values, np.float32)
+    return Told(ids=ids, scores=scores, logprobs=scores, ends=np.zeros(0, np.bool_))
+
+
+def ends_often(salt: int, one_in: int) -> Callable[[tuple[int, ...]], bool]:
+    """Answers that are over by their text, about one in so many."""
+    return lambda tokens: mix(salt, hash(tokens)) % one_in == 0
 
 
 def drawn(random: Random) -> Wishes:
@@ -77,13 +99,17 @@ def drawn(random: Random) -> Wishes:
     )
 
 
-def test_it_finds_what_trying_every_continuation_finds() -> None:
+@pytest.mark.parametrize("by_text", [False, True])
+def test_it_finds_what_trying_every_continuation_finds(*, by_text: bool) -> None:
     stopped = ended_early = 0
     for salt in range(300):
         random = Random(salt)
         wishes = drawn(random)
-        search = BeamSearch(request(wishes), len(PROMPT) + wishes.max_new)
-        run(search, salt, told=search.num_candidates)
+        if by_text:
+            wishes = replace(wishes, ends=ends_often(salt, random.choice([2, 4, 12])))
+        asked = request(wishes, stop=("the worker says where",) * by_text)
+        search = BeamSearch(asked, len(PROMPT) + wishes.max_new)
+        run(search, wishes, salt, told=search.num_candidates)
         expected = beams(lambda tokens, salt=salt: logprobs_after(salt, tokens), wishes)
         assert [one.token_ids for one in search.finished] == [ids for _, ids in expected], wishes
         assert [one.score for one in search.finished] == pytest.approx(
@@ -95,41 +121,70 @@ def test_it_finds_what_trying_every_continuation_finds() -> None:
     assert ended_early > 50
 
 
+def test_where_all_that_is_looked_at_ends_the_search_is_over() -> None:
+    wishes = Wishes(width=2, max_new=9, ends=lambda tokens: True)
+    search = run(BeamSearch(request(wishes, stop=("x",)), len(PROMPT) + 9), wishes, 3, told=4)
+    assert [len(one.token_ids) for one in search.finished] == [1, 1]
+    assert [one.finish_reason for one in search.finished] == [FinishReason.STOP] * 2
+    assert [one.stop_id for one in search.finished] == [None] * 2
+
+
+def test_of_twice_the_width_that_one_goes_on_is_enough_and_others_come_back() -> None:
+    """The first step's candidates end but the fourth: one beam, and then two again."""
+    wishes = Wishes(width=2, max_new=9, early_stopping="never")
+    search = BeamSearch(request(wishes, stop=("x",)), len(PROMPT) + 9)
+    free = told(np.arange(6, dtype=np.int32), [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
+    ends = np.array([True, True, True, False, False, False])
+    assert search.advance([replace(free, ends=ends)]) == [0]
+    assert search.tokens[:, -1].tolist() == [3]
+    assert search.advance([free]) == [0, 0]
+
+
+def test_a_beam_that_nothing_may_follow_goes_on_no_more() -> None:
+    wishes = Wishes(width=2, max_new=9)
+    search = BeamSearch(request(wishes), len(PROMPT) + 9)
+    some = told(np.arange(2, dtype=np.int32), [-1.0, -2.0])
+    none = told(np.full(2, -1, np.int32), [np.nan, np.nan])
+    assert search.advance([some]) == [0, 0]
+    assert search.advance([none, some]) == [1, 1]
+    assert search.advance([none, none]) == []
+    assert search.is_done
+    assert search.finished == []
+
+
+def test_a_step_without_candidates_is_the_workers_fault() -> None:
+    one = np.array([1], np.int32)
+    result = StepResult(step=7, token_counts=one, token_ids=one)
+    with pytest.raises(WorkerError, match="step 7 tells no candidates"):
+        told_of(result, 0, None)
+    table = np.zeros((1, 3), np.float32)
+    candidates = Candidates(ids=table.astype(np.int32), scores=table, logprobs=table)
+    got = told_of(replace(result, candidates=candidates), 0, None)
+    assert (got.ids.tolist(), len(got.ends), got.top) == ([0, 0, 0], 0, ())
+
+
 def test_a_sequence_that_ends_has_its_stop_token_and_says_so() -> None:
     wishes = Wishes(width=3, max_new=6, stop_ids=(2, 5))
-    search = run(BeamSearch(request(wishes), len(PROMPT) + 6), 4, told=9)
+    search = run(BeamSearch(request(wishes), len(PROMPT) + 6), wishes, 4, told=9)
     for one in search.finished:
         is_stop = one.token_ids[-1] in wishes.stop_ids
         assert (one.finish_reason is FinishReason.STOP) == is_stop
+        assert one.stop_id == (one.token_ids[-1] if is_stop else None)
         assert not any(token_id in wishes.stop_ids for token_id in one.token_ids[:-1])
 
 
-def test_each_token_can_have_its_log_probability_and_their_sum_is_the_score() -> None:
+def test_scores_are_sums_of_what_decides_and_callers_are_told_the_models_own() -> None:
     wishes = Wishes(width=3, max_new=5, length_penalty=0.0)
     search = BeamSearch(request(wishes, logprobs=2), len(PROMPT) + 5)
-    for one in run(search, 1, told=search.num_candidates).finished:
+    for one in run(search, wishes, 1, told=search.num_candidates).finished:
         assert tuple(told.token_id for told in one.logprobs) == one.token_ids
-        assert sum(told.logprob for told in one.logprobs) == pytest.approx(one.score)
+        assert sum(told.logprob for told in one.logprobs) == pytest.approx(2 * one.score)
         assert all(len(told.top) == 2 for told in one.logprobs)
-
-
-def test_banned_sequences_are_in_no_beam_and_others_come_in_their_place() -> None:
-    wishes = Wishes(width=4, max_new=6)
-    free = run(BeamSearch(request(wishes), len(PROMPT) + 6), 9, told=11).finished
-    first, second = free[0].token_ids[:2]
-    banned = ((second,), (first, free[0].token_ids[1]), (4, free[1].token_ids[0]))
-    search = BeamSearch(request(wishes, banned=banned), len(PROMPT) + 6)
-    run(search, 9, told=search.num_candidates)
-    assert len(search.finished) == 4
-    for one in search.finished:
-        told = (*PROMPT, *one.token_ids)
-        assert second not in one.token_ids
-        assert (4, free[1].token_ids[0]) not in pairwise(told)
 
 
 def test_fewer_log_probabilities_than_asked_for_end_in_fewer_beams_not_in_wrong_ones() -> None:
     wishes = Wishes(width=4, max_new=3)
-    search = run(BeamSearch(request(wishes), len(PROMPT) + 3), 0, told=1)
+    search = run(BeamSearch(request(wishes), len(PROMPT) + 3), wishes, 0, told=1)
     assert len(search.finished) == 1
 
 
@@ -137,8 +192,8 @@ def test_what_all_beams_begin_with_is_counted_in_tokens() -> None:
     search = BeamSearch(request(Wishes(width=3, max_new=9)), len(PROMPT) + 9)
     assert search.num_shared_tokens == len(PROMPT)
     one = np.array([7, 8, 9], np.int32)
-    search.advance([one], [np.array([-0.1, -5.0, -6.0], np.float32)])
+    search.advance([told(one, [-0.1, -5.0, -6.0])])
     assert search.num_shared_tokens == len(PROMPT)
-    far = np.array([-50.0, -60.0, -70.0], np.float32)
-    search.advance([one, one, one], [np.array([-0.1, -0.2, -0.3], np.float32), far, far])
+    far = told(one, [-50.0, -60.0, -70.0])
+    search.advance([told(one, [-0.1, -0.2, -0.3]), far, far])
     assert search.num_shared_tokens == len(PROMPT) + 1

@@ -200,6 +200,7 @@ def draw_beams(random: Random, max_num_seqs: int) -> dict[str, Any]:
         "temperature": 0.0,
         "length_penalty": random.choice([0.0, 1.0, 1.5]),
         "early_stopping": random.choice([True, False, "never"]),
+        "stop": random.choice([(), (), ("the worker says where",)]),
     }
 
 
