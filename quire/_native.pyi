@@ -124,6 +124,9 @@ def choose(
     top_ids: _Int32s,
     top_logprobs: NDArray[np.float32],
     mus: NDArray[np.float32],
+    candidate_ids: _Int32s,
+    candidate_scores: NDArray[np.float32],
+    candidate_logprobs: NDArray[np.float32],
     /,
 ) -> None: ...
 def score(pool: Pool, **arrays: NDArray[Any]) -> None: ...

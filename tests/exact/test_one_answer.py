@@ -37,6 +37,8 @@ GOALS = {
     "scored": 0.8,
     "structured": 0.4,
     "jumped": 0.3,
+    "beams_watched": 0.03,
+    "beams_structured": 0.03,
     "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
 }
 MAX_SHOWN = 10

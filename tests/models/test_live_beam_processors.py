@@ -44,7 +44,8 @@ PENALTIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-STOPS = ((".",), ("little", ", "), ("she ", "he wa"), (" the",))
+# None begins in a prompt: transformers reads stop strings across the border, Quire answers only.
+STOPS = ((".",), ("little", "he sa"), ("she ", "he wa"), (" the",))
 GRAMMARS: tuple[Grammar, ...] = (
     choice(["a cat", "a camel", "a cat and a camel", "the dog"]),
     regex("[a-z]{2,6} [0-9]{1,3}"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.base.records import Candidates
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
 from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
@@ -62,6 +63,7 @@ def choose(logits: torch.Tensor, batch: SampleBatch, on_host: HostChoice) -> Tok
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         mus=np.zeros(rows if reference.has_mirostat(batch) else 0, np.float32),
+        candidates=_no_candidates(batch),
     )
     left = np.flatnonzero(rows_for_the_host(batch))
     if len(left):
@@ -128,6 +130,18 @@ def _sequences(rare: RareParameters, rows: NDArray[np.intp]) -> dict[str, Any]:
     return {"sequence_rows": sequence_rows, "sequence_starts": starts, "sequence_ids": ids}
 
 
+def _no_candidates(batch: SampleBatch) -> Candidates | None:
+    """Room for those of beams; None where no row is one."""
+    if not len(batch.num_candidates):
+        return None
+    shape = len(batch.num_candidates), int(batch.num_candidates.max())
+    return Candidates(
+        ids=np.full(shape, -1, np.int32),
+        scores=np.full(shape, np.nan, np.float32),
+        logprobs=np.full(shape, np.nan, np.float32),
+    )
+
+
 def _put(choice: TokenChoice, rows: NDArray[np.intp], chosen: TokenChoice) -> None:
     choice.token_ids[rows] = chosen.token_ids
     choice.logprobs[rows] = chosen.logprobs
@@ -137,3 +151,8 @@ def _put(choice: TokenChoice, rows: NDArray[np.intp], chosen: TokenChoice) -> No
     choice.top_logprobs[rows, :width] = chosen.top_logprobs
     if len(choice.mus) and len(chosen.mus):
         choice.mus[rows] = chosen.mus
+    if choice.candidates is not None and chosen.candidates is not None:
+        width = chosen.candidates.ids.shape[1]
+        choice.candidates.ids[rows, :width] = chosen.candidates.ids
+        choice.candidates.scores[rows, :width] = chosen.candidates.scores
+        choice.candidates.logprobs[rows, :width] = chosen.candidates.logprobs

@@ -67,9 +67,11 @@ def words_of(batch: SampleBatch) -> NDArray[np.int32]:
 
 def rows_for_the_host(batch: SampleBatch) -> NDArray[np.bool_]:
     """[R]: rows that ask for what the kernels do not do. These are all RareParameters (typical_p,
-    top_n_sigma, cutoffs, XTC, DRY, n-grams, banned sequences, allowed ids, mirostat), and a bias
-    that names an id twice (its f32 sums have an order)."""
+    top_n_sigma, cutoffs, XTC, DRY, n-grams, banned sequences, allowed ids, mirostat), beams, and a
+    bias that names an id twice (its f32 sums have an order)."""
     rows = np.zeros(len(batch.temperature), bool)
+    if len(batch.num_candidates):
+        rows |= batch.num_candidates > 0
     if batch.rare is not None:
         rows |= _rare(batch.rare)
     for row in np.flatnonzero(np.diff(batch.bias_starts) > 1):
