@@ -167,7 +167,7 @@ class World:
             partials = Partials.empty(
                 plan.num_partials + 1,
                 kv_heads=shape.kv_heads,
-                rows=rows,
+                rows=min(rows, shape.group * max(end - first for _, first, end in spans)),
                 head_dim=shape.head_dim,
                 device="cpu",
             )

@@ -14,10 +14,11 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-# The search for top_k and top_p keeps some of its sums in memory.
-MAX_STACK = {"_finish": 256}
+# The search for top_k and top_p keeps some of its sums in memory; 128 rows of attention some of
+# what they look at once in 256 positions.
+MAX_STACK = {"_finish": 256, "attention_items": 64}
 # Multiply-adds are written out here, and only here.
-FUSED = ("_linear", "_grouped", "_combine")
+FUSED = ("_linear", "_grouped", "_combine", "attention_items", "merge_partials")
 
 
 @pytest.fixture(scope="module")

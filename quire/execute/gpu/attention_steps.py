@@ -46,7 +46,7 @@ class Geometry:
 
     def max_partials(self, max_positions: int, max_sequences: int) -> int:
         """Pieces that there is room for: no more than all sequences can have."""
-        each = self.kv_heads * self.narrow * (self.head_dim + 2) * 4
+        each = self.kv_heads * self.group * (self.head_dim + 2) * 4
         needed = max_sequences * -(-max_positions // PIECE_POSITIONS)
         return max(min(PARTIAL_BYTES // each, needed), 1)
 
@@ -87,7 +87,7 @@ class AttentionSteps:
             self._partials[group] = Partials.empty(
                 geometry.max_partials(self._max_positions, self._max_sequences),
                 kv_heads=geometry.kv_heads,
-                rows=geometry.narrow,
+                rows=geometry.group,  # narrow tiles are of one token
                 head_dim=geometry.head_dim,
                 device=device,
             )
@@ -168,6 +168,7 @@ class AttentionSteps:
 def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
     """By query heads of a KV head, of all attention operations."""
     found: dict[int, Geometry] = {}
+    itemsize = program.caches[0].dtype.itemsize  # of queries too
     for ops in program.segments.values():
         for op in ops:
             if op.kind is OpKind.ATTENTION:
@@ -177,8 +178,8 @@ def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
                     group=group,
                     kv_heads=kv_heads,
                     head_dim=head_dim,
-                    narrow=narrow_rows(group, is_exact=exact),
-                    wide=wide_rows(group, head_dim),
+                    narrow=narrow_rows(group, is_exact=exact, itemsize=itemsize),
+                    wide=wide_rows(group, head_dim, itemsize=itemsize),
                 )
     return found
 
@@ -188,7 +189,7 @@ def partial_bytes(program: Program, max_rows: Mapping[Rows, int], *, exact: bool
     return sum(
         geometry.max_partials(program.max_positions, max_rows[Rows.SEQUENCES])
         * geometry.kv_heads
-        * geometry.narrow
+        * geometry.group
         * (geometry.head_dim + 2)
         * 4
         for geometry in geometries(program, exact=exact).values()

@@ -25,7 +25,7 @@ EXACT_ROWS = 64  # the instruction for 64 rows and more is one: see attention_wa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTiles:
-    """A TileItems on the device. max_partials is what `partials` was made for, 0 without any."""
+    """A TileItems on the device; `partials` where tiles may be cut."""
 
     rows: int
     items: torch.Tensor  # int32 [N, 6]
@@ -35,7 +35,10 @@ class DeviceTiles:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Room for what pieces give: y f32 [partials, kv_heads, rows, D], sums f32 [..., 2]."""
+    """Room for what pieces give: y f32 [partials, kv_heads, rows, D], sums f32 [..., 2].
+
+    rows: of the tiles that are cut, used ones only: one token's heads, where each has one token.
+    """
 
     y: torch.Tensor
     sums: torch.Tensor
@@ -44,7 +47,7 @@ class Partials:
     def empty(
         cls, count: int, *, kv_heads: int, rows: int, head_dim: int, device: torch.device | str
     ) -> Partials:
-        """Uninitialised room for `count` pieces of tiles of `rows` rows."""
+        """Uninitialised room for `count` pieces of tiles of which `rows` rows are used."""
         y = torch.empty((count, kv_heads, rows, head_dim), dtype=torch.float32, device=device)
         sums = torch.empty((count, kv_heads, rows, 2), dtype=torch.float32, device=device)
         return cls(y, sums)
@@ -129,7 +132,7 @@ def attention(
         "HEAD_DIM": head_dim,
         "HEAD_PAD": max(MIN_ROWS, triton.next_power_of_2(head_dim)),
         "PIECE": PIECE_POSITIONS,
-        "BLOCK_M": tiles.rows,
+        "PARTIAL_ROWS": 1 if partials is None else partials.y.shape[2],
         "HAS_WINDOW": window > 0,
         "HAS_SINKS": sinks is not None,
     }
@@ -155,6 +158,7 @@ def attention(
             soft_cap,
             window,
             BLOCK_SIZE=cache.block_size,
+            BLOCK_M=tiles.rows,
             BLOCK_N=shape.positions,
             HAS_SCALES=cache.scales is not None,
             HAS_CAP=soft_cap > 0,

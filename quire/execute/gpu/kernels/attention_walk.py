@@ -49,6 +49,7 @@ def attention_items(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -95,7 +96,7 @@ def attention_items(
 
     values_ptr += kv_head * (BLOCK_SIZE * HEAD_DIM)
     scales_ptr += kv_head * BLOCK_SIZE
-    partial_rows = kv_head * BLOCK_M + rows
+    partial_rows = kv_head * PARTIAL_ROWS + rows
     # In base 2: a score times this is the exponent.
     factor = LOG2E if HAS_CAP else score_scale * LOG2E
 
@@ -123,7 +124,8 @@ def attention_items(
                         is_merged = partial < 0
                         if partial >= 0:
                             slot = partial + start // PIECE - first_piece
-                            slot_rows = slot.to(tl.int64) * (KV_HEADS * BLOCK_M) + partial_rows
+                            slot_rows = slot.to(tl.int64) * (KV_HEADS * PARTIAL_ROWS)
+                            slot_rows += partial_rows
                             sums_ptr = partial_sums_ptr + slot_rows * 2
                             tl.store(sums_ptr, piece_highest, mask=token < num_tokens)
                             tl.store(sums_ptr + 1, piece_total, mask=token < num_tokens)
@@ -162,7 +164,7 @@ def merge_partials(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PIECE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -187,7 +189,7 @@ def merge_partials(
     y = tl.zeros((1, HEAD_PAD), tl.float32)
     for piece in tl.range(first_piece, position // PIECE + 1):
         slot = (first_partial + piece).to(tl.int64) * KV_HEADS + head // GROUP
-        slot_row = slot * BLOCK_M + place
+        slot_row = slot * PARTIAL_ROWS + place
         piece_highest = tl.load(partial_sums_ptr + slot_row * 2 + one)
         piece_total = tl.load(partial_sums_ptr + slot_row * 2 + 1 + one)
         piece_ptr = partial_y_ptr + slot_row * HEAD_DIM + columns
