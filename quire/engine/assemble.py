@@ -53,9 +53,6 @@ from quire.weights.pack_cache import PackCache
 if TYPE_CHECKING:
     from quire.transfer.folder import TierFolder
 
-# Rows of one slice of the head: logits of more are never in memory at once.
-MAX_SAMPLES = 64
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
@@ -122,13 +119,14 @@ def _assembled(
     make = _executor_class(config.executor)
     make.check_program(longest)
     step_tokens = _step_tokens(config, make)
+    max_samples = make.head_rows(config.scheduler.max_num_seqs)
     memory = _memory(config, spec, longest, make, step_tokens)
     program = replace(longest, max_positions=memory.max_model_len)
     executor = make(
         program,
         checkpoint,
         max_tokens=step_tokens,
-        max_samples=MAX_SAMPLES,
+        max_samples=max_samples,
         max_sequences=config.scheduler.max_num_seqs,
         num_threads=config.executor.num_threads or num_usable_cores(),
         progress=progress,
@@ -156,7 +154,7 @@ def _assembled(
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
         block_size=config.cache.block_size,
-        max_samples=MAX_SAMPLES,
+        max_samples=max_samples,
         overlap=config.scheduler.plans_in_flight > 1,
         mover=None if tier is None else tier.mover,
         matchers=compiler,
@@ -221,7 +219,7 @@ def _memory(
         program,
         {
             Rows.TOKENS: step_tokens,
-            Rows.SAMPLES: MAX_SAMPLES,
+            Rows.SAMPLES: make.head_rows(config.scheduler.max_num_seqs),
             Rows.SEQUENCES: config.scheduler.max_num_seqs,
         },
     )

@@ -22,6 +22,8 @@ from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.pack_cache import PackCache
 
+# Rows of one slice of the head, where a slice costs little.
+HEAD_ROWS = 64
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
 
@@ -44,6 +46,9 @@ class ExecutorClass(Protocol):
 
     def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """What one takes for steps of at most `max_rows`."""
+
+    def head_rows(self, max_sequences: int) -> int:
+        """Rows of one slice of the head: logits of more are never in memory at once."""
 
     def available_memory(self) -> MachineMemory:
         """Of what one computes with, and how much of it a KV cache takes by itself."""

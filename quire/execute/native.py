@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
-from quire.execute.executor import ExecutorMemory, Progress
+from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
 from quire.execute.layout import lay_out
 from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
@@ -266,6 +266,11 @@ class NativeExecutor:
             + _int_row_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
+
+    @staticmethod
+    def head_rows(max_sequences: int) -> int:
+        """See ExecutorClass."""
+        return HEAD_ROWS
 
     @staticmethod
     def available_memory() -> MachineMemory:

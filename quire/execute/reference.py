@@ -18,7 +18,7 @@ from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
-from quire.execute.executor import ExecutorMemory, Progress
+from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -174,6 +174,11 @@ class ReferenceExecutor:
     @staticmethod
     def check_program(program: Program) -> None:
         """NumPy holds whatever a program can say."""
+
+    @staticmethod
+    def head_rows(max_sequences: int) -> int:
+        """See ExecutorClass."""
+        return HEAD_ROWS
 
     @staticmethod
     def available_memory() -> MachineMemory:

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.config.machine import MachineMemory
 from quire.execute.batch_check import check_batch, check_range
-from quire.execute.executor import ExecutorMemory, Progress
+from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
 from quire.execute.gpu.device import device_errors
 from quire.execute.gpu.graphs import Capture, CudaCapture, Graphs
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
@@ -118,6 +118,10 @@ class TorchExecutorClass:
 
         partials = partial_bytes(program, max_rows, exact=self.exact)
         return partials + Scratch.num_bytes(program, max_rows)
+
+    def head_rows(self, max_sequences: int) -> int:
+        """On a GPU all sequences' at once: their step and its head are one graph."""
+        return HEAD_ROWS if self.device.type == "cpu" else max(HEAD_ROWS, max_sequences)
 
     def available_memory(self) -> MachineMemory:
         """See ExecutorClass."""
