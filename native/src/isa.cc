@@ -22,7 +22,9 @@ namespace quire {
 namespace portable { const KernelTable& kernel_table(); }
 #if defined(__x86_64__)
 namespace avx2 { const KernelTable& kernel_table(); }
+namespace avx2vnni { const KernelTable& kernel_table(); }
 namespace avx512 { const KernelTable& kernel_table(); }
+namespace avx512vnni { const KernelTable& kernel_table(); }
 namespace avx512bf16 { const KernelTable& kernel_table(); }
 namespace amx { const KernelTable& kernel_table(); }
 #endif
@@ -44,37 +46,48 @@ bool tiles_granted() {
 #endif
 }
 
-// How far up the ladder avx2 (1), avx512 (2), avx512bf16 (3), amx (4) this machine reaches.
-int machine_level() {
+// What this machine has, each with all that the ones before it in its line need.
+struct Has {
+    bool avx2, avx2vnni;
+    bool avx512, avx512vnni, avx512bf16, amx;
+};
+
+Has machine_has() {
+    Has has{};
     unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return has;
     const bool fma = bit(c, 12), osxsave = bit(c, 27), avx = bit(c, 28), f16c = bit(c, 29);
-    if (!osxsave || !avx || !fma || !f16c) return 0;
+    if (!osxsave || !avx || !fma || !f16c) return has;
     unsigned saved = 0, saved_high = 0;
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
-    if ((saved & 0x6u) != 0x6u) return 0;  // the system does not save ymm
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(b, 5)) return 0;
+    if ((saved & 0x6u) != 0x6u) return has;  // the system does not save ymm
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(b, 5)) return has;
+    has.avx2 = true;
     const unsigned leaves = a;
     const bool zmm_saved = (saved & 0xe6u) == 0xe6u;
-    const bool avx512 = bit(b, 16) && bit(b, 17) && bit(b, 28) && bit(b, 30) && bit(b, 31);
-    if (!zmm_saved || !avx512) return 1;
-    const bool vnni = bit(c, 11);
+    has.avx512 = zmm_saved && bit(b, 16) && bit(b, 17) && bit(b, 28) && bit(b, 30) && bit(b, 31);
+    has.avx512vnni = has.avx512 && bit(c, 11);
     const bool amx = bit(d, 22) && bit(d, 24) && bit(d, 25) && (saved & 0x60000u) == 0x60000u;
-    if (leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return 2;
-    if (!vnni || !bit(a, 5)) return 2;
-    return amx && tiles_granted() ? 4 : 3;
+    if (leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return has;
+    has.avx2vnni = bit(a, 4);
+    has.avx512bf16 = has.avx512vnni && bit(a, 5);
+    has.amx = has.avx512bf16 && amx && tiles_granted();
+    return has;
 }
 
 #endif
 
+// The best first.
 std::vector<const KernelTable*> available_tables() {
     std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
-    const int level = machine_level();
-    if (level >= 4) tables.push_back(&amx::kernel_table());
-    if (level >= 3) tables.push_back(&avx512bf16::kernel_table());
-    if (level >= 2) tables.push_back(&avx512::kernel_table());
-    if (level >= 1) tables.push_back(&avx2::kernel_table());
+    const Has has = machine_has();
+    if (has.amx) tables.push_back(&amx::kernel_table());
+    if (has.avx512bf16) tables.push_back(&avx512bf16::kernel_table());
+    if (has.avx512vnni) tables.push_back(&avx512vnni::kernel_table());
+    if (has.avx512) tables.push_back(&avx512::kernel_table());
+    if (has.avx2vnni) tables.push_back(&avx2vnni::kernel_table());
+    if (has.avx2) tables.push_back(&avx2::kernel_table());
 #endif
     tables.push_back(&portable::kernel_table());
     return tables;

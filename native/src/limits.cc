@@ -5,8 +5,8 @@
 // a bell's spread, and tiles get other numbers each time: a unit that multiplies zeros, or the same
 // again and again, can be a quarter faster than it ever is at work.
 
+#include "quire/int_vec.h"
 #include "quire/kernels.h"
-#include "quire/vec.h"
 
 namespace quire::QUIRE_ISA_NS {
 
@@ -119,16 +119,18 @@ int64_t dot_bf16() {
     return 2 * 2 * kLanes * kChains * kSteps;
 }
 
+#endif
+
+#if defined(QUIRE_HAS_VNNI)
+
 int64_t dot_int8() {
-    __m512i sums[kChains];
-    for (int i = 0; i < kChains; ++i) sums[i] = _mm512_set1_epi32(i);
-    const __m512i a = _mm512_load_si512(kBell.int8[0]);
-    const __m512i b[2] = {_mm512_load_si512(kBell.int8[1]), _mm512_load_si512(kBell.int8[2])};
+    Ints sums[kChains];
+    for (int i = 0; i < kChains; ++i) sums[i] = set1_int(i);
+    const WeightQuad a = whole_quad(load_packed(reinterpret_cast<const char*>(kBell.int8[0])));
+    const RowQuad b[2] = {{load_words(kBell.int8[1])}, {load_words(kBell.int8[2])}};
     for (int64_t n = 0; n < kSteps; ++n) {
 #pragma GCC unroll 12
-        for (int i = 0; i < kChains; ++i) {
-            __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[i]) : "v"(a), "v"(b[i % 2]));
-        }
+        for (int i = 0; i < kChains; ++i) sums[i] = dot_quads(sums[i], a, b[i % 2]);
     }
     keep(sums);
     return 2 * 4 * kLanes * kChains * kSteps;

@@ -20,7 +20,6 @@ from quire.weights.dtypes import bf16_bits, round_to_bf16
 
 Floats = NDArray[np.float32]
 TOKENS = 0  # the row count of a buffer
-ISAS = tuple(_native.available_isas())
 
 
 class Kept(StrEnum):

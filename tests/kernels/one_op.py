@@ -20,7 +20,6 @@ from quire.weights.dtypes import bf16_bits, from_bf16_bits, round_to_bf16
 
 Float32s = NDArray[np.float32]
 
-ISAS = tuple(_native.available_isas())
 NO_INTS = np.empty(0, np.int32)
 SHIFT = 3  # columns before an operand
 BEYOND = 5  # columns after it

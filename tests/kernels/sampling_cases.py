@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire import _native
 from quire.sampling.batch import SampleBatch, TokenChoice
 from tests.kernels.rare_cases import make_rare, random_history, random_rare, take_rare
 
-ISAS = tuple(_native.available_isas())
 PARTS = ("token_ids", "logprobs", "top_ids", "top_logprobs", "mus")
 NO_INTS = np.empty(0, np.int32)
 

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.weights.dtypes import round_to_bf16
-from tests.kernels.one_op import ISAS, OneOp, Operand
+from tests.kernels.isas import ISAS
+from tests.kernels.one_op import OneOp, Operand
 
 Float32s = NDArray[np.float32]
 STEP = 32

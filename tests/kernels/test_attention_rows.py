@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.attention_cases import ISAS, Geometry, Kept, PagedCache, Rows, Tokens
+from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Rows, Tokens
+from tests.kernels.isas import ISAS
 
 BORDERS = (0, 1, 15, 16, 17, 127, 128, 254, 255, 256, 257, 258, 510, 511, 512, 513, 599)
 on_every_isa = pytest.mark.parametrize("isa", ISAS)

@@ -7,7 +7,8 @@ import pytest
 
 from quire import _native
 from quire.program.ops import KV_SCALE_BYTES, DType
-from tests.kernels.attention_cases import ISAS, Geometry, Kept, PagedCache, Rows, Tokens
+from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Rows, Tokens
+from tests.kernels.isas import ISAS
 
 TOLERANCE = {DType.F32: 1e-5, DType.BF16: 4e-3}  # a probability rounds to 8 bits
 SHAPES = (

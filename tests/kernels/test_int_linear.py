@@ -13,12 +13,13 @@ from quire.execute import reference_ops as twin
 from quire.quant.int_rows import TINY
 from quire.quant.int_weights import quantize_matrix
 from quire.quant.scheme import SCHEMES
-from tests.kernels.one_op import ISAS, OneOp, Operand, assert_close, draw
+from tests.kernels.isas import EVERY_ISA
+from tests.kernels.one_op import OneOp, Operand, assert_close, draw
 
 Float32s = NDArray[np.float32]
 
-FUSED = tuple(isa for isa in ISAS if isa != "portable")
-each_isa = pytest.mark.parametrize("isa", ISAS)
+FUSED = tuple(isa for isa in EVERY_ISA if isa != "portable")
+each_isa = pytest.mark.parametrize("isa", EVERY_ISA)
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 # K that no group, no 64 and no 128 divides; N within a panel, past one and one more than one.
 SHAPES = [(1, 1, 1), (3, 31, 5), (13, 67, 100), (33, 192, 65), (50, 321, 32), (66, 1101, 33)]
@@ -105,7 +106,7 @@ def test_every_instruction_set_gives_the_same_bits(scheme: str, rows: int) -> No
 def test_the_result_is_near_the_product_of_real_numbers(scheme: str) -> None:
     rng = np.random.default_rng(1)
     w, x = draw(rng, 96, 1024), draw(rng, 20, 1024)
-    error = _product(scheme, ISAS[0], w, x) - x.astype(np.float64) @ w.T.astype(np.float64)
+    error = _product(scheme, EVERY_ISA[0], w, x) - x.astype(np.float64) @ w.T.astype(np.float64)
     allowed = {8: 0.02, 4: 0.14}[SCHEMES[scheme].bits]
     assert np.sqrt(np.mean(error**2)) < allowed * np.sqrt(1024)
 
@@ -147,7 +148,7 @@ def test_outliers_harm_only_what_they_share_a_scale_with(scheme: str) -> None:
     x[:, 5] *= 100
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
     matrix = quantize_matrix(w, SCHEMES[scheme])
-    found = _product(scheme, ISAS[0], w, x)
+    found = _product(scheme, EVERY_ISA[0], w, x)
     # Each element is off by at most half a step of its own group's scale, and by the weight's own
     # error, which the dequantized weight shows.
     step = np.abs(x.reshape(8, -1, 128)).max(axis=2) / 127
@@ -167,7 +168,7 @@ def test_weights_with_outlier_channels_keep_the_others_whole(scheme: str) -> Non
     rng = np.random.default_rng(5)
     w, x = draw(rng, 96, 512), draw(rng, 8, 512)
     w[::7] *= 100  # output channels: each has its own scales
-    found = _product(scheme, ISAS[0], w, x)
+    found = _product(scheme, EVERY_ISA[0], w, x)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
     # Of a channel, against what its sum of products is about as large as.
     relative = np.sqrt(((found - exact) ** 2).mean(axis=0)) / np.sqrt((w**2).sum(axis=1))

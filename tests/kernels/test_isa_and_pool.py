@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from quire import _native
-from tests.kernels.one_op import ISAS, OneOp, Operand, draw
+from tests.kernels.isas import EVERY_ISA
+from tests.kernels.one_op import OneOp, Operand, draw
 
 PRINT_ISA = "from quire import _native; print(_native.isa(), _native.Pool(1).isa)"
 
@@ -25,7 +26,7 @@ def _run_with_isa(name: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EVERY_ISA)
 def test_quire_isa_forces_an_instruction_set(isa: str) -> None:
     assert _run_with_isa(isa).stdout.split() == [isa, isa]
 
@@ -38,7 +39,7 @@ def test_an_instruction_set_that_is_not_there_is_an_error_that_lists_what_is() -
 
 
 def test_portable_is_always_there_and_listed_last() -> None:
-    assert ISAS[-1] == "portable"
+    assert EVERY_ISA[-1] == "portable"
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 100_000])
@@ -51,7 +52,7 @@ def test_idle_workers_sleep_and_wake_to_the_same_results() -> None:
     before = _thread_ids()
     rng = np.random.default_rng(0)
     w, x = draw(rng, 640, 64), draw(rng, 4, 64)
-    op = OneOp("linear", [Operand(64), Operand(640)], ISAS[0], 3, weights=[("matrix", "f32", w)])
+    op = OneOp("linear", [Operand(64), Operand(640)], "", 3, weights=[("matrix", "f32", w)])
     workers = _thread_ids() - before
     assert len(workers) == 2
     expected = op({0: x}, num_rows=4)[1]

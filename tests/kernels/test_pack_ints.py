@@ -13,7 +13,8 @@ from quire import _native
 from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.quant.scheme import SCHEMES
 from quire.weights.dtypes import bf16_bits, round_to_bf16
-from tests.kernels.one_op import ISAS, OneOp, Operand, draw, packed
+from tests.kernels.isas import ISAS
+from tests.kernels.one_op import OneOp, Operand, draw, packed
 
 Float32s = NDArray[np.float32]
 

@@ -9,7 +9,8 @@ import pytest
 
 from quire import _native
 from quire.quant.scheme import SCHEMES
-from tests.kernels.one_op import ISAS, packed
+from tests.kernels.isas import ISAS
+from tests.kernels.one_op import packed
 
 # Of the bytes that one matrix becomes, by layout. A change of any of them is a new layout: raise
 # kPackedLayout in native/include/quire/weight.h, and add its line here.

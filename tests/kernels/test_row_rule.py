@@ -4,7 +4,7 @@ rows beside it hold. Attention has its own file, test_attention_rows.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from quire.weights.dtypes import round_to_bf16
 from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Tokens
 from tests.kernels.attention_cases import Rows as Calls
-from tests.kernels.one_op import ISAS, OneOp, Operand, draw
+from tests.kernels.isas import EVERY_ISA, ISAS
+from tests.kernels.one_op import OneOp, Operand, draw
 
 NUM_ROWS = 2_048
 HALF = 5
@@ -192,9 +193,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", CASES)
-def test_a_row_does_not_know_how_many_rows_or_threads_there_are(name: str, isa: str) -> None:
+def _each(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Cases by instruction set: integer products on all, others where kernels are a set's own."""
+    return [
+        (isa, name)
+        for name in names
+        for isa in EVERY_ISA
+        if isa in ISAS or name.startswith("linear int")
+    ]
+
+
+@pytest.mark.parametrize(("isa", "name"), _each(CASES))
+def test_a_row_does_not_know_how_many_rows_or_threads_there_are(isa: str, name: str) -> None:
     case = CASES[name]
     expected = case.alone(isa, case.inputs)
     for num_threads in (1, 2, 3):
@@ -206,9 +216,10 @@ def test_a_row_does_not_know_how_many_rows_or_threads_there_are(name: str, isa: 
         assert np.array_equal(found, expected), f"{NUM_ROWS} rows, {num_threads} threads"
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.inputs])
-def test_nothing_that_rows_beside_it_hold_changes_a_row(name: str, isa: str) -> None:
+@pytest.mark.parametrize(
+    ("isa", "name"), _each(name for name, case in CASES.items() if case.inputs)
+)
+def test_nothing_that_rows_beside_it_hold_changes_a_row(isa: str, name: str) -> None:
     case, count = CASES[name], 65
     mixed = {index: values[:count].copy() for index, values in case.inputs.items()}
     special = np.array([special for special in SPECIALS for _ in range(2)], np.float32)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quire import _native
 from quire.sampling import native, reference
+from tests.kernels.isas import ISAS
 from tests.kernels.sampling_cases import (
-    ISAS,
     assert_same_choice,
     make_batch,
     random_batch,

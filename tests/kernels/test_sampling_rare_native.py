@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from quire import _native
 from quire.sampling import native, reference
 from quire.sampling.batch import RareParameters
+from tests.kernels.isas import ISAS
 from tests.kernels.rare_cases import OFF, OFF_COUNTS
 from tests.kernels.sampling_cases import (
-    ISAS,
     assert_same_choice,
     make_batch,
     random_batch,

@@ -14,7 +14,8 @@ from quire import _native
 from quire.base.sampling_params import MAX_TOP_LOGPROBS
 from quire.sampling import native_scoring, reference, scoring
 from quire.sampling.scoring import FAILED, MAX_TOP, ScoreBatch, Scores
-from tests.kernels.sampling_cases import ISAS, make_batch, random_logits
+from tests.kernels.isas import ISAS
+from tests.kernels.sampling_cases import make_batch, random_logits
 
 POOLS = [(isa, num_threads) for isa in ISAS for num_threads in (1, 2, 3)]
 PARTS = ("logprobs", "ranks", "top_ids", "top_logprobs", "listed_logprobs")

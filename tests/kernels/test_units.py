@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from quire import _native
-from tests.kernels.one_op import ISAS, draw, packed
+from tests.kernels.isas import ISAS
+from tests.kernels.one_op import draw, packed
 
 HEADS, HEAD_DIM, VOCAB, BLOCK = 3, 16, 50, 16
 WIDTH, MAX_ROWS = HEADS * HEAD_DIM, 96

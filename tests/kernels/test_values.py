@@ -11,7 +11,8 @@ import pytest
 
 from quire.execute import reference_ops as twin
 from quire.weights.dtypes import round_to_bf16
-from tests.kernels.one_op import ISAS, OneOp, Operand, assert_close, draw
+from tests.kernels.isas import ISAS
+from tests.kernels.one_op import OneOp, Operand, assert_close, draw
 
 DTYPES = ("f32", "bf16")
 each_isa = pytest.mark.parametrize("isa", ISAS)

@@ -59,8 +59,12 @@ struct RowPack {
 constexpr int kGroupVecs = static_cast<int>(kRowGroup) / kLanes;
 
 QUIRE_VEC void store_elements(RowElement* to, Ints a) {
-#if defined(QUIRE_HAS_BF16_DOT)
+#if defined(QUIRE_HAS_VNNI) && defined(QUIRE_ZMM)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)a.v));
+#elif defined(QUIRE_HAS_VNNI)
+    typedef int8_t Row __attribute__((vector_size(kLanes)));
+    const Row row = __builtin_convertvector(a.v, Row);
+    __builtin_memcpy(to, &row, kLanes);
 #else
     for (int i = 0; i < kLanes; ++i) {
         to[i / 4 * 4 + place_in_quad(i % 4)] = static_cast<RowElement>(a.v[i]);

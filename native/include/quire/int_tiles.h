@@ -15,7 +15,7 @@
 namespace quire::QUIRE_ISA_NS {
 
 constexpr int kIntVecs = static_cast<int>(kIntLanes) / kLanes;
-#if defined(QUIRE_HAS_BF16_DOT)
+#if defined(QUIRE_HAS_VNNI) && defined(QUIRE_ZMM)
 constexpr int kIntRows = 12;      // of a tile
 constexpr int kFoldedRows = 6;    // with F, or T, in registers
 constexpr int kShortRows = 2;     // two sums an output, to hide how long a product takes

@@ -84,38 +84,7 @@ QUIRE_VEC Ints load_bytes(const uint8_t* p) {
 
 // ---- products of quads: four of K of a row by four of K of kLanes lanes of a weight
 
-#if defined(QUIRE_HAS_BF16_DOT)  // and so VNNI
-
-using RowElement = int8_t;
-constexpr int place_in_quad(int i) { return i; }
-struct RowQuad { __m512i v; };
-struct WeightQuad { __m512i v; };
-
-QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
-    int32_t bits;
-    __builtin_memcpy(&bits, p, 4);
-    return {_mm512_set1_epi32(bits)};
-}
-using PackedQuad = __m512i;
-QUIRE_VEC PackedQuad load_packed(const char* p) { return _mm512_loadu_si512(p); }
-QUIRE_VEC WeightQuad whole_quad(PackedQuad w) { return {w}; }
-QUIRE_VEC WeightQuad low_quad(PackedQuad w) {
-    return {_mm512_and_si512(w, _mm512_set1_epi8(15))};
-}
-QUIRE_VEC WeightQuad high_quad(PackedQuad w) {
-    return {_mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15))};
-}
-// In assembly: GCC 12 keeps such sums in registers only where it cannot see through the product.
-QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v));
-    return sum;
-}
-
-#elif defined(QUIRE_ZMM) || defined(QUIRE_YMM)
-
-// Rows as words, the even two of a quad before the odd two, as the weight's are masked out.
-using RowElement = int16_t;
-constexpr int place_in_quad(int i) { return i % 2 * 2 + i / 2; }
+#if defined(QUIRE_ZMM) || defined(QUIRE_YMM)
 
 #if defined(QUIRE_ZMM)
 typedef __m512i Bytes;
@@ -138,7 +107,43 @@ QUIRE_VEC Bytes shift_words(Bytes a, unsigned n) {
     return _mm256_srli_epi16(a, static_cast<int>(n));
 }
 #endif
+using PackedQuad = Bytes;
+QUIRE_VEC PackedQuad load_packed(const char* p) { return load_words(p); }
 
+#endif
+
+#if defined(QUIRE_HAS_VNNI)
+
+using RowElement = int8_t;
+constexpr int place_in_quad(int i) { return i; }
+struct RowQuad { Bytes v; };
+struct WeightQuad { Bytes v; };
+
+QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, 4);
+    return {set1_words(bits)};
+}
+QUIRE_VEC WeightQuad whole_quad(PackedQuad w) { return {w}; }
+QUIRE_VEC WeightQuad low_quad(PackedQuad w) { return {and_words(w, 0x0f0f0f0f)}; }
+QUIRE_VEC WeightQuad high_quad(PackedQuad w) {
+    return {and_words(shift_words(w, 4), 0x0f0f0f0f)};
+}
+// In assembly: GCC 12 keeps such sums in registers only where it cannot see through the product.
+QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
+#if defined(QUIRE_ZMM)
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v));
+#else  // AVX-VNNI has an encoding of its own
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.v) : "x"(w.v), "x"(x.v));
+#endif
+    return sum;
+}
+
+#elif defined(QUIRE_ZMM) || defined(QUIRE_YMM)
+
+// Rows as words, the even two of a quad before the odd two, as the weight's are masked out.
+using RowElement = int16_t;
+constexpr int place_in_quad(int i) { return i % 2 * 2 + i / 2; }
 struct RowQuad { Bytes even, odd; };
 struct WeightQuad { Bytes even, odd; };
 
@@ -159,8 +164,6 @@ QUIRE_VEC RowQuad set1_quad(const RowElement* p) {
     __builtin_memcpy(bits, p, 8);
     return {set1_words(bits[0]), set1_words(bits[1])};
 }
-using PackedQuad = Bytes;
-QUIRE_VEC PackedQuad load_packed(const char* p) { return load_words(p); }
 QUIRE_VEC WeightQuad whole_quad(PackedQuad w) { return split_words(w); }
 QUIRE_VEC WeightQuad low_quad(PackedQuad w) { return split_words(and_words(w, 0x0f0f0f0f)); }
 QUIRE_VEC WeightQuad high_quad(PackedQuad w) {

@@ -18,9 +18,12 @@
 #if defined(QUIRE_ISA_AVX512BF16) || defined(QUIRE_ISA_AMX)
 #define QUIRE_HAS_BF16_DOT 1
 #endif
-#if defined(QUIRE_ISA_AVX512) || defined(QUIRE_HAS_BF16_DOT)
+#if defined(QUIRE_HAS_BF16_DOT) || defined(QUIRE_ISA_AVX512VNNI) || defined(QUIRE_ISA_AVX2VNNI)
+#define QUIRE_HAS_VNNI 1
+#endif
+#if defined(QUIRE_ISA_AVX512) || defined(QUIRE_ISA_AVX512VNNI) || defined(QUIRE_HAS_BF16_DOT)
 #define QUIRE_ZMM 1
-#elif defined(QUIRE_ISA_AVX2)
+#elif defined(QUIRE_ISA_AVX2) || defined(QUIRE_ISA_AVX2VNNI)
 #define QUIRE_YMM 1
 #endif
 #if defined(QUIRE_ZMM) || defined(QUIRE_YMM)
