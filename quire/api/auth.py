@@ -54,18 +54,18 @@ class Caller:
 class Keys:
     """The configured keys. Only digests of equal length are compared, all of them every time.
 
-    tenants: of the tenants file, the default one first; None where there is no file. admin_keys:
-    of the admin key file, empty where there is none.
+    tenants: of the tenants file, the default one first; None where there is no file. admin_digests:
+    SHA-256 in hex of the keys of the admin key file, empty where there is none.
     """
 
     def __init__(
         self,
         keys: Iterable[str],
         tenants: Sequence[Tenant] | None = None,
-        admin_keys: Iterable[str] = (),
+        admin_digests: Iterable[str] = (),
     ) -> None:
         default = tenants[0] if tenants else ONLY_TENANT
-        admins = [bytes.fromhex(key_digest(key)) for key in admin_keys]
+        admins = [bytes.fromhex(digest) for digest in admin_digests]
         plain = Admin.NOWHERE if admins else Admin.HERE
         # An admin's first: where it is another's too, it counts as that.
         self._callers = [(key, Caller(default, True, Admin.ANYWHERE, key)) for key in admins]

@@ -86,7 +86,7 @@ async def generate(
         id=request_id,
         created_s=int(time.time()),
         model=engine.card.name,
-        fingerprint=engine.card.fingerprint,
+        fingerprint=serving.fingerprint(engine.card),
     )
     stream = flag(given, "stream")
     asked = Asked(

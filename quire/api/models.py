@@ -28,7 +28,7 @@ class Models:
 
     async def list(self, request: Request) -> Response:
         """All models: one."""
-        models = [_model(self._serving.engine().card)]
+        models = [self._model(self._serving.engine().card)]
         return _json({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
@@ -37,7 +37,7 @@ class Models:
         name = request.path_params["name"]
         if name != card.name:
             raise UnknownModel(f"model {show(name)} is not served here; {card.name!r} is")
-        return _json(_model(card))
+        return _json(self._model(card))
 
     async def tokenizer(self, request: Request) -> Response:
         """The tokens a tokenizer's configuration names, by their texts, and the chat template."""
@@ -50,6 +50,19 @@ class Models:
         told["chat_template"] = _source(template)
         return _json(told)
 
+    def _model(self, card: ModelCard) -> dict[str, Any]:
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": card.created_s,
+            "owned_by": "quire",
+            "max_model_len": card.max_model_len,
+            "dtype": card.dtype,
+            "quantization": card.quantization,
+            "kv_cache_dtype": card.kv_cache_dtype,
+            "system_fingerprint": self._serving.fingerprint(card),
+        }
+
 
 def _source(template: ChatTemplate | None) -> str | None:
     """The text of the default template; one that cannot be used says so where it is to be used."""
@@ -57,20 +70,6 @@ def _source(template: ChatTemplate | None) -> str | None:
         return None if template is None else template.source()
     except TokenizerError:
         return None
-
-
-def _model(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created_s,
-        "owned_by": "quire",
-        "max_model_len": card.max_model_len,
-        "dtype": card.dtype,
-        "quantization": card.quantization,
-        "kv_cache_dtype": card.kv_cache_dtype,
-        "system_fingerprint": card.fingerprint,
-    }
 
 
 def _json(content: Any) -> Response:

@@ -4,10 +4,10 @@
 
 While the engine starts, /health says so and requests get 503. SIGTERM or SIGINT: nothing new is
 taken (503), what is open may finish for grace_s, then gets an error; exit 0. A second signal exits
-at once. SIGHUP: the tenants file is read again. The engine's death: every open stream gets an
-error event, /health says "dead" for a moment, exit 1. One of several API processes is told these
-things by its keeper, not by signals. Knows no route. Always holds: each wait after the end has
-begun has a limit.
+at once. SIGHUP: what may change meanwhile is read again (reread.py). The engine's death: every
+open stream gets an error event, /health says "dead" for a moment, exit 1. One of several API
+processes is told these things by its keeper, not by signals. Knows no route. Always holds: each
+wait after the end has begun has a limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +32,11 @@ from quire.api.app import build_admin_app, build_app
 from quire.api.connection import Connection
 from quire.api.peers import Peers
 from quire.api.private import build_private_app
+from quire.api.reread import Rereader, sources_of
 from quire.api.serving import Engine, Serving
-from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
-from quire.config.tenants import Tenant, needs_restart
+from quire.config.tenants import Tenant
 from quire.obs.metrics import Metrics
 
 EXIT_DONE = 0
@@ -46,8 +47,6 @@ _LAST_WORDS_S = 3.0
 # After the engine's death /health answers for so long, so that whoever watches sees why.
 _LINGER_S = 1.0
 _KEEP_ALIVE_S = 75
-# How often the tenants file is looked at.
-_LOOK_S = 2.0
 # Threads for what would hold up the event loop: large bodies, long prompts (lanes.py has others).
 _NUM_THREADS = 4
 # After so long a thread lets go of the interpreter lock to another that wants it. Python's 5 ms,
@@ -124,8 +123,6 @@ class _Life:
         self._tenants = tenants
         self._read_tenants = read_tenants
         self._tenants_file = tenants_file
-        self._looking: asyncio.Task[None] | None = None
-        self._rereading: asyncio.Task[None] | None = None
 
     async def run(self, listening: socket.socket, for_admins: socket.socket | None) -> int:
         self._stop, self._opened = asyncio.Event(), asyncio.Event()
@@ -133,27 +130,22 @@ class _Life:
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         serving = self._new_serving()
 
-        def reread_tenants() -> None:
-            if self._read_tenants is not None:
-                self._reread(serving, self._read_tenants)
-
-        self._obey(loop, reread_tenants)
-        if self._read_tenants is not None and self._tenants_file is not None:
-            self._looking = asyncio.ensure_future(self._look(self._tenants_file, reread_tenants))
         servers: list[tuple[_Server, socket.socket]] = [(_server(serving), listening)]
         if for_admins is not None:
             servers.append((_admin_server(serving), for_admins))
         if self._seat is not None:
             peers = self._seat.peers
             servers.append((_private_server(serving, peers), peers.listen()))
+        rereader = self._rereader(serving, [server for server, _ in servers])
+        self._obey(loop, rereader.all)
+        rereader.watch()
         if self._seat is None or not self._seat.replaces:
             self._opened.set()
         http = asyncio.ensure_future(_serve_all(servers, self._opened))
         try:
             return await self._serve(serving, http)
         finally:
-            if self._looking is not None:
-                self._looking.cancel()
+            rereader.close()
             for server, _ in servers:
                 server.should_exit = True
             self._opened.set()
@@ -162,14 +154,25 @@ class _Life:
             await self._engine.close()
             http.cancel()
 
-    def _obey(self, loop: asyncio.AbstractEventLoop, reread_tenants: Callable[[], None]) -> None:
+    def _obey(self, loop: asyncio.AbstractEventLoop, reread: Callable[[], None]) -> None:
         if self._seat is not None:
-            self._seat.follow(stop=self._stop.set, reread=reread_tenants)
+            self._seat.follow(stop=self._stop.set, reread=reread)
             return
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        if self._read_tenants is not None:
-            loop.add_signal_handler(signal.SIGHUP, reread_tenants)
+        loop.add_signal_handler(signal.SIGHUP, reread)
+
+    def _rereader(self, serving: Serving, servers: Sequence[_Server]) -> Rereader:
+        def contexts() -> list[ssl.SSLContext]:
+            return [server.config.ssl for server in servers if server.config.ssl is not None]
+
+        sources = sources_of(
+            serving,
+            read_tenants=self._read_tenants,
+            tenants_file=self._tenants_file,
+            contexts=contexts,
+        )
+        return Rereader(self._log, sources)
 
     def _new_serving(self) -> Serving:
         names = [tenant.name for tenant in self._tenants or ()]
@@ -238,48 +241,6 @@ class _Life:
         if self._stop.is_set():
             os._exit(128 + number)  # the engine process ends with us: its standard input closes
         self._stop.set()
-
-    async def _look(self, file: str, on_change: Callable[[], None]) -> None:
-        """Call `on_change` when the file has become another."""
-        known = await asyncio.to_thread(_mark_of, file)
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            mark = await asyncio.to_thread(_mark_of, file)
-            if mark != known and mark is not None:
-                known = mark
-                on_change()
-
-    def _reread(self, serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None:
-        if self._rereading is None or self._rereading.done():
-            self._rereading = asyncio.ensure_future(reread(serving, read))
-
-
-def _mark_of(file: str) -> tuple[int, ...] | None:
-    """What changes with a file; None where it is not there (it may be being replaced)."""
-    try:
-        found = Path(file).expanduser().stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-async def reread(serving: Serving, read: Callable[[], Sequence[Tenant]]) -> None:
-    """Know the tenants of a file that has changed; where that cannot be, those known stay."""
-    kept = "the tenants file was read again and nothing of it is taken up"
-    try:
-        tenants = await asyncio.to_thread(read)
-    except SettingError as error:
-        serving.log.error(kept, reason=str(error))
-        return
-    why = needs_restart(serving.tenants or (), tenants)
-    if why is not None:
-        serving.log.error(
-            kept, reason=f"{why}; weights, limits and who there is change by a restart"
-        )
-        return
-    serving.know(tenants)
-    num_keys = sum(len(tenant.key_digests) for tenant in tenants)
-    serving.log.event("the tenants file was read again", tenants=len(tenants), keys=num_keys)
 
 
 class _Server(uvicorn.Server):

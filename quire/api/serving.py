@@ -8,6 +8,7 @@ for tokens is open.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,8 @@ from quire.text.tokenizer import Tokenizer
 
 # Requests that wait while the server is paused.
 MOST_HELD = 1024
+# When to ask again of a server that an admin holds: nobody knows for how long.
+_LOOK_AGAIN_S = 10.0
 
 
 class Engine(Protocol):
@@ -96,7 +99,7 @@ class Serving:
     ) -> None:
         self.config = config
         self.peers = peers
-        self._admin_keys = read_admin_keys(config.admin_key_file)
+        self._admin_digests = read_admin_keys(config.admin_key_file)
         self.know(tenants)
         self.metrics = metrics
         self.log = log
@@ -115,6 +118,15 @@ class Serving:
         self._engine: Engine | None = None
         self._num_open = 0
 
+    def fingerprint(self, card: ModelCard) -> str:
+        """The engine's; where this server was set to answer otherwise, of those settings too."""
+        config = self.config
+        told = (config.tool_call_parser, config.reasoning_parser, config.max_output_tokens)
+        if told == ("auto", "auto", None):
+            return card.fingerprint
+        digest = hashlib.blake2b(repr((card.fingerprint, *told)).encode(), digest_size=8)
+        return f"fp_{digest.hexdigest()}"
+
     @property
     def has_strangers(self) -> bool:
         """Whether callers may be different people: more than one key, or none and open to all."""
@@ -125,7 +137,12 @@ class Serving:
     def know(self, tenants: Sequence[Tenant] | None) -> None:
         """From now on these are the tenants; what was let in goes on."""
         self.tenants = tenants
-        self.keys = Keys(self.config.api_key, tenants, self._admin_keys)
+        self.keys = Keys(self.config.api_key, tenants, self._admin_digests)
+
+    def know_admins(self, digests: Sequence[str]) -> None:
+        """From now on these are the keys of the admin key file, by their digests."""
+        self._admin_digests = tuple(digests)
+        self.know(self.tenants)
 
     def start(self, engine: Engine) -> None:
         """The engine is ready: take requests."""
@@ -170,7 +187,9 @@ class Serving:
         go on."""
         if self.paused:
             if self.num_held >= MOST_HELD:
-                raise OverloadedError("the server is paused; try again later", retry_after_s=10.0)
+                raise OverloadedError(
+                    "the server is paused; try again later", retry_after_s=_LOOK_AGAIN_S
+                )
             self.num_held += 1
             try:
                 await self._takes.wait()
@@ -192,12 +211,23 @@ class Serving:
     def engine(self) -> Engine:
         """The engine, if requests may be taken; else OverloadedError or WorkerError says why."""
         if self.draining:
-            raise ShuttingDown("the server is shutting down and takes nothing new; try elsewhere")
+            raise self._refusal()
         if self._engine is None:
             raise OverloadedError("the model is still loading; try again", retry_after_s=1.0)
         if self._engine.dead.is_set():
             raise WorkerError(f"the engine is gone: {self._engine.health().reason}")
         return self._engine
+
+    def _refusal(self) -> ShuttingDown:
+        """Told while nothing new is taken: when another server will be here, or this one may be."""
+        again_s = max(self.config.grace_s, 1.0) if self.leaving.done() else _LOOK_AGAIN_S
+        return ShuttingDown(f"{self._why_draining()}; try elsewhere", retry_after_s=again_s)
+
+    def _why_draining(self) -> str:
+        who = (
+            "the server is shutting down" if self.leaving.done() else "an admin drained the server"
+        )
+        return f"{who}: it takes nothing new"
 
     def health(self) -> Health:
         """The engine's word, or ours while there is none or we are leaving."""
@@ -206,7 +236,7 @@ class Serving:
             return Health(ok=False, state="starting", reason=reason, pending=0, steps_total=0)
         health = self._engine.health()
         if self.draining and health.state != "dead":
-            reason = "the server is shutting down and takes nothing new"
+            reason = self._why_draining()
             return Health(
                 ok=False,
                 state="draining",

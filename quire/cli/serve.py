@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import threading
@@ -67,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.api.listen import SocketFile, check_tls, listen, listen_for_admins, url_of
     from quire.engine.launch import EngineProcess
 
+    # A reload (SIGHUP) while we start ends nothing; run_server says what it means from then on.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _refuse_both(arguments)
     server = _with_key_of_environment(built(ServerConfig, arguments))
     engine = EngineConfig(

@@ -47,6 +47,7 @@ from quire.runner.fingerprint import system_fingerprint
 from quire.runner.model_runner import ModelRunner
 from quire.runner.touch_ahead import TouchAhead
 from quire.structured.compiler import GrammarCompiler
+from quire.text.template_files import source_in_force
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -295,6 +296,7 @@ def _card(
             weights_digest=executor.weights_digest,
             recipe=executor.recipe,
             max_model_len=memory.max_model_len,
+            chat_template=source_in_force(folder, config.model.chat_template),
         ),
         generation_defaults=dict(spec.generation_defaults),
         banned_sequences=spec.banned_sequences,

@@ -2,9 +2,10 @@
 
 Every byte of the weights (as the executor digested them), the files of a model's folder that
 decide how text becomes tokens and back and what is asked by default (of a GGUF file: its metadata),
-the program that runs with
-the numerics version, the executor's recipe (instruction set), the parallel degree, the KV dtype
-and the context length. Two engines with one fingerprint give one answer.
+the chat template where another than the model's own is in force, the program that runs with the
+numerics version, the executor's recipe (instruction set), the parallel degree, the KV dtype and the
+context length. Two engines with one fingerprint give one answer. What a server adds (ceilings,
+parsers of answers) is in quire/api/serving.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.json",
+    "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
@@ -38,8 +44,10 @@ def system_fingerprint(
     recipe: str,
     max_model_len: int,
     parallel_degree: int = 1,
+    chat_template: str | None = None,
 ) -> str:
-    """ "fp_" and 16 hexadecimal digits."""
+    """ "fp_" and 16 hexadecimal digits. chat_template: the text of the one that was chosen in place
+    of the model's own; None: its own is in force."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (
         weights_digest,
@@ -51,6 +59,8 @@ def system_fingerprint(
         ",".join(cache.precision for cache in program.caches),
     ):
         digest.update(part.encode() + b"\0")
+    if chat_template is not None:
+        digest.update(b"template\0" + chat_template.encode("utf-8", "surrogatepass"))
     return f"fp_{digest.hexdigest()}"
 
 

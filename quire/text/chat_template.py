@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter, SettingError, TokenizerError
 from quire.text.compiled_template import CompiledTemplate
-from quire.text.template_files import DEFAULT, read_source, sources_in
+from quire.text.template_files import DEFAULT, named_source, sources_in
 from quire.text.template_sandbox import TemplateSandbox
 from quire.text.template_work import Limits
 from quire.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ class ChatTemplate:
                 return cls._unusable(error)
             sources = {}
         if chosen is not None:
-            sources[DEFAULT] = _chosen_source(chosen, sources)
+            sources[DEFAULT] = named_source(chosen, sources)
         if not sources:
             return None
         template = cls(sources, variables=tokenizer.special_tokens, now=now)
@@ -288,22 +288,6 @@ def _with_tool_call(arguments: object) -> list[dict[str, Any]]:
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-
-
-def _chosen_source(chosen: str, sources: Mapping[str, str]) -> str:
-    if chosen in sources:
-        return sources[chosen]
-    file = Path(chosen).expanduser()
-    if file.is_file():
-        try:
-            return read_source(file)
-        except TokenizerError as error:
-            raise SettingError(f"chat_template: {error}") from error
-    names = ", ".join(sorted(sources)) or "none"
-    raise SettingError(
-        f"chat_template is {chosen!r}, which is neither a file nor the name of one of the model's "
-        f"templates (it has: {names})"
-    )
 
 
 def _render_open(template: CompiledTemplate, values: dict[str, Any]) -> str:

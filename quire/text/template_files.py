@@ -8,9 +8,10 @@ the file's path and what was found in it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from quire.base.errors import TokenizerError
+from quire.base.errors import SettingError, TokenizerError
 from quire.base.gguf_model import find_gguf
 from quire.text.added_tokens import read_json
 
@@ -44,6 +45,38 @@ def _in_files(folder: Path) -> dict[str, str]:
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[file.stem] = read_source(file)
     return sources
+
+
+def source_in_force(folder: Path, chosen: str | None) -> str | None:
+    """The template that was chosen in place of the model's own; None where none was.
+
+    Raises SettingError as `named_source` does.
+    """
+    if chosen is None:
+        return None
+    try:
+        sources = sources_in(folder)
+    except TokenizerError:
+        sources = {}
+    return named_source(chosen, sources)
+
+
+def named_source(chosen: str, sources: Mapping[str, str]) -> str:
+    """The one of `sources` with this name, or the text of a file. Raises SettingError where it is
+    neither."""
+    if chosen in sources:
+        return sources[chosen]
+    file = Path(chosen).expanduser()
+    if file.is_file():
+        try:
+            return read_source(file)
+        except TokenizerError as error:
+            raise SettingError(f"chat_template: {error}") from error
+    names = ", ".join(sorted(sources)) or "none"
+    raise SettingError(
+        f"chat_template is {chosen!r}, which is neither a file nor the name of one of the model's "
+        f"templates (it has: {names})"
+    )
 
 
 def read_source(file: Path) -> str:

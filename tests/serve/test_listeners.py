@@ -96,3 +96,18 @@ def test_a_second_server_at_a_socket_is_told_and_harms_nothing(tmp_path: Path) -
 )
 def test_what_cannot_be_listened_to_is_one_line(flags: tuple[str, ...], words: str) -> None:
     assert words in refused(*flags)
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_reload_ends_no_server_and_takes_up_what_there_is(
+    tiny: Path, tmp_path: Path, has_file: bool
+) -> None:
+    file = tmp_path / "admins"
+    file.write_text("one")
+    flags = ("--admin-key-file", str(file)) if has_file else ()
+    with RunningServer(tiny, "--threads", "1", *flags) as server:
+        file.write_text("two")
+        server.process.send_signal(signal.SIGHUP)
+        said = "admin key file was read again" if has_file else "nothing to read again"
+        server.until(lambda: said in server.stderr(), "the reload is told")
+        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import ssl
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from quire.api.listen import check_tls
+from quire.api.reread import reread_certificate
 from quire.base.errors import SettingError
 from quire.config.groups import ServerConfig
 from tests.serve.running_server import GIVE_UP_S
 from tests.serve.scripted_server import ScriptedServer
+from tests.unit.api.fake_engine import Site
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A certificate of localhost that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
+    return made_in(tmp_path_factory.mktemp("tls"))
+
+
+def made_in(folder: Path) -> tuple[str, str]:
+    """A new certificate and its key."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost"]
@@ -62,3 +70,36 @@ def test_files_that_cannot_be_used_are_told_in_words(
             check_tls(ServerConfig(tls_cert=one, tls_key=other))
     with pytest.raises(SettingError, match="without tls_cert"):
         ServerConfig(tls_key=key)
+
+
+def shown_by(context: ssl.SSLContext) -> bytes:
+    """The certificate that a connection to a server with this context is shown."""
+    to_server, to_caller = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    caller_context.check_hostname, caller_context.verify_mode = False, ssl.CERT_NONE
+    server = context.wrap_bio(to_server, to_caller, server_side=True)
+    caller = caller_context.wrap_bio(to_caller, to_server)
+    for side in (caller, server, caller, server):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return caller.getpeercert(binary_form=True) or b""
+
+
+def test_a_certificate_read_again_is_shown_from_then_on_if_it_can_be_used(tmp_path: Path) -> None:
+    cert, key = made_in(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    first = shown_by(context)
+
+    async def read_again() -> str:
+        site = Site(tls_cert=cert, tls_key=key)
+        await reread_certificate(site.serving, [context])
+        return site.log.getvalue()
+
+    made_in(tmp_path)
+    assert "the certificate was read again" in asyncio.run(read_again())
+    second = shown_by(context)
+    assert first != second != b""
+    Path(key).write_text("rubbish")
+    assert "is not taken up" in asyncio.run(read_again())
+    assert shown_by(context) == second

@@ -11,6 +11,7 @@ import pytest
 from quire.api.app import build_admin_app
 from quire.api.auth import ADMIN_PATHS, Keys
 from quire.api.edge import is_here
+from quire.api.reread import reread_admins
 from quire.base.errors import NotAuthorized, SettingError
 from quire.base.log import LEVELS
 from quire.config.admin_keys import read_admin_keys
@@ -141,11 +142,43 @@ def test_a_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
         read_admin_keys(str(tmp_path / "binary"))
 
 
+def test_a_key_may_stand_there_as_a_digest(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"plain\nsha256:{key_digest('hashed').upper()}\n")
+    assert read_admin_keys(str(file)) == (key_digest("plain"), key_digest("hashed"))
+    for name, status in (("plain", 200), ("hashed", 200), (key_digest("hashed"), 401)):
+        reply, _ = asked("/admin/pause", key(name), admin_key_file=str(file))
+        assert reply.status == status
+    file.write_text("plain\nsha256:abc\n")
+    with pytest.raises(SettingError, match=r"line 2 .* 3 characters .* 64 hex digits"):
+        read_admin_keys(str(file))
+
+
+def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_keys: str) -> None:
+    async def statuses(site: Site) -> list[int]:
+        names = ("root", "new")
+        return [(await site.post("/admin/pause", {}, headers=key(name))).status for name in names]
+
+    async def exchange() -> None:
+        site = Site(admin_key_file=admin_keys)
+        assert await statuses(site) == [200, 401]
+        Path(admin_keys).write_text("new\n")
+        await reread_admins(site.serving)
+        assert await statuses(site) == [401, 200]
+        Path(admin_keys).write_text("# nobody\n")
+        await reread_admins(site.serving)
+        assert await statuses(site) == [401, 200]
+        assert "nothing of it is taken up" in site.log.getvalue()
+        assert "has no key" in site.log.getvalue()
+
+    asyncio.run(exchange())
+
+
 def test_a_key_that_is_both_counts_as_the_admins() -> None:
-    caller = Keys(("k",), None, ("k",)).check("/admin", b"Bearer k", is_here=False)
+    caller = Keys(("k",), None, (key_digest("k"),)).check("/admin", b"Bearer k", is_here=False)
     assert caller.sees_all
     with pytest.raises(NotAuthorized):
-        Keys((), None, ("k",)).check("/admin", None)
+        Keys((), None, (key_digest("k"),)).check("/admin", None)
 
 
 def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:
@@ -206,18 +239,20 @@ def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
             reply = await site.call("PUT", "/admin/log-level", f'{{"level": "{level}"}}'.encode())
             assert (reply.status, reply.json["log_level"]) == (200, level)
             site.log.truncate(0)
+            site.serving.log.debug("lowest")
             site.serving.log.event("low")
             site.serving.log.warning("middle")
             site.serving.log.error("high")
-            told = [word for word in ("low", "middle", "high") if word in site.log.getvalue()]
-            assert told == ["low", "middle", "high"][LEVELS.index(level) :]
+            words = ["lowest", "low ", "middle", "high"]
+            told = [word for word in words if word in site.log.getvalue().replace("\n", " ")]
+            assert told == words[LEVELS.index(level) :]
         assert (await site.get("/admin")).json["log_level"] == "error"
 
     asyncio.run(exchange())
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"level": "debug"}', b'{"level": 3}', b'{"level": []}', b"{}",
+    "body", [b'{"level": "trace"}', b'{"level": 3}', b'{"level": []}', b"{}",
              b'{"level": "info", "more": 1}', b"", b"[]"],
 )  # fmt: skip
 def test_a_level_that_is_none_changes_nothing(body: bytes) -> None:

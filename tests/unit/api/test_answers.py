@@ -361,3 +361,27 @@ def test_when_grace_is_over_open_requests_get_an_error_even_if_they_do_not_read(
         assert len(site.engine.closed_early) == 3
 
     asyncio.run(exchange())
+
+
+def test_settings_that_change_answers_are_in_the_fingerprint_answers_and_models_carry() -> None:
+    async def told(**settings: Any) -> str:
+        site = Site(**settings)
+        reply = await site.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        model = (await site.get("/v1/models")).json["data"][0]
+        assert reply.json["system_fingerprint"] == model["system_fingerprint"]
+        return str(model["system_fingerprint"])
+
+    async def all_told() -> list[str]:
+        ways: list[dict[str, Any]] = [
+            {},
+            {"tool_call_parser": "none"},
+            {"reasoning_parser": "none"},
+            {"max_output_tokens": 1},
+            {"max_output_tokens": 2},
+        ]
+        return [await told(**settings) for settings in ways]
+
+    prints = asyncio.run(all_told())
+    assert prints[0] == "fp_fake"
+    assert len(set(prints)) == len(prints)
+    assert all(len(one) == 19 for one in prints[1:])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.server import reread
+from quire.api.reread import reread
 from quire.base.errors import SettingError
 from quire.base.terms import Terms
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import quire.text
 from quire.models.registry import build_program, open_model
 from quire.program import serialize
 from quire.program.ops import DType
@@ -73,6 +75,8 @@ def test_it_changes_with_weights_recipe_degree_length_dtype_and_program(
         system_fingerprint(program, folder, **PLAIN | {"recipe": "avx2"}),
         system_fingerprint(program, folder, **PLAIN | {"max_model_len": 63}),
         system_fingerprint(program, folder, **PLAIN, parallel_degree=2),
+        system_fingerprint(program, folder, **PLAIN, chat_template=""),
+        system_fingerprint(program, folder, **PLAIN, chat_template="{{ messages }}"),
         system_fingerprint(_program(folder, dtype=DType.BF16), folder, **PLAIN),
         system_fingerprint(other, folder, **PLAIN),
         system_fingerprint(
@@ -87,3 +91,16 @@ def test_it_changes_with_weights_recipe_degree_length_dtype_and_program(
 def test_the_models_own_limit_of_positions_does_not_change_it(folder: Path) -> None:
     short, long = (_program(folder, max_positions=n) for n in (64, 128))
     assert system_fingerprint(short, folder, **PLAIN) == system_fingerprint(long, folder, **PLAIN)
+
+
+def test_every_file_the_readers_of_text_know_counts() -> None:
+    """Whatever file name stands in the code that reads tokenizers and templates is in FILES."""
+    room = Path(quire.text.__file__).parent
+    named = re.compile(r"""folder / "([^"/]+\.[a-z]+)"|\.glob\("([^"]+)"\)""")
+    read = {
+        one or other for file in room.glob("*.py") for one, other in named.findall(file.read_text())
+    }
+    assert "merges.txt" in read
+    assert "*.tiktoken" in read
+    assert {name for name in read if name != "*.jinja"} <= set(FILES)
+    assert "additional_chat_templates/*.jinja" in FILES
