@@ -4,9 +4,9 @@ Two lanes of threads: one for short grammars, which llguidance's own limits boun
 that are tried out first in a process that can be ended (trial.py), so that whoever sends grammars
 made to harm keeps others of that kind waiting, and nobody else. Whoever waits asks `is_settled`;
 nobody is made to wait. Knows no requests and no scheduler. Always holds: one grammar is compiled
-once while it is kept; what is kept is bounded in number; a grammar that takes too long is given up,
-and what compiles it is ended; a failed one is remembered like a compiled one, so sending it again
-costs nothing.
+once while it is kept; what is kept is bounded in number and in bytes; a grammar that takes too long
+is given up, and what compiles it is ended; a failed one is remembered like a compiled one, so
+sending it again costs nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire._native import give_back_freed_memory
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.grammar import Grammar
 from quire.structured.matcher import Matcher, MatcherError
@@ -27,8 +28,15 @@ from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-# Grammars kept, compiled or failed.
+# Grammars kept, compiled or failed, and the memory they may take together: within the reserve that
+# the memory plan leaves, whatever callers send.
 MAX_KEPT = 256
+MAX_KEPT_BYTES = 128 << 20
+# Memory of a compiled grammar by its length: choices and objects of thousands took up to so much.
+_BYTES_A_CHAR = 210
+_LEAST_BYTES = 64 << 10
+# What is longer leaves much behind when it is compiled, which goes back to the system at once.
+_LARGE_CHARS = 32_768
 NUM_THREADS = 2  # of each lane
 # After so long without a grammar to try out, the process for it is ended.
 _IDLE_S = 60.0
@@ -40,6 +48,8 @@ _STEP_FUEL = 200_000
 _STEP_ITEMS = 50_000
 _LEXER_STATES = 50_000
 _GRAMMAR_SYMBOLS = 500_000
+# A row's items: two for each choice, four for each property of an object, and some.
+_ROW_ITEMS = 6_500
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +64,12 @@ class _Entry:
     @property
     def is_settled(self) -> bool:
         return self.root is not None or self.error is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes, about; of one on its way, what it may come to."""
+        by_length = len(self.grammar.text) * (1 if self.error is not None else _BYTES_A_CHAR)
+        return _LEAST_BYTES + by_length
 
 
 class GrammarCompiler:
@@ -70,6 +86,7 @@ class GrammarCompiler:
         on_settled: Callable[[], None] = lambda: None,
         num_threads: int = NUM_THREADS,
         max_kept: int = MAX_KEPT,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
         max_compile_ms: float = MAX_COMPILE_MS,
         new_trial: Callable[[], Trial] = Trial,
     ) -> None:
@@ -78,7 +95,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._now_ms = now_ms
         self._num_threads = num_threads
-        self._max_kept = max_kept
+        self._max_kept, self._max_kept_bytes = max_kept, max_kept_bytes
         self._max_compile_ms = max_compile_ms
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._lock = threading.Lock()  # of the entries and threads
@@ -143,15 +160,23 @@ class GrammarCompiler:
             self._entries.move_to_end(digest)
             return entry
         entry = self._entries[digest] = _Entry(grammar)
-        too_many = max(len(self._entries) - self._max_kept, 0)
-        for old in [key for key, kept in self._entries.items() if kept.is_settled][:too_many]:
-            del self._entries[old]
+        self._let_go()
         if queued:
             lane = self._slow if needs_trial(grammar) else self._quick
             lane.jobs.put(entry)
             if len(lane.trials) < self._num_threads:
                 lane.start(self._work, self._new_trial())
         return entry
+
+    def _let_go(self) -> None:
+        """Of settled ones those that were of use longest ago, until the rest are within bounds."""
+        num_bytes = sum(kept.num_bytes for kept in self._entries.values())
+        for key, kept in list(self._entries.items()):
+            if len(self._entries) <= self._max_kept and num_bytes <= self._max_kept_bytes:
+                return
+            if kept.is_settled:
+                num_bytes -= kept.num_bytes
+                del self._entries[key]
 
     def _work(self, lane: _Lane, trial: Trial) -> None:
         while (entry := lane.next_job(trial)) is not None:
@@ -174,6 +199,8 @@ class GrammarCompiler:
             if entry.error is None:  # else it was given up meanwhile
                 entry.root = root
                 self.num_compiled += 1
+        if len(entry.grammar.text) > _LARGE_CHARS:
+            give_back_freed_memory()
 
     def _compiled(self, grammar: Grammar, trial: Trial) -> Matcher:
         vocabulary, source = self._load(), ""
@@ -265,6 +292,7 @@ def _limits() -> LLParserLimits:
         step_max_items=_STEP_ITEMS,
         max_lexer_states=_LEXER_STATES,
         max_grammar_size=_GRAMMAR_SYMBOLS,
+        max_items_in_row=_ROW_ITEMS,
         verbose_errors=False,
     )
 

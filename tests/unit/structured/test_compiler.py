@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire.base.errors import InvalidParameter, WorkerError
-from quire.base.grammar import Grammar, choice, json_schema, regex
+from quire.base.grammar import MAX_CHOICES, Grammar, choice, json_schema, regex
 from quire.structured import source as written
-from quire.structured.compiler import GrammarCompiler
-from quire.structured.vocabulary import Vocabulary
+from quire.structured.compiler import GrammarCompiler, compiled
+from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 BAD = json_schema({"uniqueItems": True}, param="response_format")
 
@@ -71,6 +71,47 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(vocabulary: Vocabulary) -> 
     assert compiler.num_compiled == 5
     compiler.matcher(grammars[0])
     assert compiler.num_compiled == 6
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_a_failed_one_weighs_its_text(
+    vocabulary: Vocabulary,
+) -> None:
+    large = [regex("a" * 1000 + str(number)) for number in range(4)]  # some 274 KiB each, by rule
+    compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, max_kept_bytes=600 << 10)
+    for grammar in large[:3]:
+        compiler.matcher(grammar)
+    compiler.matcher(large[2])
+    compiler.matcher(large[1])
+    assert compiler.num_compiled == 3
+    compiler.matcher(large[0])  # the first gave way to the third
+    assert compiler.num_compiled == 4
+    failing = [regex("(" + "b" * 1000 + str(number)) for number in range(3)]
+    for grammar in failing:
+        with pytest.raises(InvalidParameter):
+            compiler.matcher(grammar)
+    assert all(compiler.error(grammar) is not None for grammar in failing)
+    compiler.matcher(regex("c" * 4_000))  # larger than all that may be kept: kept alone
+    assert compiler.error(failing[2]) is None
+    assert compiler.num_compiled == 5
+    compiler.matcher(regex("c" * 4_000))
+    assert compiler.num_compiled == 5
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        choice([f"answer {number} of many" for number in range(MAX_CHOICES)]),
+        json_schema(
+            {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(1_500)}}
+        ),
+    ],
+    ids=["choice", "schema"],
+)
+def test_as_many_choices_and_properties_as_are_promised_can_be_used(
+    vocabulary: Vocabulary, grammar: Grammar
+) -> None:
+    matcher = compiled(grammar, LoadedVocabulary(vocabulary))
+    assert matcher.mask().any()
 
 
 def test_a_compilation_that_takes_too_long_is_given_up(
