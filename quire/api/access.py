@@ -1,8 +1,8 @@
 """The access log: a line for each request, when its answer has ended.
 
 Route, status, times and counts; never a raw path, a prompt, a text or a key. /health, /metrics and
-what browsers ask beforehand are logged only when they fail. Knows no route. Always holds: each
-form has the same fields, and a request has one line.
+what browsers ask beforehand are logged when they fail, else at the level debug. Knows no route.
+Always holds: each form has the same fields, and a request has one line.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class AccessLog:
         took_ms: float,
     ) -> None:
         """A request is over. state: what the layers below have left of it."""
-        if self._form == "off" or (route in _POLLED and status < 400):
+        if self._form == "off":
             return
+        level = "debug" if route in _POLLED and status < 400 else "info"
         fields: dict[str, Field] = {
             "request": request_id,
             "method": method,
@@ -57,7 +58,9 @@ class AccessLog:
         if isinstance(live, Live) and live.error is not None and status != GONE:
             fields["error"] = live.error
         if self._form == "json":
-            self._log.event_as_json("request", fields)
+            self._log.event_as_json("request", fields, level=level)
+        elif level == "debug":
+            self._log.debug("request", **fields)
         else:
             self._log.event("request", **fields)
 

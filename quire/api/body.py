@@ -13,8 +13,10 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from quire.api.errors import UnsupportedEncoding
 from quire.api.gone import ClientGone
 from quire.base.errors import BodyTooLarge, RequestError
+from quire.base.show import show
 from quire.base.strict_json import parse_object
 
 # Bodies beyond this are parsed in a thread, so that the event loop goes on between its objects.
@@ -28,12 +30,14 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 async def read_object(request: Request, *, limit_bytes: int) -> tuple[dict[str, Any], bool]:
     """The JSON object a request carries, and whether it is a large one.
 
-    Raises BodyTooLarge, RequestError where it is not an object of strict JSON, and ClientGone.
+    Raises BodyTooLarge, UnsupportedEncoding, RequestError where it is not an object of strict JSON,
+    and ClientGone.
     """
     try:
         raw = await _read(request, limit_bytes)
     except ClientDisconnect as error:
         raise ClientGone from error
+    _check_encoding(request)
     if len(raw) <= _SMALL_BYTES:
         return parse(raw, limit_bytes=limit_bytes), False
     return await asyncio.to_thread(parse, raw, limit_bytes=limit_bytes), True
@@ -70,6 +74,16 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     if num_bytes > limit_bytes:
         raise _too_large(str(num_bytes), limit_bytes)
     return b"".join(parts)
+
+
+def _check_encoding(request: Request) -> None:
+    """Nothing is unpacked: what is small on its way could be huge here."""
+    encoding = request.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() not in ("identity", ""):
+        raise UnsupportedEncoding(
+            f"the request body is sent with content-encoding {show(encoding)}; only identity is "
+            "read: send the JSON as it is, without compression"
+        )
 
 
 def _too_large(num_bytes: str, limit_bytes: int) -> BodyTooLarge:

@@ -58,6 +58,10 @@ class MethodNotAllowed(RequestError):
         self.allowed = allowed
 
 
+class UnsupportedEncoding(RequestError):
+    """The body is compressed, or encoded in another way."""
+
+
 class NotAdmin(RequestError):
     """The key is a tenant's, and what is asked for tells of everybody."""
 
@@ -101,6 +105,9 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
         status=400, type="invalid_request_error", code="context_length_exceeded"
     ),
     BodyTooLarge: ErrorShape(status=413, type="invalid_request_error", code="body_too_large"),
+    UnsupportedEncoding: ErrorShape(
+        status=415, type="invalid_request_error", code="unsupported_encoding"
+    ),
     UnknownModel: ErrorShape(status=404, type="invalid_request_error", code="model_not_found"),
     UnknownRoute: ErrorShape(status=404, type="invalid_request_error", code="unknown_url"),
     MethodNotAllowed: ErrorShape(
@@ -156,6 +163,8 @@ def error_response(error: QuireError, *, request_id: str) -> Response:
     headers = {"x-request-id": request_id}
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = error.allowed
+    if isinstance(error, UnsupportedEncoding):
+        headers["accept-encoding"] = "identity"
     if isinstance(error, NotAuthorized):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:

@@ -2,9 +2,9 @@
 
 A field that would change the answer is honoured or refused. null means "not given". A field we do
 not serve is accepted at the value that asks for nothing (its documented default), and fields that
-cannot change the answer are accepted at any value. Any other name is refused, or, with
-unknown_fields="warn", left out and reported. Knows nothing of values beyond this: they are checked
-where they are used.
+cannot change the answer are accepted at any value of their type. Any other name is refused, or,
+with unknown_fields="warn", left out and reported. Knows nothing of values beyond this: they are
+checked where they are used.
 """
 
 from __future__ import annotations
@@ -158,18 +158,18 @@ OTHER_NAMES = {
     "tpot_slo": "tpot_slo_ms",
 }
 
-# They label a request or steer a service around it; no token depends on them.
-NO_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "request_id",
-    }
-)
+# They label a request or steer a service around it; no token depends on them. Of what type they
+# are, as OpenAI has it: another is a caller's mistake, told before it meets a server that minds.
+LABELS: dict[str, type] = {
+    "user": str,
+    "metadata": dict,
+    "safety_identifier": str,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+    "prompt_cache_options": dict,
+    "request_id": str,
+}
+NO_EFFECT = frozenset(LABELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +250,9 @@ def known_fields(
                 given[name] = value
         elif name in UNSERVED:
             _check_unserved(name, value)
-        elif name not in NO_EFFECT:
+        elif name in NO_EFFECT:
+            _check_type(name, value)
+        else:
             if not warn_unknown:
                 raise _unknown(name, honoured)
             ignored.append(name)
@@ -269,6 +271,13 @@ def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise InvalidParameter(f"{name} is {show(value)}; true or false is allowed", param=name)
     return value
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind = LABELS[name]
+    if value is not None and not isinstance(value, kind):
+        words = "a string" if kind is str else "an object"
+        raise InvalidParameter(f"{name} is {show(value)}; {words} is allowed", param=name)
 
 
 def _check_unserved(name: str, value: Any) -> None:

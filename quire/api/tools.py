@@ -17,6 +17,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
 MAX_TOOLS = 256
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 Mode = Literal["none", "auto", "required"]
@@ -67,12 +68,18 @@ def offer_of(given: Mapping[str, Any]) -> Offer:
     mode, allowed, parallel = _choice(given.get("tool_choice", "auto"), names)
     return Offer(
         tools=tuple(tools),
-        schemas={function["name"]: function.get("parameters") or {} for function in functions},
+        schemas={function["name"]: _parameters(function) for function in functions},
         mode=mode,
         callable=tuple(allowed),
         parallel=flag(given, "parallel_tool_calls", default=True) and parallel,
         strict=frozenset(f["name"] for f in functions if f.get("strict") and f["name"] in allowed),
     )
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; where it is left out, there are none."""
+    schema = function.get("parameters")
+    return dict(_NO_PARAMETERS if schema is None else schema)
 
 
 def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:

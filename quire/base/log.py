@@ -20,7 +20,8 @@ from typing import TextIO
 from quire.base.report import Field
 
 # From what is worth the least.
-LEVELS = ("info", "warning", "error")
+LEVELS = ("debug", "info", "warning", "error")
+USUAL_LEVEL = "info"
 
 
 class Log:
@@ -31,17 +32,23 @@ class Log:
 
     def __init__(self, component: str, stream: TextIO | None = None) -> None:
         self.component = component
-        self.level = LEVELS[0]
+        self.level = USUAL_LEVEL
         self._stream = stream
 
     def event(self, what: str, **fields: Field) -> None:
         """Something happened as it should."""
         self._write("info", what, fields)
 
-    def event_as_json(self, what: str, fields: Mapping[str, Field]) -> None:
+    def debug(self, what: str, **fields: Field) -> None:
+        """Something that is of use only to whoever looks for a fault."""
+        self._write("debug", what, fields)
+
+    def event_as_json(
+        self, what: str, fields: Mapping[str, Field], *, level: str = USUAL_LEVEL
+    ) -> None:
         """As `event`, as an object of JSON: for programs that read lines."""
-        if self._writes("info"):
-            line = {"time": _stamp(), "level": "info", "component": self.component, "event": what}
+        if self._writes(level):
+            line = {"time": _stamp(), "level": level, "component": self.component, "event": what}
             self._put(json.dumps({**line, **fields}))
 
     def warning(self, what: str, **fields: Field) -> None:

@@ -352,7 +352,7 @@ WHOLE_NUMBERS = (
     ("no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS),
     ("mirostat", 0, 2),
 )
-MUST_BE_ABOVE = frozenset({"top_p", "typical_p"})
+MUST_BE_ABOVE = frozenset({"typical_p"})
 NUMBERS = (
     ("temperature", 0.0, MAX_TEMPERATURE),
     ("top_p", 0.0, 1.0),

@@ -19,6 +19,8 @@ from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_tables import RareTables
 
 Int32s = NDArray[np.int32]
+# The least of a top_p: it keeps the likeliest token alone, as 0 means it.
+SMALLEST_TOP_P = 1e-30
 NEVER = np.iinfo(np.int32).max  # a position no request reaches
 
 
@@ -133,7 +135,7 @@ class SlotTables:
         self._search(slot, admission.num_candidates)
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = max(sampling.top_k, 0)
-        self.top_p[slot] = sampling.top_p
+        self.top_p[slot] = max(sampling.top_p, SMALLEST_TOP_P)
         self.min_p[slot] = sampling.min_p
         self.repetition_penalty[slot] = sampling.repetition_penalty
         self.presence_penalty[slot] = sampling.presence_penalty

@@ -138,12 +138,12 @@ def broken_promise(
     is_hopeless = predicted_ms - times * foretold.ms + alone_ms > wanted_ms
     return DeadlineMissed(
         f"{what} is predicted {predicted_ms:.0f} ms after the request came, and is wanted within "
-        f"{wanted_ms:.0f} ms: {num_ahead} requests are ahead, and the prompt has "
+        f"{_ms(wanted_ms)} ms: {num_ahead} requests are ahead, and the prompt has "
         f"{len(ticket.token_ids) - cached} tokens to compute"
         + (f" (forecasts like this were exceeded up to {times:.2f} times)" if times > 1 else "")
         + "; nothing of it was computed: "
         + ("allow more time" if is_hopeless else "try again later, or allow more time"),
-        retry_after_s=None
+        retry_after_s=None  # at no time would it be kept
         if is_hopeless
         else min(max((predicted_ms - wanted_ms) / 1000.0, 1.0), 3600.0),
     )
@@ -151,14 +151,14 @@ def broken_promise(
 
 def deadline_passed(ticket: Ticket, forecast: Forecast) -> OverloadedError:
     """What the caller of `ticket` is told when its deadline is over before its answer was."""
-    wanted_ms = ticket.request.deadline_ms
+    wanted_ms = ticket.request.deadline_ms or 0.0  # it has one: it is over
     if ticket.was_admitted:
         return TimedOut(
-            f"the answer was not complete {wanted_ms:.0f} ms after the request came, its "
+            f"the answer was not complete {_ms(wanted_ms)} ms after the request came, its "
             "deadline_ms; it was ended: allow more time, or ask for fewer tokens"
         )
     return DeadlineMissed(
-        f"the request waited for its first step until its deadline, {wanted_ms:.0f} ms after it "
+        f"the request waited for its first step until its deadline, {_ms(wanted_ms)} ms after it "
         "came, was over; nothing of it was computed: try again later, or allow more time",
         retry_after_s=forecast.retry_after_s(),
     )
@@ -174,5 +174,8 @@ def _misses(request: Request, first_ms: float, rest_ms: float) -> tuple[str, flo
 
 
 def _in_about(forecast: Forecast) -> str:
-    retry_after_s = forecast.retry_after_s()
-    return "" if retry_after_s is None else f", in about {retry_after_s:.0f} s"
+    return f", in about {forecast.retry_after_s():.0f} s" if forecast.knows else ""
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 1 else f"{ms:.3g}"

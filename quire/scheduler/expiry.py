@@ -59,7 +59,6 @@ class Expiry:
         """`ticket` has waited too long: it goes with its group, unless one of that has begun."""
         if ticket.beams is not None:
             group = tuple(self._roster.forget_beams(ticket.beams))
-            retry_after_s = None
         else:
             leader = ticket.leader or ticket
             group = (leader, *leader.forks)
@@ -68,6 +67,6 @@ class Expiry:
             group = tuple(one for one in group if one.alive)
             for one in reversed(group):  # the leader last: nobody is to take its place
                 self._roster.withdraw(one)
-            retry_after_s = self._forecast.retry_after_s()
+        retry_after_s = self._forecast.retry_after_s()
         error = self._queue_time.error(ticket, now_ms, retry_after_s=retry_after_s)
         return [(tuple(one.request.request_id for one in group), error)]

@@ -93,9 +93,10 @@ class Forecast:
         """Until all that wait now have begun."""
         return self._begin_ms(self._load(), len(self._queue))[0]
 
-    def retry_after_s(self) -> float | None:
-        """When to come again: all that wait now have begun, within a second and an hour."""
-        return min(max(self.drain_ms() / 1000.0, 1.0), 3600.0) if self.knows else None
+    def retry_after_s(self) -> float:
+        """When to come again: all that wait now have begun, within a second and an hour; a second
+        while nothing can be foretold."""
+        return min(max(self.drain_ms() / 1000.0, 1.0), 3600.0) if self.knows else 1.0
 
     def first_token(
         self, ticket: Ticket, num_ahead: int, at_ms: float, num_cached: int = 0

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire import _native
+from quire.runner.slot_tables import SMALLEST_TOP_P
 from quire.sampling import native, reference
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.noise import gumbel
@@ -72,6 +73,10 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_it(choose: Choose) -> None
     assert tokens_drawn(choose, row, top_p=0.6) == {0, 1}
     assert tokens_drawn(choose, row, top_p=0.8) == {0, 1, 2}
     assert tokens_drawn(choose, row, top_p=0.95) == {0, 1, 2, 3}
+
+
+def test_the_least_top_p_keeps_the_likeliest_token_alone(choose: Choose) -> None:
+    assert tokens_drawn(choose, [1, 3, 3, 2], top_p=SMALLEST_TOP_P) == {1}
 
 
 def test_top_p_that_is_reached_exactly_needs_no_further_token(choose: Choose) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.api.completions import MAX_CHOICES
 from quire.api.conversations import EFFORTS, MAX_MESSAGES
-from quire.api.fields import CHAT, GENERATE, NO_EFFECT, UNSERVED
+from quire.api.fields import CHAT, GENERATE, LABELS, NO_EFFECT, UNSERVED
 from quire.api.generation import STREAM_OPTIONS
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.structured import FORMAT_TYPES
@@ -68,7 +68,8 @@ def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) 
         }
     for name in sorted(NO_EFFECT):
         properties[name] = {
-            "description": "Accepted at any value; it cannot change the answer.",
+            "type": ["string" if LABELS[name] is str else "object", "null"],
+            "description": "Accepted at any value of its type; it cannot change the answer.",
             "x-quire": "no effect",
         }
     return {

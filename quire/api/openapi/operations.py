@@ -18,6 +18,7 @@ from quire.api.errors import (
     ReaderGone,
     ResumeGone,
     UnknownRequest,
+    UnsupportedEncoding,
 )
 from quire.api.fields import (
     APPLY_TEMPLATE,
@@ -55,7 +56,8 @@ EVENTS = "text/event-stream"
 Errors = tuple[type[QuireError], ...]
 
 _ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
-_BODY: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnknownModel, TimedOut, *_ENGINE)
+_OBJECT: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnsupportedEncoding)
+_BODY: Errors = (*_OBJECT, UnknownModel, TimedOut, *_ENGINE)
 _TEXTS: Errors = (*_BODY, ModelError)
 _TOKENS: Errors = (
     *_TEXTS,
@@ -262,7 +264,7 @@ OPERATIONS: Mapping[str, Operation] = {
             needed=("level",),
         ),
         example={"level": "info"},
-        errors=(RequestError, InvalidParameter, BodyTooLarge, NotAdmin),
+        errors=(*_OBJECT, NotAdmin),
     ),
     "GET /version": Operation(says="The server's version.", tag="Server", answer="Version"),
     "GET /openapi.json": Operation(

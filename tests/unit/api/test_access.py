@@ -151,3 +151,18 @@ def test_a_caller_who_leaves_a_whole_answer_has_a_line_without_a_fault() -> None
         assert "error" not in told
 
     asyncio.run(exchange())
+
+
+def test_what_is_polled_has_a_line_at_the_level_debug() -> None:
+    async def exchange() -> None:
+        for form in ("text", "json"):
+            site = Site(access_log=form)
+            assert (await site.get("/health")).status == 200
+            assert site.log.getvalue() == ""
+            site.serving.log.level = "debug"
+            assert (await site.get("/health")).status == 200
+            (line,) = site.log.getvalue().splitlines()
+            assert "/health" in line
+            assert "debug" in line
+
+    asyncio.run(exchange())

@@ -197,3 +197,17 @@ def test_the_time_limit_counts_what_is_done_before_the_engine_is_asked() -> None
         stuck.set()
 
     asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, identity", "zstd"])
+def test_a_compressed_body_is_refused_and_nothing_is_unpacked(encoding: str) -> None:
+    async def exchange() -> None:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/generate"):
+            reply = await Site().post(path, {"prompt": "a"}, headers={"content-encoding": encoding})
+            assert (reply.status, reply.error["code"]) == (415, "unsupported_encoding")
+            assert "only identity" in reply.error["message"]
+            assert reply.headers["accept-encoding"] == "identity"
+        body, headers = {"prompt": "a"}, {"content-encoding": "identity"}
+        assert (await Site().post("/v1/completions", body, headers=headers)).status == 200
+
+    asyncio.run(exchange())

@@ -291,3 +291,17 @@ def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
             assert "at least 60" in reply.error["message"]
 
     run(exchange)
+
+
+def test_who_is_refused_while_nothing_is_taken_is_told_why_and_when_to_come_again() -> None:
+    async def exchange() -> None:
+        site = Site(grace_s=40.0)
+        site.serving.refuse_new()
+        for said, again in (("an admin drained", "10"), ("is shutting down", "40")):
+            reply = await site.post("/v1/completions", {"prompt": "a"})
+            assert (reply.status, reply.headers["retry-after"]) == (503, again)
+            assert said in reply.error["message"]
+            assert said in (await site.get("/health")).json["reason"]
+            site.serving.drain()
+
+    asyncio.run(exchange())

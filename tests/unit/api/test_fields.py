@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from quire.api.fields import CHAT, COMPLETIONS, NO_EFFECT, UNSERVED, ignored_header, known_fields
+from quire.api.fields import (
+    CHAT,
+    COMPLETIONS,
+    LABELS,
+    NO_EFFECT,
+    UNSERVED,
+    ignored_header,
+    known_fields,
+)
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
 
@@ -31,7 +39,7 @@ def test_null_means_not_given_for_every_known_field(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT))
 def test_fields_that_cannot_change_the_answer_are_accepted_at_any_value(name: str) -> None:
-    assert given({name: {"any": ["thing"]}}) == {}
+    assert given({name: LABELS[name]({"any": ["thing"]})}) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,3 +110,18 @@ def test_ignored_fields_are_in_a_header_and_in_the_log() -> None:
         assert "frobnicate" in site.log.getvalue()
 
     asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("user", 5, "user is 5; a string is allowed"),
+        ("metadata", "text", 'metadata is "text"; an object is allowed'),
+        ("request_id", ["a"], r'request_id is \["a"\]; a string'),
+    ],
+)
+def test_a_label_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidParameter, match=words) as caught:
+        given({name: value})
+    assert caught.value.param == name
+    assert given({name: None}) == {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.api.tools import offer_of
 from quire.base.records import FinishReason
 from quire.config import groups
 from quire.dialects.table import REASONING_PARSERS, TOOL_PARSERS
@@ -311,3 +312,15 @@ def test_a_template_without_a_place_for_tools_refuses_them() -> None:
     reply = chat(answering, {"unknown_fields": "warn"}, tools=[tool()])
     assert reply.headers["x-quire-ignored-fields"] == "tools"
     assert "tool_calls" not in whole(reply)["message"]
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": None}])
+def test_a_function_without_parameters_takes_none(given: dict[str, Any]) -> None:
+    bare = {"type": "function", "function": {"name": "now", **given}}
+    schemas = offer_of({"tools": [bare, tool()]}).schemas
+    assert schemas["now"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert schemas["weather"] == SCHEMA
+    answering = engine('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+    assert whole(chat(answering, tools=[bare], tool_choice="required"))["message"]["tool_calls"]
+    held = answering.asked[0].sampling.structured_outputs
+    assert '"additionalProperties":false' in held.text.replace(" ", "").replace("\\", "")

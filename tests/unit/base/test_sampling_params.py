@@ -40,7 +40,7 @@ from quire.base.sampling_params import FILTERS_OFF, SamplingParams
         ("temperature", None),
         ("temperature", float("nan")),
         ("temperature", 10**400),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("seed", 2**63),
         ("seed", 1.5),
         ("logprobs", 21),
