@@ -178,7 +178,7 @@ def test_asking_for_passed_deadlines_looks_at_no_others() -> None:
 
 def test_who_finds_no_room_before_any_step_was_timed_is_told_to_come_again_in_a_second() -> None:
     harness = harness_of(max_num_seqs=1, max_queued_tokens=10, knows=False)
-    harness.add(make_request("first", [1] * 8))
+    harness.add(make_request("first", [1] * 8, max_tokens=2))
     with pytest.raises(OverloadedError, match=r"try again later$") as refused:
-        harness.add(make_request("late", [1] * 8))
+        harness.add(make_request("late", [1] * 8, max_tokens=2))
     assert refused.value.retry_after_s == 1.0
