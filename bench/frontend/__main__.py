@@ -6,7 +6,9 @@ fast as tokens can be passed on, and `paced`, a step every 40 ms, as of a model 
 no two tokens of a stream wait together, and each costs a wake-up and a write of its own. Beside
 each stands the floor: an app without content on the same HTTP server, which sends as many events
 of the same size at the same pace. Refuses to report where a stream has an error, another number of
-events than tokens, or another text than the tokenizer gives. Writes bench/results/frontend.json.
+events than tokens, or another text than the tokenizer gives. Then, with --peers, the servers of
+other engines, each with the model in the box, whose compute is as small as a model's can be but is
+in their figures, and Quire with the same model (peers.py). Writes bench/results/frontend.json.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 from bench.compare import quire_state
+from bench.frontend.figures import medians, per
 from bench.frontend.null_executor import token_at
+from bench.frontend.peers import measure_models
 from bench.frontend.servers import REPOSITORY, Child
 from quire.bench.machine import machine_card
 from quire.config.groups import ModelConfig
@@ -59,14 +62,14 @@ def streamed(server: Child, tokens: int, wanted: str) -> dict[str, Any]:
     """All streams at once."""
     told = server.drive("/v1/completions", body(tokens, stream=True), streams=STREAMS, rounds=1)
     check(told, answers=STREAMS, events=tokens, digest=wanted)
-    return _per(told, STREAMS * tokens, "token")
+    return per(told, STREAMS * tokens, "token")
 
 
 def asked(server: Child, rounds: int, wanted: str) -> dict[str, Any]:
     """Requests of one token, on as many connections as there are streams."""
     told = server.drive("/v1/completions", body(1, stream=False), streams=STREAMS, rounds=rounds)
     check(told, answers=STREAMS * rounds, events=0, digest=wanted)
-    return _per(told, STREAMS * rounds, "request")
+    return per(told, STREAMS * rounds, "request")
 
 
 def floored(server: Child, *, events: int, size: int, rounds: int) -> dict[str, Any]:
@@ -75,38 +78,14 @@ def floored(server: Child, *, events: int, size: int, rounds: int) -> dict[str, 
     told = server.drive(path, {}, streams=STREAMS, rounds=rounds)
     check(told, answers=STREAMS * rounds, events=events, digest=None)
     count = STREAMS * rounds * max(events, 1)
-    return _per(told, count, "token" if events else "request")
+    return per(told, count, "token" if events else "request")
 
 
-def _per(told: dict[str, Any], count: int, what: str) -> dict[str, Any]:
-    return {
-        f"{what}s": count,
-        f"{what}s_per_s": round(count / told["seconds"]),
-        f"us_per_{what}": round(sum(told["cpu_s"]) / count * 1e6, 2),
-        f"us_per_{what}_by_process": [round(s / count * 1e6, 2) for s in told["cpu_s"]],
-        f"bytes_per_{what}": round(told["bytes"] / count),
-    }
-
-
-def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each number its median, with the least and most of the processor time."""
-    merged: dict[str, Any] = {"samples": len(samples)}
-    for name, value in samples[0].items():
-        values = [sample[name] for sample in samples]
-        if isinstance(value, list):
-            merged[name] = [statistics.median(column) for column in zip(*values, strict=True)]
-        else:
-            merged[name] = statistics.median(values)
-        if name in ("us_per_token", "us_per_request"):
-            merged[f"{name}_range"] = [min(values), max(values)]
-    return merged
-
-
-def measure(samples: int, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(samples: int, tokens: int, rounds: int, api_processes: int) -> dict[str, Any]:
     """All parts; Quire and the floor in turn."""
     result: dict[str, Any] = {}
     of_many, of_one = digest_wanted(tokens), digest_wanted(1)
-    serve = ("--port", "0", "--max-num-seqs", str(STREAMS))
+    serve = ("--port", "0", "--max-num-seqs", str(STREAMS), "--api-processes", str(api_processes))
     for part, step_ms in (("flat_out", 0.0), ("paced", STEP_MS)):
         with (
             Child("bench.frontend.null_server", str(step_ms), *serve) as quire,
@@ -136,6 +115,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each stream")
     parser.add_argument("--rounds", type=int, default=8, help="requests of each connection")
+    parser.add_argument("--api-processes", type=int, default=1, help="of Quire")
+    parser.add_argument("--peers", default="", help="others to measure: llama.cpp,vllm")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/frontend.json")
     args = parser.parse_args()
     result = {
@@ -143,10 +124,14 @@ def main() -> None:
         "machine": machine_card(),
         "quire": quire_state(),
         "streams": STREAMS,
+        "api_processes": args.api_processes,
         "goal_token_us": GOAL_TOKEN_US,
         "goal_request_us": GOAL_REQUEST_US,
-        **measure(args.samples, args.tokens, args.rounds),
+        **measure(args.samples, args.tokens, args.rounds, args.api_processes),
     }
+    if args.peers:
+        names = ("quire", *args.peers.split(","))
+        result["with_a_model"] = measure_models(names, streams=STREAMS, samples=args.samples)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

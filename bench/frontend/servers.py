@@ -1,7 +1,7 @@
 """The servers under test, each a child process, and the processor time they have used.
 
 Knows how each is started and asked. Always holds: a server's processor time is that of its process
-and of all that it started, user and system, as /proc counts it.
+and of all that it started and they started, user and system, as /proc counts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +49,10 @@ class Child:
         """What it has printed."""
         return os.pread(self._out.fileno(), 1 << 20, 0).decode(errors="replace")
 
-    def cpu_s(self) -> list[float]:
-        """Processor time so far: of the server's own process, and of each it started."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return [_cpu_s(int(pid)) for pid in (self.pid, *map(int, children))]
-
     def drive(self, path: str, body: object, *, streams: int, rounds: int) -> dict[str, Any]:
         """Ask it by a client in another process; what came, with the time it took."""
-        asked = {
-            "host": "127.0.0.1",
-            "port": self.port,
-            "path": path,
-            "body": body,
-            "streams": streams,
-            "rounds": rounds,
-        }
-        before = self.cpu_s()
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.frontend.client"],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=REPOSITORY,
-        )
-        after = self.cpu_s()
-        if done.returncode:
-            raise SystemExit(f"the client gave up: {done.stderr[-600:]}\n{self.output()[-600:]}")
-        told: dict[str, Any] = json.loads(done.stdout)
-        told["cpu_s"] = [end - begin for begin, end in zip(before, after, strict=True)]
-        return told
+        asked = Asked(self.port, path, body, streams, rounds)
+        return drive(self.pid, asked, told=self.output)
 
     def close(self) -> None:
         """End it."""
@@ -99,6 +75,51 @@ class Child:
             if self._process.poll() is not None or time.monotonic() > end_s:
                 raise SystemExit(f"a server did not start: {self.output()[-600:]}")
             time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the client is to ask."""
+
+    port: int
+    path: str
+    body: object
+    streams: int
+    rounds: int
+
+
+def drive(pid: int, asked: Asked, *, told: Callable[[], str]) -> dict[str, Any]:
+    """Ask the server of process `pid` by a client in another one; what came, with the time it took.
+
+    told: what the server has printed.
+    """
+    before = cpu_s(pid)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.frontend.client"],
+        input=json.dumps({"host": "127.0.0.1", **asdict(asked)}),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+    )
+    after = cpu_s(pid)
+    if done.returncode:
+        raise SystemExit(f"the client gave up: {done.stderr[-600:]}\n{told()[-600:]}")
+    came: dict[str, Any] = json.loads(done.stdout)
+    came["cpu_s"] = [used - before.get(number, 0.0) for number, used in after.items()]
+    return came
+
+
+def cpu_s(pid: int) -> dict[int, float]:
+    """Processor time so far by process: of a server's own, and of all below it."""
+    found, waiting = {}, [pid]
+    while waiting:
+        number = waiting.pop(0)
+        with suppress(OSError):  # it has ended
+            found[number] = _cpu_s(number)
+            for task in Path(f"/proc/{number}/task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _cpu_s(pid: int) -> float:

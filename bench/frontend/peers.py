@@ -1,0 +1,110 @@
+"""The servers of other engines under the front end's load, each with the model in the box.
+
+llama-server and vLLM have no executor that computes nothing, so each serves the smallest trained
+model there is, three million parameters, and its figures hold that model's compute; Quire serves
+the same model here, so that like stands beside like. What a request costs is that of one token.
+Always holds: all answers come whole; an engine that is not installed, or whose server fails, is
+told as a failure and the others are measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.frontend.figures import medians, per
+from bench.frontend.servers import Asked, drive
+from bench.peers.child import PeerFailed
+from bench.peers.convert import Unavailable
+from bench.servers import Server
+from bench.token_check import trained_checkpoint
+from quire.bench.http_load import Target, first_model
+from quire.config.machine import num_usable_cores
+
+TOKENS = 64
+ROUNDS = 2
+PROMPT = "Once upon a time there was a little dog who liked to run by the sea."
+CONTEXT = 256
+# As many places as streams in each, nothing kept of prompts that were seen before.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "quire": {"dtype": "f32", "max_num_seqs": 256, "max_model_len": CONTEXT},
+    "llama.cpp": {"-np": 256, "-c": 256 * CONTEXT, "--cache-ram": 0},
+    "vllm": {"max_num_seqs": 256, "max_model_len": CONTEXT, "dtype": "float32"},
+}
+
+
+def measure_models(names: Sequence[str], *, streams: int, samples: int) -> dict[str, Any]:
+    """Each engine's figures, one server at a time."""
+    told: dict[str, Any] = {"model": "box, 3 million parameters, f32", "tokens": TOKENS}
+    checkpoint = trained_checkpoint()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            log = Path(folder) / f"{name}.log"
+            threads = num_usable_cores()
+            settings = SETTINGS[name]
+            try:
+                with Server(
+                    name, checkpoint, "f32", threads=threads, log=log, settings=settings
+                ) as server:
+                    server.wait()
+                    told[name] = _measured(server, log, streams, samples)
+            except (PeerFailed, Unavailable, OSError) as error:
+                told[name] = {"failed": str(error), "log": _end_of(log)}
+            told[name]["settings"] = settings
+            print(json.dumps({name: told[name]}), flush=True)
+    return told
+
+
+def _measured(server: Server, log: Path, streams: int, samples: int) -> dict[str, Any]:
+    port = int(server.target.url.rpartition(":")[2])
+    model = _model_of(server.target)
+
+    def asked(max_tokens: int, rounds: int) -> dict[str, Any]:
+        body = {
+            "model": model,
+            "prompt": PROMPT,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": max_tokens > 1,
+        }
+        came = drive(
+            server.pid,
+            Asked(port, "/v1/completions", body, streams, rounds),
+            told=lambda: _end_of(log),
+        )
+        check_peer(came, answers=streams * rounds, tokens=max_tokens if max_tokens > 1 else 0)
+        return came
+
+    asked(TOKENS, 1)  # imports, first connections, memory
+    streamed = [per(asked(TOKENS, 1), streams * TOKENS, "token") for _ in range(samples)]
+    asked(1, 1)
+    whole = [per(asked(1, ROUNDS), streams * ROUNDS, "request") for _ in range(samples)]
+    return {"streamed": medians(streamed), "requests": medians(whole)}
+
+
+def check_peer(came: dict[str, Any], *, answers: int, tokens: int) -> None:
+    """Raises PeerFailed where answers are missing, or told in fewer events than nine of ten tokens
+    (parts of a character are told together)."""
+    counts = {int(events): count for events, count in came["events"].items()}
+    least = 0 if not tokens else round(0.9 * tokens)
+    if came["answers"] != answers or not all(least <= events <= tokens for events in counts):
+        raise PeerFailed(f"{answers} answers of {tokens} tokens wanted, came: {counts}")
+
+
+def _model_of(target: Target) -> str:
+    return asyncio.run(first_model(target))
+
+
+def _end_of(log: Path) -> str:
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(file.tell() - 800, 0))
+        return file.read().decode(errors="replace")
