@@ -7,7 +7,8 @@ ended, and everything it held (the engine's generators among it) has been closed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
+from types import coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -66,12 +67,40 @@ async def body_in_time(
 ) -> T:
     """What reading a body gives: in time, and while the server takes requests.
 
-    Raises TimedOut and ShuttingDown, else what `work` raises.
+    Raises TimedOut and ShuttingDown, else what `work` raises. A body that is there already is read
+    without a task of its own, as nearly all are.
     """
+    if not leaving.done():
+        try:
+            waits_for = work.send(None)
+        except StopIteration as read:
+            body: T = read.value
+            return body
+        work = _rest(work, waits_for)
     left_s = deadline.left_s()
     limit_s = BODY_TIME_S if left_s is None else min(left_s, BODY_TIME_S)
     late = f"the request's body did not come within {limit_s:g} s; send it faster, or send less"
     return await _first_of(work, None, over=leaving, limit_s=limit_s, late=late)
+
+
+async def _rest(work: Coroutine[Any, Any, T], waits_for: Any) -> T:
+    """The rest of a coroutine that has been begun and now waits for something."""
+    return await _steps(work, waits_for)
+
+
+@coroutine
+def _steps(work: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
+    try:
+        while True:
+            try:
+                told = yield waits_for
+            except BaseException as error:  # noqa: BLE001  it is the coroutine's to deal with
+                waits_for = work.throw(error)
+            else:
+                waits_for = work.send(told)
+    except StopIteration as done:
+        result: T = done.value
+        return result
 
 
 async def _first_of(

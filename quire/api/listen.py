@@ -15,12 +15,14 @@ import socket
 import ssl
 import stat
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from quire.base.errors import SettingError
 from quire.config.groups import ServerConfig
 
 _BACKLOG = 2048
+_MOST_HOST_CHARS = 255
 
 
 def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
@@ -167,6 +169,12 @@ def _no_password() -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`. A name other than localhost counts as not."""
+    return len(host) <= _MOST_HOST_CHARS and _is_loopback(host)
+
+
+@lru_cache(maxsize=64)
+def _is_loopback(host: str) -> bool:
+    """Asked twice a request, mostly of the same few addresses."""
     if host == "localhost":
         return True
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from quire.api.fields import SAMPLING, flag
 from quire.api.structured import grammar_asked_for
 from quire.base.errors import InvalidParameter
-from quire.base.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from quire.base.sampling_params import MAX_LOGIT_BIAS, SamplingParams, random_seed
 from quire.base.show import show
 
 # OpenAI's default for completions; chats default to the rest of the context.
@@ -48,7 +48,8 @@ def sampling_of(
     fields["structured_outputs"] = grammar_asked_for(given)
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"])
-    return defaults.changed(logprobs=logprobs, **fields).resolve()
+    fields.setdefault("seed", random_seed())
+    return defaults.changed(logprobs=logprobs, **fields)
 
 
 def limited(

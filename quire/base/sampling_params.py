@@ -321,8 +321,13 @@ class SamplingParams:
         if self.seed is not None:
             return self
         resolved = copy(self)  # its values are checked
-        resolved._settle("seed", secrets.randbelow(2**53))
+        resolved._settle("seed", random_seed())
         return resolved
+
+
+def random_seed() -> int:
+    """The seed of a request that names none: a number that JSON's readers keep exactly."""
+    return secrets.randbelow(2**53)
 
 
 # The filters of token choice, with the values that keep every token.
