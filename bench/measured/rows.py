@@ -56,9 +56,20 @@ def _frontend_rows(result: dict[str, Any]) -> list[str]:
         f"{flat['quire']['us_per_token']:.0f} us, {paced['quire']['us_per_token']:.0f} us, "
         f"{asked['quire']['us_per_request']:.0f} us (empty app: "
         f"{flat['floor']['us_per_token']:.0f}, {paced['floor']['us_per_token']:.0f}, "
-        f"{asked['floor']['us_per_request']:.0f}) | {result['goal_token_us']:.0f} us, "
-        f"{result['goal_request_us']:.0f} us |"
+        f"{asked['floor']['us_per_request']:.0f}){_beside(result)} | "
+        f"{result['goal_token_us']:.0f} us, {result['goal_request_us']:.0f} us |"
     ]
+
+
+def _beside(result: dict[str, Any]) -> str:
+    """The servers with a model that computes: a streamed token and a request of each."""
+    told = [
+        f"{name} {found['streamed']['us_per_token']:.0f}, "
+        f"{found['requests']['us_per_request']:.0f} us"
+        for name, found in result.get("with_a_model", {}).items()
+        if isinstance(found, dict) and "streamed" in found
+    ]
+    return f"; with the model in the box, its compute included: {'; '.join(told)}" if told else ""
 
 
 def _memory_rows(result: dict[str, Any]) -> list[str]:

@@ -38,15 +38,25 @@ class Broken(Exception):
 
 
 class Callers:
-    """See the top of this file. stall_s: for how long a caller who stalls does not read."""
+    """See the top of this file. stall_s: for how long a caller who stalls does not read. limit_s:
+    an exchange that takes longer is wrong."""
 
-    def __init__(self, port: int, asks: Sequence[Ask], *, seed: int, stall_s: float) -> None:
+    def __init__(
+        self,
+        port: int,
+        asks: Sequence[Ask],
+        *,
+        seed: int,
+        stall_s: float,
+        limit_s: float = _LIMIT_S,
+    ) -> None:
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._port = port
         self._asks = asks
         self._seed = seed
         self._stall_s = stall_s
+        self._limit_s = limit_s
         self._round = 0
 
     async def run(self, num_callers: int, go_on: Callable[[int], bool]) -> None:
@@ -70,7 +80,7 @@ class Callers:
             kind = chance.choices([*_KINDS], [*_KINDS.values()])[0]
             ask = chance.choice(self._asks)
             try:
-                async with asyncio.timeout(_LIMIT_S):
+                async with asyncio.timeout(self._limit_s):
                     await getattr(self, f"_{kind}")(ask, chance)
             except (Broken, OSError, TimeoutError, ValueError, LookupError) as error:
                 self.wrong = [*self.wrong, f"{kind}: {error!r} of {ask.body}"][:_MOST_KEPT]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from bench.frontend.__main__ import check
 from bench.frontend.client import text_of
 from bench.frontend.null_executor import FIRST_ID, NUM_IDS, token_at
+from bench.frontend.peers import check_peer
+from bench.frontend.servers import cpu_s
+from bench.peers.child import PeerFailed
 from bench.soak.callers import Broken, streamed_text, whole_text
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -63,6 +69,37 @@ def test_a_wrong_count_or_text_is_not_reported(told: dict[str, object]) -> None:
     with pytest.raises(SystemExit):
         check(told, answers=2, events=3, digest="x")
     check({"answers": 2, "events": {"3": 2}, "digests": {"x": 2}}, answers=2, events=3, digest="x")
+
+
+@pytest.mark.parametrize("events", [{"10": 2}, {"9": 1, "10": 1}])
+def test_a_peer_may_tell_parts_of_a_character_together(events: dict[str, int]) -> None:
+    check_peer({"answers": 2, "events": events}, answers=2, tokens=10)
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        {"answers": 1, "events": {"10": 1}},
+        {"answers": 2, "events": {"10": 1, "8": 1}},
+        {"answers": 2, "events": {"10": 1, "11": 1}},
+    ],
+)
+def test_a_peer_whose_answers_are_not_whole_is_not_reported(came: dict[str, object]) -> None:
+    with pytest.raises(PeerFailed):
+        check_peer(came, answers=2, tokens=10)
+
+
+def test_processor_time_is_of_a_process_and_of_all_below_it() -> None:
+    inner = "import sys; print(flush=True); sys.stdin.read()"
+    start = f"[sys.executable, '-c', {inner!r}]"
+    outer = f"import subprocess, sys; subprocess.run({start})"
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the inner one runs
+        assert len(cpu_s(process.pid)) == 2
+        process.communicate()
 
 
 def test_the_null_executors_tokens_are_of_its_range() -> None:
