@@ -51,7 +51,7 @@ def ready(stage: Stage) -> None:
         stage.settle()
         loaded_s = time.perf_counter() - began
         stage.tell("seconds_to_load", loaded_s)
-        for size in (1, *ladder(sequences)):
+        for size in ladder(sequences):
             batch = batch_of(
                 [1] * size, [0] * size, columns=1, vocab_size=program.vocab_size, samples=True
             )
