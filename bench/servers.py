@@ -22,7 +22,7 @@ from bench.peers.child import PeerFailed, engine_environment
 from bench.peers.convert import converted
 from bench.peers.places import environment_python, llama_tool
 from quire.base.errors import WorkerError
-from quire.bench.http_load import Target, first_model
+from quire.bench.http_load import Target, served_model
 
 ENGINES = ("quire", "llama.cpp", "vllm")
 READY_LIMIT_S = 600.0
@@ -64,7 +64,7 @@ class Server:
             if self._process.poll() is not None:
                 break
             with suppress(WorkerError):
-                asyncio.run(first_model(self.target))
+                asyncio.run(served_model(self.target))
                 return
             time.sleep(0.2)
         raise PeerFailed(f"the server of {self.engine} did not start; {self._log.name} says why")

@@ -1,7 +1,8 @@
 """The least time that work can take: bytes that must come from memory, over how fast it reads.
 
-Bytes are those of the program's own cost model. Only memory is looked at here, so the floor of a
-long prompt, which is bound by arithmetic, is far below what any machine reaches. Knows no clock.
+Bytes and operations are those of the program's own cost model. Requests' floors look at memory
+only, so that of a long prompt, which is bound by arithmetic, is far below what any machine reaches;
+an operation's is of both. Knows no clock.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import SettingError
+from quire.bench.limits import READ, peak_gflops
 from quire.config.flags import engine_config
 from quire.engine.model_files import model_folder
 from quire.engine.programs import engine_program
 from quire.models.registry import open_model
-from quire.program.cost import StepShape, step_cost
+from quire.program.cost import Cost, StepShape, step_cost
+from quire.program.ops import Op, OpKind
 from quire.program.program import Program
 from quire.weights.checkpoint import open_checkpoint
+
+CACHED = "cached"
 
 
 def program_of(model: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Program:
@@ -48,3 +53,24 @@ def decode_bytes(program: Program, *, prompt_tokens: int, output_tokens: int) ->
 def prefill_bytes(program: Program, *, prompt_tokens: int) -> int:
     """Bytes of weights and cache that computing a prompt in one step must read or write."""
     return step_cost(program, StepShape([prompt_tokens], [0])).memory_bytes
+
+
+def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
+    """The least seconds an operation can take: its bytes read from memory, or its arithmetic."""
+    products = str(program.caches[0].dtype)
+    if op.kind is OpKind.LINEAR:
+        weight = program.weights[op.attrs["weight"]]
+        products = (weight.scheme or str(weight.dtype)).partition("-")[0]
+    computed_s = 0.0
+    for operations, precision in (
+        (cost.product_ops + cost.attention_ops, products),
+        (cost.other_ops, "f32"),
+    ):
+        peak = peak_gflops(limits, precision)
+        computed_s += operations / (1e9 * peak) if peak else 0.0
+    return max(cost.memory_bytes / (1e9 * limits[READ]), computed_s)
+
+
+def share_text(floor_s: float, seconds: float) -> str:
+    """The floor's share of the time; what came faster than memory reads has no floor there."""
+    return CACHED if floor_s > seconds else f"{100 * floor_s / seconds:.0f} %"

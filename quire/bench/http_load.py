@@ -71,19 +71,43 @@ def address_of(url: str) -> Address:
     )
 
 
-async def first_model(target: Target) -> str:
-    """Name of the first model the server lists. Raises WorkerError where it lists none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as its server lists it; None: the server does not say."""
+
+    name: str
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+
+
+async def served_model(target: Target) -> ServedModel:
+    """The target's model, or the first one listed where it names none. Raises WorkerError where
+    the list cannot be read, or is empty and no name was given."""
     try:
         async with asyncio.timeout(30):
             body = b""
             async for line in _exchange(target, "GET", "/models", None):
                 body += line + b"\n"
-            return str(json.loads(body)["data"][0]["id"])
+        listed = {str(one["id"]): one for one in json.loads(body)["data"]}
+        name = target.model or next(iter(listed))
+        told = listed.get(name, {})
+        return ServedModel(
+            name=name,
+            max_model_len=_count(told.get("max_model_len")),
+            vocab_size=_count(told.get("vocab_size")),
+        )
+    except StopIteration:
+        raise WorkerError(f"{target.url} lists no models; name one with --model") from None
     except (OSError, ValueError, LookupError, TypeError, TimeoutError, Refused) as error:
         raise WorkerError(
             f"{target.url} lists no models ({error!r}); is a server running there? "
             "Name a model with --model where it lists none"
         ) from error
+
+
+def _count(value: object) -> int | None:
+    """A server may say anything."""
+    return value if type(value) is int and value > 0 else None
 
 
 async def open_loop(

@@ -25,7 +25,8 @@ from quire.base.errors import SettingError
 from quire.base.records import NO_INTS, StepPlan
 from quire.base.report import Field
 from quire.base.sampling_params import SamplingParams
-from quire.bench.limits import FORK_JOIN, READ, machine_limits, peak_gflops
+from quire.bench.floor import CACHED, op_floor_s, share_text
+from quire.bench.limits import FORK_JOIN, READ, machine_limits
 from quire.bench.reading import ReadProbe
 from quire.bench.report import result
 from quire.config.flags import engine_config
@@ -171,11 +172,11 @@ def _limits_text(limits: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _step_text(step: Mapping[str, Any]) -> str:
+    share = share_text(step["floor_s"], step["step_s"])
     title = (
         f"{step['text']}: {1e3 * step['step_s']:.2f} ms, "
         f"{step['tokens'] / step['step_s']:.0f} tokens/s; the floor is "
-        f"{1e3 * step['floor_s']:.2f} ms ({100 * step['floor_share']:.0f} %), "
-        f"memory at {step['read_gb_per_s']:.1f} GB/s"
+        f"{1e3 * step['floor_s']:.2f} ms ({share}), memory at {step['read_gb_per_s']:.1f} GB/s"
     )
     headings = ("operation", "times", "ms", "share", "GB/s", "GFLOP/s", "of its floor")
     rows = [
@@ -186,7 +187,7 @@ def _step_text(step: Mapping[str, Any]) -> str:
             f"{100 * part['share']:.1f} %",
             _rate(part, "memory_bytes"),
             _rate(part, "operations"),
-            f"{100 * part['floor_s'] / part['seconds']:.0f} %" if part["floor_s"] else "-",
+            share_text(part["floor_s"], part["seconds"]) if part["floor_s"] else "-",
         )
         for part in step["kinds"]
     ]
@@ -194,7 +195,17 @@ def _step_text(step: Mapping[str, Any]) -> str:
         f"work was handed to all threads {step['num_forks']} times: "
         f"{1e3 * step['fork_join_s']:.3f} ms of the operations' time"
     )
-    return f"{title}\n{table(headings, rows)}\n{forks}"
+    lines = [title, table(headings, rows), forks]
+    if any(part["floor_s"] > part["seconds"] for part in (*step["kinds"], _whole(step))):
+        lines.append(
+            f"{CACHED}: it took less time than reading its weights, keys and values from memory "
+            "does; they lie in the processor's caches, and that floor is none"
+        )
+    return "\n".join(lines)
+
+
+def _whole(step: Mapping[str, Any]) -> dict[str, float]:
+    return {"floor_s": step["floor_s"], "seconds": step["step_s"]}
 
 
 def _rate(part: Mapping[str, Any], name: str) -> str:
@@ -206,7 +217,8 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
     """What the numbers say about settings; nothing where they say nothing."""
     threads, floors = outcome["threads"], outcome["decode_floors_s"]
     lines = []
-    if outcome["quantization"] == "none":
+    decode = outcome["steps"][0]
+    if outcome["quantization"] == "none" and decode["floor_s"] <= decode["step_s"]:
         told = ", ".join(
             f"{1e3 * floors[scheme]:.2f} ms with --quantization {scheme}"
             for scheme in ("int8", "int4-g32")
@@ -395,7 +407,7 @@ def _part(
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
     costs = [op_cost(program, op, shape) for op in ops]
-    floors = [_floor_s(program, op, cost, limits) for op, cost in zip(ops, costs, strict=True)]
+    floors = [op_floor_s(program, op, cost, limits) for op, cost in zip(ops, costs, strict=True)]
     cost = sum(costs, Cost())
     return {
         "kind": " + ".join(dict.fromkeys(_name(program, op) for op in ops)),
@@ -421,25 +433,9 @@ def _name(program: Program, op: Op) -> str:
     return f"linear {weight.columns} -> {weight.rows} {weight.scheme or weight.dtype}"
 
 
-def _floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
-    """The least time the operation can take."""
-    products = str(program.caches[0].dtype)
-    if op.kind is OpKind.LINEAR:
-        weight = program.weights[op.attrs["weight"]]
-        products = (weight.scheme or str(weight.dtype)).partition("-")[0]
-    computed_s = 0.0
-    for operations, precision in (
-        (cost.product_ops + cost.attention_ops, products),
-        (cost.other_ops, "f32"),
-    ):
-        peak = peak_gflops(limits, precision)
-        computed_s += operations / (1e9 * peak) if peak else 0.0
-    return max(cost.memory_bytes / (1e9 * limits[READ]), computed_s)
-
-
 def _step_floor_s(program: Program, shape: StepShape, limits: Mapping[str, float]) -> float:
     return sum(
-        _floor_s(program, op, op_cost(program, op, shape), limits)
+        op_floor_s(program, op, op_cost(program, op, shape), limits)
         for ops in program.segments.values()
         for op in ops
     )

@@ -3,7 +3,8 @@
 At each rate requests arrive by themselves (Poisson), whether or not earlier ones have ended. Told
 are the percentiles of the time to the first token and of the time per token after it, and the
 goodput: requests a second that met both goals. The knee is the highest rate at which nearly all
-did. A recorded trace can be replayed instead, at several speeds.
+did; it is not reached where no higher one was tried. A recorded trace can be replayed instead, at
+several speeds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from quire.base.errors import WorkerError
 from quire.bench.arrivals import poisson, replay
-from quire.bench.http_load import Target, first_model, open_loop
+from quire.bench.http_load import ServedModel, Target, open_loop, served_model
 from quire.bench.report import result
 from quire.bench.workloads import Ask, Lengths
 from quire.obs.report import Progress, table
@@ -58,7 +59,9 @@ def measure_serving(
     rng = np.random.default_rng(load.seed)
 
     async def run() -> tuple[str, list[dict[str, object]]]:
-        named = target if target.model else replace(target, model=await first_model(target))
+        named = target
+        if not target.model:
+            named = replace(target, model=(await served_model(target)).name)
         await _warm_up(named, load, rng)
         summaries: list[dict[str, object]] = []
         for rate in sorted(load.rates):
@@ -91,7 +94,19 @@ def measure_serving(
         settings,
         rates=summaries,
         knee=None if found is None else summaries[found],
+        knee_reached=found is not None and found < len(summaries) - 1,
     )
+
+
+def ask_what_is_served(target: Target) -> ServedModel:
+    """What the server says of the model. Raises WorkerError where it says nothing and the target
+    names none."""
+    try:
+        return asyncio.run(served_model(target))
+    except WorkerError:
+        if not target.model:
+            raise
+        return ServedModel(name=target.model)
 
 
 def serving_text(outcome: Mapping[str, Any]) -> str:
@@ -117,12 +132,15 @@ def serving_text(outcome: Mapping[str, Any]) -> str:
         *("good", "goodput", "errors"),
     )
     found = outcome["knee"]
-    told = (
-        "no rate served 90 % of its requests well"
-        if found is None
-        else f"knee: {found['offered_per_s']:.2f} requests/s offered, "
-        f"{found['goodput_per_s']:.2f}/s served well"
-    )
+    told = "no rate served 90 % of its requests well"
+    if found is not None:
+        at = (
+            f"{found['offered_per_s']:.2f} requests/s offered, "
+            f"{found['goodput_per_s']:.2f}/s served well"
+        )
+        told = f"knee: {at}"
+        if not outcome["knee_reached"]:
+            told = f"knee not reached: the highest rate was served well ({at}); try higher --rates"
     problems = sorted({error for one in outcome["rates"] for error in one["errors"]})
     return "\n".join(
         [
@@ -133,13 +151,6 @@ def serving_text(outcome: Mapping[str, Any]) -> str:
             *(f"error: {problem}" for problem in problems),
         ]
     )
-
-
-def read_lengths(prompts: tuple[int, int], outputs: tuple[int, int]) -> tuple[Lengths, ...]:
-    """64 lengths even within both ranges, always the same ones."""
-    from quire.bench.workloads import mixed_lengths
-
-    return mixed_lengths(64, prompts, outputs, seed=5)
 
 
 async def _warm_up(target: Target, load: Load, rng: np.random.Generator) -> None:

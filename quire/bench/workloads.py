@@ -7,6 +7,7 @@ no engine and no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
 
+Range = tuple[int, int]
+# The usual lengths, where nobody asks for others.
+PROMPTS, OUTPUTS = (128, 512), (32, 128)
 # Ids below are letters and special tokens in most vocabularies.
 FIRST_TOKEN_ID = 300
 
@@ -98,6 +102,34 @@ def mixed_lengths(
             strict=True,
         )
     )
+
+
+def fitted(
+    context: int | None, prompts: Range | None, outputs: Range | None
+) -> tuple[Range, Range]:
+    """Lengths of prompts and outputs: what was asked for, else the usual ones, cut to a context of
+    so many tokens (None: not known). Raises SettingError where what was asked for does not fit."""
+    room = math.inf if context is None else context
+    least = (prompts[1] if prompts else 1) + (outputs[1] if outputs else 1)
+    if least > room:
+        raise SettingError(
+            f"--prompts up to {prompts[1] if prompts else 1} and --outputs up to "
+            f"{outputs[1] if outputs else 1} are {least} tokens; this model holds {room}: lower "
+            "them, or serve it with a larger --max-model-len"
+        )
+    if prompts is None and outputs is None:
+        share = min(room / (PROMPTS[1] + OUTPUTS[1]), 1.0)
+        return _shorter(PROMPTS, share), _shorter(OUTPUTS, share)
+    if prompts is None:
+        assert outputs is not None
+        return _shorter(PROMPTS, min((room - outputs[1]) / PROMPTS[1], 1.0)), outputs
+    if outputs is None:
+        return prompts, _shorter(OUTPUTS, min((room - prompts[1]) / OUTPUTS[1], 1.0))
+    return prompts, outputs
+
+
+def _shorter(lengths: Range, share: float) -> Range:
+    return max(int(lengths[0] * share), 1), max(int(lengths[1] * share), 1)
 
 
 def batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:

@@ -15,6 +15,7 @@ from typing import Any
 from quire.cli.options import a_count, a_list_of, add_engine_arguments, engine_settings
 
 _RANGE = "LOW-HIGH"
+_MAX_TOKENS, _VOCAB_SIZE = 4096, 30_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +65,7 @@ def _latency(arguments: argparse.Namespace) -> int:
 
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_count(parser, "--requests", 32, "requests handed in at once")
-    _add_range(parser, "--prompts", (128, 512), "tokens of their prompts")
-    _add_range(parser, "--outputs", (32, 128), "tokens they generate")
+    _add_ranges(parser, "tokens of their prompts", "tokens they generate")
     _add_count(parser, "--max-running", 16, "most of them computed at once")
     parser.add_argument(
         "--batching",
@@ -79,18 +79,22 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
+    from quire.bench.floor import program_of
     from quire.bench.throughput import MODES, measure_throughput, throughput_text
-    from quire.bench.workloads import Workload, mixed_lengths
+    from quire.bench.workloads import Workload, fitted, mixed_lengths
 
+    settings = engine_settings(arguments)
+    context = program_of(arguments.model, settings).max_positions
+    prompts, outputs = fitted(context, arguments.prompts, arguments.outputs)
     workload = Workload(
         name="throughput",
         text="many requests at once",
-        lengths=mixed_lengths(arguments.requests, arguments.prompts, arguments.outputs, seed=2920),
+        lengths=mixed_lengths(arguments.requests, prompts, outputs, seed=2920),
         max_running=arguments.max_running,
     )
     outcome = measure_throughput(
         arguments.model,
-        engine_settings(arguments),
+        settings,
         workload=workload,
         modes=MODES if arguments.batching == "both" else (arguments.batching,),
         repeats=arguments.repeats,
@@ -126,8 +130,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="how long requests arrive (default 30)"
     )
-    _add_range(parser, "--prompts", (128, 512), "tokens of the prompts")
-    _add_range(parser, "--outputs", (32, 128), "tokens to be generated")
+    _add_ranges(parser, "tokens of the prompts", "tokens to be generated")
     parser.add_argument(
         "--trace",
         default="",
@@ -136,8 +139,20 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "lines",
     )
     _add_count(parser, "--max-requests", 200, "most requests of the trace")
-    _add_count(parser, "--max-tokens", 4096, "longer requests of the trace are left out")
-    _add_count(parser, "--vocab-size", 30_000, "token ids of prompts are drawn below this")
+    parser.add_argument(
+        "--max-tokens",
+        type=a_count,
+        metavar="NUM",
+        help="longer requests of the trace are left out (default: the server's context, at most "
+        f"{_MAX_TOKENS}, and that where it tells none)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=a_count,
+        metavar="NUM",
+        help="token ids of prompts are drawn below this (default: the server's vocabulary, and "
+        f"{_VOCAB_SIZE} where it tells none)",
+    )
     parser.add_argument(
         "--text", action="store_true", help="send prompts as words, not as token ids"
     )
@@ -157,12 +172,19 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
     from pathlib import Path
 
     from quire.bench.http_load import Target
     from quire.bench.plots import plot_serving
-    from quire.bench.serve import Load, measure_serving, serving_text, trace_of
-    from quire.bench.workloads import mixed_lengths
+    from quire.bench.serve import (
+        Load,
+        ask_what_is_served,
+        measure_serving,
+        serving_text,
+        trace_of,
+    )
+    from quire.bench.workloads import fitted, mixed_lengths
     from quire.obs.pictures import check_plots
     from quire.obs.timing import Goals
 
@@ -176,20 +198,58 @@ def _serve(arguments: argparse.Namespace) -> int:
         exact=not arguments.may_end,
         extra=() if arguments.may_end else (("ignore_eos", True),),
     )
+    trace = trace_of(arguments.trace, max_requests=arguments.max_requests)
+    served = ask_what_is_served(target)
+    prompts, outputs = fitted(served.max_model_len, arguments.prompts, arguments.outputs)
     load = Load(
         rates=arguments.rates or ((1.0,) if arguments.trace else (0.5, 1.0, 2.0, 4.0, 8.0)),
         seconds=arguments.seconds,
-        lengths=mixed_lengths(64, arguments.prompts, arguments.outputs, seed=5),
-        vocab_size=arguments.vocab_size,
-        trace=trace_of(arguments.trace, max_requests=arguments.max_requests),
-        max_tokens=arguments.max_tokens,
+        lengths=mixed_lengths(64, prompts, outputs, seed=5),
+        vocab_size=arguments.vocab_size or served.vocab_size or _VOCAB_SIZE,
+        trace=trace,
+        max_tokens=arguments.max_tokens or min(served.max_model_len or _MAX_TOKENS, _MAX_TOKENS),
         seed=arguments.seed,
     )
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
-    outcome: dict[str, Any] = measure_serving(target, load, goals)
+    outcome: dict[str, Any] = measure_serving(replace(target, model=served.name), load, goals)
     if arguments.png:
         plot_serving({str(outcome["settings"]["model"]): outcome}, Path(arguments.png))
     return _show(arguments, outcome, serving_text)
+
+
+# ---- kernels
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    _add_names(parser, "--parts", "products,attention,small,choice", "what is measured")
+    _add_names(parser, "--precisions", "none,int8,int4", "of products; none: --dtype")
+    _add_numbers(parser, "--rows", "1,4,16,64,256,2048", "of products and small operations")
+    _add_numbers(
+        parser, "--depths", "512,4096", "tokens before attention's rows, as far as it goes"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.2,
+        metavar="NUM",
+        help="how long each is measured (default 0.2)",
+    )
+    given = {"dtype", "kv_cache_dtype", "num_threads", "max_model_len"}
+    add_engine_arguments(parser, only=frozenset(given))
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    from quire.bench.kernels import Asked, kernels_text, measure_kernels
+
+    asked = Asked(
+        parts=arguments.parts,
+        precisions=arguments.precisions,
+        rows=arguments.rows,
+        depths=arguments.depths,
+        seconds=arguments.seconds,
+    )
+    outcome = measure_kernels(arguments.model, engine_settings(arguments), asked)
+    return _show(arguments, outcome, kernels_text)
 
 
 # ---- startup
@@ -232,16 +292,39 @@ def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: s
     )
 
 
-def _add_range(
-    parser: argparse.ArgumentParser, flag: str, default: tuple[int, int], text: str
-) -> None:
+def _add_names(parser: argparse.ArgumentParser, flag: str, default: str, text: str) -> None:
     parser.add_argument(
         flag,
-        type=_range,
-        default=default,
-        metavar=_RANGE,
-        help=f"{text} (default {default[0]}-{default[1]})",
+        type=lambda given: tuple(given.split(",")),
+        default=tuple(default.split(",")),
+        metavar="LIST",
+        help=f"{text} (default {default})",
     )
+
+
+def _add_numbers(parser: argparse.ArgumentParser, flag: str, default: str, text: str) -> None:
+    parser.add_argument(
+        flag,
+        type=_numbers,
+        default=_numbers(default),
+        metavar="LIST",
+        help=f"{text} (default {default})",
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(a_count(word) for word in text.split(","))
+
+
+def _add_ranges(parser: argparse.ArgumentParser, prompts: str, outputs: str) -> None:
+    """Both are 128-512 and 32-128 where the model's context holds that (workloads.fitted)."""
+    for flag, usual, text in (("--prompts", "128-512", prompts), ("--outputs", "32-128", outputs)):
+        parser.add_argument(
+            flag,
+            type=_range,
+            metavar=_RANGE,
+            help=f"{text} (default {usual}, less where the model's context is shorter)",
+        )
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -259,11 +342,13 @@ _VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "latency": ("one request alone: first token, time per token, share of the floor", _add_latency),
     "throughput": ("many requests at once, batched continuously or statically", _add_throughput),
     "serve": ("a server under rising load: percentiles, goodput, the knee", _add_serve),
+    "kernels": ("each operation of a model by itself, beside the machine's limits", _add_kernels),
     "startup": ("from the start of a server to its first token", _add_startup),
 }
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "latency": _latency,
     "throughput": _throughput,
     "serve": _serve,
+    "kernels": _kernels,
     "startup": _startup,
 }

@@ -44,9 +44,13 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()
+    parser: argparse.ArgumentParser,
+    *,
+    skip: frozenset[str] = frozenset(),
+    only: frozenset[str] = frozenset(),
 ) -> None:
-    """MODEL and the flags of the engine's config groups, but those named in `skip`."""
+    """MODEL and the flags of the engine's config groups, but those named in `skip`; only: where
+    any are named, no others."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -54,7 +58,9 @@ def add_engine_arguments(
         metavar="MODEL",
         help="folder, or a GGUF file; default: the model in the box",
     )
-    add_flags(parser, *_ENGINE_GROUPS, skip=skip | {"model"})
+    names = {name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__}
+    left_out = skip | {"model"} | (names - only if only else set())
+    add_flags(parser, *_ENGINE_GROUPS, skip=left_out)
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 # Given a request's body: the status, and the lines that are streamed.
@@ -27,10 +28,18 @@ def plain_answer(body: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 class SmallServer:
-    """`with SmallServer(answer) as server:`; asked holds (headers, body) of each completion."""
+    """`with SmallServer(answer) as server:`; asked holds (headers, body) of each completion;
+    says: what it tells of its model besides the name."""
 
-    def __init__(self, answer: Answer = plain_answer, *, chunked: bool = True) -> None:
+    def __init__(
+        self,
+        answer: Answer = plain_answer,
+        *,
+        chunked: bool = True,
+        says: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._answer = answer
+        self._model = {"id": "small", **says}
         self._chunked = chunked
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -68,7 +77,7 @@ class SmallServer:
             headers[name.strip().lower()] = value.strip()
         content = await reader.readexactly(int(headers.get("content-length", "0")))
         if path.endswith("/models"):
-            status, lines = 200, [json.dumps({"data": [{"id": "small"}]})]
+            status, lines = 200, [json.dumps({"data": [self._model]})]
         else:
             body = json.loads(content)
             self.asked.append((headers, body))

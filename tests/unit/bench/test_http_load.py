@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError, WorkerError
-from quire.bench.http_load import Target, address_of, first_model, open_loop
+from quire.bench.http_load import ServedModel, Target, address_of, open_loop, served_model
 from quire.bench.workloads import Ask
 from tests.unit.bench.served import Answer, SmallServer, plain_answer
 
@@ -92,11 +92,12 @@ def test_a_server_that_says_nothing_runs_into_the_time_limit() -> None:
     assert "Timeout" in asyncio.run(run())
 
 
-def test_the_first_model_of_the_list_is_taken() -> None:
+def test_the_served_model_of_the_list_is_taken() -> None:
     with SmallServer() as server:
-        assert asyncio.run(first_model(Target(url=server.url, model=""))) == "small"
+        found = asyncio.run(served_model(Target(url=server.url, model="")))
+        assert found == ServedModel(name="small")
     with pytest.raises(WorkerError, match="is a server running"):
-        asyncio.run(first_model(Target(url="http://127.0.0.1:9", model="")))
+        asyncio.run(served_model(Target(url="http://127.0.0.1:9", model="")))
 
 
 def test_addresses() -> None:

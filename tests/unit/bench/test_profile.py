@@ -62,11 +62,32 @@ def test_the_text_has_limits_steps_and_advice(outcome: dict[str, Any]) -> None:
 def test_settings_that_waste_are_named(outcome: dict[str, Any]) -> None:
     limits = {"1": {READ: 9.9, FORK_JOIN: 0.0}, "2": {READ: 10.0, FORK_JOIN: 1.0}}
     floors = {"none": 0.01, "int8": 0.005, "int4-g32": 0.003}
-    wasteful = {**outcome, "usable_cores": 4, "limits": limits, "decode_floors_s": floors}
+    steps = [dict(step, floor_s=step["step_s"] / 2) for step in outcome["steps"]]
+    wasteful = {
+        **outcome,
+        "steps": steps,
+        "usable_cores": 4,
+        "limits": limits,
+        "decode_floors_s": floors,
+    }
     text = profile_text(wasteful)
     assert "5.00 ms with --quantization int8" in text
     assert "2 of the 4 cores" in text
     assert "decoding gains little from more than 1 of the threads" in text
+
+
+def test_what_came_from_caches_has_no_share_of_memorys_floor(outcome: dict[str, Any]) -> None:
+    decode = dict(outcome["steps"][0], floor_s=1.5, step_s=1.0)
+    decode["kinds"] = [{**part, "floor_s": 2 * part["seconds"]} for part in decode["kinds"]]
+    text = profile_text({**outcome, "steps": [decode], "quantization": "none"})
+    assert "1500.00 ms (cached)" in text
+    assert "they lie in the processor's caches" in text
+    assert "150 %" not in text
+    assert "200 %" not in text
+    assert "--quantization" not in text  # fewer bytes would help nobody
+    slow = dict(decode, floor_s=0.5)
+    slow["kinds"] = [{**part, "floor_s": part["seconds"] / 2} for part in decode["kinds"]]
+    assert "cached" not in profile_text({**outcome, "steps": [slow]})
 
 
 def test_the_reference_has_no_times() -> None:

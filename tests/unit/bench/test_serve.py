@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError, WorkerError
-from quire.bench.http_load import Target
+from quire.bench.http_load import ServedModel, Target
 from quire.bench.plots import plot_serving
-from quire.bench.serve import Load, measure_serving, serving_text
+from quire.bench.serve import Load, ask_what_is_served, measure_serving, serving_text
 from quire.bench.workloads import Lengths
+from quire.cli.main import main
 from quire.obs import pictures
 from quire.obs.timing import Goals
 from quire.obs.trace import Arrival
@@ -33,7 +34,8 @@ def test_rates_rise_and_the_knee_is_the_last_that_was_served_well() -> None:
     assert outcome["knee"] == best
     assert outcome["settings"]["model"] == "small"
     assert outcome["machine"]["cpu"]
-    assert "knee:" in serving_text(outcome)
+    assert not outcome["knee_reached"]
+    assert "knee not reached" in serving_text(outcome)
 
 
 def test_beyond_what_it_can_serve_well_no_more_is_tried() -> None:
@@ -44,6 +46,46 @@ def test_beyond_what_it_can_serve_well_no_more_is_tried() -> None:
     assert len(outcome["rates"]) == 1
     assert outcome["knee"] is None
     assert "no rate" in serving_text(outcome)
+
+
+def test_the_knee_is_reached_where_a_higher_rate_was_served_badly() -> None:
+    with SmallServer() as server:
+        outcome: dict[str, Any] = measure_serving(Target(url=server.url, model=""), LOAD, RELAXED)
+    outcome["rates"][1]["good_share"] = 0.5
+    reached = {**outcome, "knee": outcome["rates"][0], "knee_reached": True}
+    assert "\nknee: 10.00 requests/s offered" in serving_text(reached)
+
+
+def test_requests_are_what_the_server_says_it_can_take() -> None:
+    says = {"max_model_len": 40, "vocab_size": 700}
+    with SmallServer(says=says) as server:
+        assert main(["bench", "serve", server.url, "--rates", "9", "--seconds", "1"]) == 0
+    for _, body in server.asked:
+        assert len(body["prompt"]) + body["max_tokens"] <= 40
+        assert max(body["prompt"]) < 700
+    assert len(server.asked) > 9
+    with SmallServer(says=says) as server:
+        words = ["--rates", "9", "--seconds", "1", "--prompts", "30", "--outputs", "11"]
+        assert main(["bench", "serve", server.url, *words]) != 0
+    assert not server.asked
+
+
+def test_a_server_that_says_nothing_gets_the_usual_lengths() -> None:
+    with SmallServer() as server:
+        assert main(["bench", "serve", server.url, "--rates", "9", "--seconds", "1"]) == 0
+    assert any(len(body["prompt"]) > 128 for _, body in server.asked)
+
+
+@pytest.mark.parametrize("said", [{"max_model_len": "long"}, {"vocab_size": -1}])
+def test_what_a_server_says_may_be_anything(said: dict[str, Any]) -> None:
+    with SmallServer(says=said) as server:
+        found = ask_what_is_served(Target(url=server.url, model=""))
+    assert found == ServedModel(name="small")
+
+
+def test_a_named_model_needs_no_list() -> None:
+    nowhere = Target(url="http://127.0.0.1:9", model="mine")
+    assert ask_what_is_served(nowhere) == ServedModel(name="mine")
 
 
 def test_a_server_that_only_fails_ends_the_run_with_its_words() -> None:

@@ -107,6 +107,23 @@ def test_both_kinds_of_batching_answer_everything() -> None:
     assert "static batching" in text
 
 
+def test_the_first_command_of_a_new_user_works(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--requests", "3", "--repeats", "1", "--kv-cache-memory", "16MiB"]
+    assert main(["bench", "throughput", *words]) == 0
+    assert "3 requests" in capsys.readouterr().out
+
+
+def test_a_result_names_no_paths(tmp_path: Path) -> None:
+    async def run() -> dict[str, Any]:
+        tier = {"kv_tier_path": str(tmp_path / "tier"), "kv_tier_size": "8MiB"}
+        async with LocalEngine("", SETTINGS | tier) as engine:
+            return engine.description
+
+    told = str(asyncio.run(run()))
+    assert "KV tier: tier, " in told
+    assert str(tmp_path) not in told
+
+
 def test_static_batches_give_each_request_its_own_tokens_only() -> None:
     asks = [_ask(1, output=2), _ask(2, output=7), _ask(3, output=4)]
 
@@ -160,7 +177,7 @@ def test_json_is_one_object_with_the_machine_card() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "startup"])
+@pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "kernels", "startup"])
 def test_every_measurement_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", verb, "--help"])
@@ -178,6 +195,7 @@ def test_every_measurement_explains_itself(verb: str, capsys: pytest.CaptureFixt
         ["throughput", "--prompts", "many"],
         ["serve", "--rates", "1,-2"],
         ["serve", "--rates", "fast"],
+        ["kernels", "--rows", "1,none"],
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from quire.base.errors import SettingError
-from quire.bench.workloads import WORKLOADS, Ask, batches, draw_ids, mixed_lengths
+from quire.bench.workloads import (
+    WORKLOADS,
+    Ask,
+    Range,
+    batches,
+    draw_ids,
+    fitted,
+    mixed_lengths,
+)
 
 
 def test_the_workloads_are_those_that_are_told_about() -> None:
@@ -59,3 +67,33 @@ def test_static_groups_run_to_their_longest_answer() -> None:
     asks = [Ask(prompt_ids=(5,), output_tokens=count) for count in (3, 9, 4, 1, 2)]
     groups = batches(asks, 2)
     assert [[ask.output_tokens for ask in group] for group in groups] == [[9, 9], [4, 4], [2]]
+
+
+@pytest.mark.parametrize(
+    ("context", "prompts", "outputs", "found"),
+    [
+        (None, None, None, ((128, 512), (32, 128))),
+        (640, None, None, ((128, 512), (32, 128))),
+        (512, None, None, ((102, 409), (25, 102))),
+        (2, None, None, ((1, 1), (1, 1))),
+        (512, (1, 500), None, ((1, 500), (3, 12))),
+        (512, None, (5, 12), ((125, 500), (5, 12))),
+        (512, (400, 500), (5, 12), ((400, 500), (5, 12))),
+        (None, (900, 950), (5, 12), ((900, 950), (5, 12))),
+        (None, (900, 950), None, ((900, 950), (32, 128))),
+    ],
+)
+def test_usual_lengths_are_cut_to_the_context(
+    context: int | None, prompts: Range | None, outputs: Range | None, found: tuple[Range, Range]
+) -> None:
+    assert fitted(context, prompts, outputs) == found
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outputs"), [((1, 512), None), (None, (9, 512)), ((500, 500), (13, 13))]
+)
+def test_lengths_that_were_asked_for_are_never_cut(
+    prompts: Range | None, outputs: Range | None
+) -> None:
+    with pytest.raises(SettingError, match=r"--prompts.*--max-model-len"):
+        fitted(512, prompts, outputs)

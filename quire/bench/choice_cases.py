@@ -1,0 +1,74 @@
+"""Token choice by itself, for `quire bench kernels`: batches of rows that ask alike.
+
+Knows what callers ask for most; each batch is held against the NumPy twin before its time counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import WorkerError
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.reference import choose as reference_choose
+
+ASKED: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "greedy": {},
+        "temperature 1": {"temperature": 1.0},
+        "top_k 50, top_p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+        "top_p 0.9": {"temperature": 1.0, "top_p": 0.9},
+        "greedy, 5 log-probabilities": {"num_logprobs": 5},
+    }
+)
+CHECKED_ROWS = 2
+_OFF = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def choice_batch(num_rows: int, asked: Mapping[str, float]) -> SampleBatch:
+    """Rows that all ask this, each with a seed of its own."""
+
+    def rows(value: float, dtype: type[Any]) -> NDArray[Any]:
+        return np.full(num_rows, value, dtype)
+
+    floats: dict[str, Any] = {
+        name: rows(asked.get(name, off), np.float32) for name, off in _OFF.items()
+    }
+    none = np.zeros(num_rows + 1, np.int32)
+    return SampleBatch(
+        **floats,
+        top_k=rows(asked.get("top_k", 0), np.int32),
+        num_logprobs=rows(asked.get("num_logprobs", -1), np.int32),
+        seeds=np.arange(num_rows, dtype=np.int64),
+        streams=rows(0, np.int32),
+        positions=rows(0, np.int32),
+        num_prompt_tokens=rows(0, np.int32),
+        history_starts=none,
+        bias_starts=none,
+        banned_starts=none,
+    )
+
+
+def check_choice(
+    found: TokenChoice, logits: NDArray[np.float32], asked: Mapping[str, float], what: str
+) -> None:
+    """Raises WorkerError unless the first rows are the twin's, bit for bit."""
+    count = min(CHECKED_ROWS, len(logits))
+    wanted = reference_choose(logits[:count].copy(), choice_batch(count, asked))
+    for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
+        if not np.array_equal(getattr(found, name)[:count], getattr(wanted, name), equal_nan=True):
+            raise WorkerError(
+                f"token choice ({what}) is not what NumPy makes of the same logits ({name}); "
+                "nothing is told of wrong results"
+            )

@@ -1,0 +1,249 @@
+"""Programs of one operation, cut out of a model's: what `quire bench kernels` computes.
+
+The trunk makes the operation's inputs (rows of tables of random numbers; keys and values, which it
+stores), the head is the operation, several times over where its weights or keys are to come from
+memory and not from caches. Weights repeat pieces of random rows, so that the NumPy twin need
+compute no more than one. Knows no clock; any executor runs what is made here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.execute.executor import Executor
+from quire.program.batch import ForwardBatch
+from quire.program.ops import (
+    Buffer,
+    DType,
+    Op,
+    OpKind,
+    Rows,
+    View,
+    Weight,
+    WeightForm,
+    WeightPart,
+)
+from quire.program.program import Program
+from quire.weights.checkpoint import WHOLE
+from quire.weights.safetensors import StoredTensor
+
+Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+
+TABLE_ROWS = 251  # a prime: what repeats lies at no kernel's step
+PIECE_ROWS = 1024
+BLOCK_SIZE = 16
+_FILL_TOKENS = 512
+
+
+class LoneOp:
+    """`op` of `program` in a program of its own, `copies` times, each with weights, or a layer of
+    the cache, of its own. only_piece: of a product no more outputs than one piece of weights."""
+
+    def __init__(
+        self, program: Program, op: Op, *, copies: int = 1, only_piece: bool = False
+    ) -> None:
+        self._buffers: list[Buffer] = []
+        self._weights: dict[str, Weight] = {}
+        self._trunk: list[Op] = []
+        self._tables = 0
+        limit = PIECE_ROWS if only_piece else 0
+        inputs = {view: self._input(view) for view in dict.fromkeys(op.inputs)}
+        outputs = [
+            inputs.get(view) or self._output(program, op, view, limit) for view in op.outputs
+        ]
+        caches = tuple(replace(cache, layers=copies) for cache in program.caches)
+        if op.kind is OpKind.ATTENTION:
+            width = caches[0].kv_heads * caches[0].head_dim
+            kept = Buffer(0, "", Rows.TOKENS, width, caches[0].dtype)
+            keys, values = (self._input(View(kept, 0, width)) for _ in range(2))
+            self._trunk += [
+                Op(OpKind.STORE_KV, (keys, values), (), {"layer": layer}) for layer in range(copies)
+            ]
+        taken = tuple(inputs[view] for view in op.inputs)
+        self.ops = tuple(
+            Op(op.kind, taken, tuple(outputs), self._attrs(program, op, copy, limit))
+            for copy in range(copies)
+        )
+        self.program = Program(
+            name=str(op.kind),
+            buffers=tuple(self._buffers),
+            segments={"trunk": tuple(self._trunk), "head": self.ops},
+            weights=self._weights,
+            caches=caches,
+            ropes=program.ropes,
+            outputs={"hidden": taken[0], "logits": outputs[0]},
+            vocab_size=TABLE_ROWS,
+            max_positions=program.max_positions,
+        )
+
+    def _input(self, view: View) -> View:
+        """Rows of a table of its own, by token id, in the view's dtype."""
+        name = f"table.{self._tables}"
+        self._tables += 1
+        part = WeightPart("rows", f"made.{name}", TABLE_ROWS)
+        self._weights[name] = Weight(name, WeightForm.TABLE, (part,), view.width, DType.F32)
+        rows = self._new(view.width, DType.F32)
+        self._trunk.append(Op(OpKind.EMBED, (), (rows,), {"weight": name, "ids": "tokens"}))
+        if view.dtype is DType.F32:
+            return rows
+        rounded = self._new(view.width, view.dtype)
+        self._trunk.append(Op(OpKind.COPY, (rows,), (rounded,), {}))
+        return rounded
+
+    def _output(self, program: Program, op: Op, view: View, limit: int) -> View:
+        width = view.width
+        if op.kind is OpKind.LINEAR and limit:
+            width = min(program.weights[op.attrs["weight"]].rows, limit)
+        return self._new(width, view.dtype)
+
+    def _new(self, width: int, dtype: DType) -> View:
+        index = len(self._buffers)
+        buffer = Buffer(index, f"buffer.{index}", Rows.TOKENS, width, dtype)
+        self._buffers.append(buffer)
+        return View(buffer, 0, width)
+
+    def _attrs(self, program: Program, op: Op, copy: int, limit: int) -> dict[str, object]:
+        attrs = dict(op.attrs)
+        if op.kind is OpKind.ATTENTION:
+            attrs["layer"] = copy
+        for key in ("weight", "bias"):
+            if attrs.get(key) is not None:
+                weight = program.weights[str(attrs[key])]
+                attrs[key] = f"{key}.{copy}"
+                self._weights[f"{key}.{copy}"] = _of_pieces(weight, key, copy, limit)
+        return attrs
+
+
+def _of_pieces(weight: Weight, key: str, copy: int, limit: int) -> Weight:
+    """The weight, made of the same piece over and over."""
+    rows = min(weight.rows, limit or weight.rows)
+    piece = min(rows, PIECE_ROWS)
+    parts = tuple(
+        WeightPart(str(first), f"made.{key}", min(piece, rows - first), 0, piece)
+        for first in range(0, rows, piece)
+    )
+    return replace(weight, name=f"{key}.{copy}", parts=parts, offset=0.0)
+
+
+class MadeUpTensors:
+    """The Checkpoint of such a program: each tensor drawn when it is first asked for, the same
+    numbers for the same name and shape. Products get numbers that leave rows about as large as
+    they were."""
+
+    described_by = "the operation"
+    path = Path("made up")
+    files: Mapping[Path, os.stat_result] = MappingProxyType({})
+
+    def __init__(self, program: Program) -> None:
+        self._shapes = program.source_shapes()
+        self._drawn: dict[str, Float32s] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names."""
+        return tuple(self._shapes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(4 * int(np.prod(shape)) for shape in self._shapes.values())
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape."""
+        return "f32", self._shapes[name]
+
+    def block_type(self, name: str) -> str:
+        """None is quantized."""
+        return ""
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor."""
+        values = self._values(name)
+        raw = values.reshape(-1).view(np.uint8)
+        return StoredTensor(name=name, dtype="f32", shape=values.shape, raw=raw)
+
+    def content(self, name: str) -> StoredTensor:
+        """The tensor itself."""
+        return self.tensor(name)
+
+    def quantized_rows(self, name: str, *, transposed: bool) -> None:
+        """Nothing is quantized here."""
+
+    def read_f32(self, name: str, rows: slice = WHOLE) -> Float32s:
+        """A copy of the tensor, or of some rows."""
+        return self._values(name)[rows].copy()
+
+    def release(self, name: str) -> None:
+        """There is no file to read it from again."""
+
+    def _values(self, name: str) -> Float32s:
+        if name not in self._drawn:
+            shape = self._shapes[name]
+            rng = np.random.default_rng(list(name.encode()))
+            values = rng.standard_normal(shape, np.float32)
+            if name == "made.weight" and len(shape) == 2:
+                values *= np.float32(shape[1] ** -0.5)
+            self._drawn[name] = values
+        return self._drawn[name]
+
+
+def rows_batch(token_ids: Int32s, rope_positions: Int32s) -> ForwardBatch:
+    """Rows that look at no cache, each a sequence."""
+    count = len(token_ids)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=np.zeros(count, np.int32),
+        rope_positions=rope_positions,
+        kv_slots=np.full(count, -1, np.int32),
+        seq_starts=np.arange(count + 1, dtype=np.int32),
+        block_tables=np.zeros((count, 1), np.int32),
+        sample_rows=np.arange(count, dtype=np.int32),
+    )
+
+
+class Sequences:
+    """Sequences of random tokens in a cache: blocks of the first, then those of the second."""
+
+    def __init__(self, token_ids: Int32s) -> None:
+        self.token_ids = token_ids  # [S, positions]
+        sequences, positions = token_ids.shape
+        self._columns = -(-positions // BLOCK_SIZE)
+        self.num_blocks = sequences * self._columns
+
+    def store(self, executor: Executor) -> None:
+        """Keys and values of all tokens."""
+        sequences, positions = self.token_ids.shape
+        for sequence in range(sequences):
+            for first in range(0, positions, _FILL_TOKENS):
+                count = min(_FILL_TOKENS, positions - first)
+                executor.run_trunk(self.batch([sequence], first, count, stored=True))
+
+    def batch(
+        self, sequences: Sequence[int], first: int, count: int, *, stored: bool = False
+    ) -> ForwardBatch:
+        """Rows at positions first .. first + count - 1 of each of these sequences."""
+        at = np.arange(first, first + count, dtype=np.int32)
+        rows = len(sequences) * count
+        tables = np.array(
+            [np.arange(self._columns) + sequence * self._columns for sequence in sequences],
+            np.int32,
+        )
+        slots = tables[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+        positions = np.tile(at, len(sequences))
+        return ForwardBatch(
+            token_ids=self.token_ids[list(sequences), first : first + count].reshape(-1),
+            positions=positions,
+            rope_positions=positions,
+            kv_slots=slots.reshape(-1) if stored else np.full(rows, -1, np.int32),
+            seq_starts=np.arange(0, rows + 1, count, dtype=np.int32),
+            block_tables=tables,
+            sample_rows=np.arange(rows, dtype=np.int32),
+        )
