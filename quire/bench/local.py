@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -23,6 +24,8 @@ from quire.bench.workloads import Ask, batches
 from quire.engine.async_llm import AsyncLLM
 from quire.obs.timing import RequestTimes
 
+# A result names no paths of whoever measured, only what a folder is called.
+_FOLDERS = re.compile(r"(?<=\s)/(?:[^/\s]+/)*")
 # Until memory has not grown by more for so long, or at most so long.
 _SETTLED_BYTES = 1024**2
 _SETTLE_LOOK_S = 0.2
@@ -71,7 +74,7 @@ class LocalEngine:
             "fingerprint": card.fingerprint,
             "num_blocks": card.num_blocks,
             "block_size": card.block_size,
-            "memory": list(self._llm.client.notes),
+            "memory": [_FOLDERS.sub("", note) for note in self._llm.client.notes],
         }
 
     @property
