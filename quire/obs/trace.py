@@ -18,6 +18,11 @@ from pathlib import Path
 from quire.base.errors import SettingError
 
 MOONCAKE_BLOCK_TOKENS = 512
+_COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
+_FORMATS = (
+    "a CSV with TIMESTAMP, ContextTokens and GeneratedTokens (Azure) or JSON lines with "
+    "timestamp, input_length and output_length (Mooncake) are read"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,10 @@ def read_trace(path: Path, *, max_requests: int | None = None) -> list[Arrival]:
                     if line.strip()
                 ]
             else:
-                rows = enumerate(csv.DictReader(lines), start=2)
+                table = csv.DictReader(lines)
+                if table.fieldnames is not None and _COLUMNS - set(table.fieldnames):
+                    raise SettingError(f"{path}: line 1 is no header of a trace; {_FORMATS}")
+                rows = enumerate(table, start=2)
                 found = [_azure(path, number, row) for number, row in islice(rows, max_requests)]
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"{path}: the trace cannot be read: {error}") from error
@@ -88,8 +96,4 @@ def _mooncake(path: Path, number: int, line: str) -> Arrival:
 
 
 def _unreadable(path: Path, number: int) -> SettingError:
-    return SettingError(
-        f"{path}: line {number} is no request; a CSV with TIMESTAMP, ContextTokens and "
-        "GeneratedTokens (Azure) or JSON lines with timestamp, input_length and output_length "
-        "(Mooncake) are read"
-    )
+    return SettingError(f"{path}: line {number} is no request; {_FORMATS}")

@@ -95,7 +95,7 @@ def test_a_prompt_longer_than_its_blocks_is_filled_up(tmp_path: Path) -> None:
         ("", "no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2"),
-        ("a,b\n1,2\n", "line 2"),
+        ("a,b\n1,2\n", "line 1 is no header"),
         ('{"timestamp": 0, "input_length": 5, "output_length": 2}\n{"timestamp": 0}\n', "line 2"),
         ('{"timestamp": 0, "input_length": 5,\n', "line 1"),
         ('{"timestamp": [], "input_length": 5, "output_length": 2}\n', "line 1"),
