@@ -40,6 +40,13 @@ MAX_SEED = 2**63 - 1
 MIN_REPETITION_PENALTY = 0.01
 
 
+class _NotNamed(float):
+    """A temperature that nobody named: 1, or with beams, which are found and not drawn, 0."""
+
+
+DEFAULT_TEMPERATURE = _NotNamed(1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends. Steps and order: quire/sampling/batch.py.
@@ -68,7 +75,7 @@ class SamplingParams:
     best_of: so many sequences are computed and the n best of them told, by mean log-probability
     of their tokens (of the raw logits); None computes n.
     use_beam_search: beams as in transformers, best_of (or n) of them, n told; with length_penalty
-    and early_stopping (True, False or "never"); temperature must be 0.
+    and early_stopping (True, False or "never"); temperature must be 0, as it is if not named.
     structured_outputs: the answer is text of this grammar (quire.base.grammar makes them; an
     object of vLLM's form, such as {"json": schema}, becomes one). A complete answer ends, whatever
     min_tokens and ignore_eos say; one cut off by max_tokens or a stop string is not complete.
@@ -77,7 +84,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
+    temperature: float = DEFAULT_TEMPERATURE
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -120,6 +127,8 @@ class SamplingParams:
     structured_outputs: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if self.temperature is DEFAULT_TEMPERATURE:
+            self._settle("temperature", 0.0 if self.use_beam_search is True else 1.0)
         # Several of these are made a request, nearly all of values that need no more than a look.
         for name, low, high in WHOLE_NUMBERS:
             value = getattr(self, name)

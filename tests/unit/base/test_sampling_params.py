@@ -230,3 +230,13 @@ def test_allowed_ids_of_any_kind_become_ints_once_each(ids: Any) -> None:
 def test_an_odd_id_among_good_ones_is_found(odd: Any) -> None:
     with pytest.raises(InvalidParameter, match="stop_token_ids is"):
         SamplingParams(stop_token_ids=(1, odd, 2))
+
+
+def test_beams_have_no_temperature_where_none_is_named() -> None:
+    assert SamplingParams(use_beam_search=True, n=2).temperature == 0.0
+    drawn = SamplingParams(n=2)
+    assert drawn.temperature == 1.0
+    assert type(drawn.temperature) is float
+    with pytest.raises(InvalidParameter, match=r"temperature is 1\.0"):
+        SamplingParams(use_beam_search=True, temperature=1.0)
+    assert drawn.changed(use_beam_search=True) == SamplingParams(use_beam_search=True, n=2)
