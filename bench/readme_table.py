@@ -71,7 +71,11 @@ def table() -> str:
 def page() -> str:
     """docs/measured.md, whole."""
     told = peers.all_told(RESULTS)
-    parts = [PAGE_BEGINNING.read_text().rstrip().format(machine=machine_text())]
+    parts = [
+        PAGE_BEGINNING.read_text()
+        .rstrip()
+        .format(machine=machine_text(), sweeps=peers.sweeps_text(RESULTS))
+    ]
     if told:
         parts.append("\n".join(peers.long_table(told)))
     for topic, lines in topic_rows().items():

@@ -65,6 +65,28 @@ def all_told(results: Path) -> list[Told]:
     return sorted(found, key=lambda told: (*told.place, told.kv, told.ratio))
 
 
+def sweeps_text(results: Path) -> str:
+    """Which peers' settings come of a sweep whose file is there, and that others' do not."""
+    swept: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(results.glob("sweep-*.json")):
+        for entry in json.loads(path.read_text())["tried"]:
+            if entry["engine"] != "quire" and entry["rates"]:
+                key = PEER_NAMES.get(entry["engine"], entry["engine"]), entry["workload"].upper()
+                swept.setdefault(key, [])
+                if (precision := path.stem.rsplit("-", 1)[1]) not in swept[key]:
+                    swept[key].append(precision)
+    if not swept:
+        return "They were chosen by hand; none was swept."
+    told = ", ".join(
+        f"{engine} in {workload} ({', '.join(precisions)})"
+        for (engine, workload), precisions in swept.items()
+    )
+    return (
+        f"Those of {told} were chosen by a sweep, all of whose tries are in `bench/results/sweep-*."
+        "json`; all others by hand, and were not swept."
+    )
+
+
 def strongest(told: list[Told]) -> list[Told]:
     """Of each shape, workload, precision and dtype of Quire's KV the peer nearest to Quire."""
     best: dict[tuple[object, ...], Told] = {}

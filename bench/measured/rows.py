@@ -10,6 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from bench.measured.service_rows import (
+    forecast_rows,
+    piece_rows,
+    policy_rows,
+    soak_rows,
+    structured_rows,
+)
+
 
 def _startup_rows(result: dict[str, Any]) -> list[str]:
     starts = {start["model"]: start for start in result["starts"]}
@@ -83,6 +91,17 @@ def _memory_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _footprint_rows(result: dict[str, Any]) -> list[str]:
+    """Memory of a serving engine over what it has to hold."""
+    return [
+        f"| memory of the engine's process, {one['shape']} in {one['precision']}, KV for "
+        f"{one['kv_tokens']:,} tokens, all used: over weights + KV "
+        f"({one['planned_bytes'] / 1e6:,.0f} MB), files that are only mapped apart "
+        f"| {one['ratio']:.2f}x | {one['goal']}x |"
+        for one in result["footprints"]
+    ]
+
+
 def _sharing_rows(result: dict[str, Any]) -> list[str]:
     """Prompts that begin alike, and what finding their blocks costs."""
     most = max(case["ratio"] for case in result["sharing"])
@@ -91,7 +110,34 @@ def _sharing_rows(result: dict[str, Any]) -> list[str]:
         f"| 16 requests with 1,024 tokens in common: prompt tokens computed | "
         f"{100 * most:.1f} % of those apart | 12.5 % |",
         f"| hashing and matching a block of 16 tokens | {cost:.2f} us | 2 us |",
+        *(
+            f"| time with a prefix cache over without, where nothing is shared "
+            f"({name.removesuffix('-bf16-seed0')}) | {one['on_over_off']:.3f}x | 1.01x |"
+            for name, one in result["no_reuse"].items()
+        ),
+        *(_belady_row(replay) for replay in result["replay"]),
     ]
+
+
+def _percent(size: dict[str, Any]) -> str:
+    return f"{100 * size['share_of_footprint']:.0f}"
+
+
+def _belady_row(replay: dict[str, Any]) -> str:
+    """Hits of the prefix cache beside the best that any rule could find, and beside LRU."""
+    sizes = replay["sizes"]
+    shares = [size["of_belady"]["quire"] for size in sizes]
+    below = [size for size in sizes if size["hits"]["quire"] < size["hits"]["lru"]]
+    worst = ", ".join(
+        f"{size['hits']['quire']:,} of {size['hits']['lru']:,} at {size['blocks']:,} blocks"
+        for size in below
+    )
+    return (
+        f"| prefix hits ({replay['trace']}, pools of {_percent(sizes[0])} to {_percent(sizes[-1])} "
+        f"% of the distinct blocks): share of Belady's, "
+        f"sizes below plain LRU | {min(shares):.2f} to {max(shares):.2f}; "
+        f"{f'{len(below)} of {len(sizes)} ({worst})' if below else 'none'} | 0.95; none |"
+    )
 
 
 def _preemption_rows(result: dict[str, Any]) -> list[str]:
@@ -114,13 +160,14 @@ def _tier_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _interference_rows(result: dict[str, Any]) -> list[str]:
-    """Of the longest prompt that was run with the 0.6B shape."""
-    prompt = max(run["prompt"] for run in result["runs"] if run["shape"] == "qwen3-0.6b")
-    entry = result["summaries"][f"qwen3-0.6b, {prompt} beside 16"]
+    """Of each shape and length of prompt that was run."""
     return [
-        f"| a prompt of {prompt:,} beside 16 decoding (0.6B): their p99 between tokens, its first "
-        f"token | {entry['p99_over_median_before']:.1f}x their median before, "
+        f"| a prompt of {int(prompt):,} beside {beside} decoding ({shape}): their p99 between "
+        f"tokens, its first token | {entry['p99_over_median_before']:.1f}x their median before, "
         f"{entry['ttft_over_alone']:.1f}x alone | 2x, 3x |"
+        for name, entry in result["summaries"].items()
+        for shape, _, rest in (name.partition(", "),)
+        for prompt, _, beside in (rest.partition(" beside "),)
     ]
 
 
@@ -194,12 +241,21 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "frontend": _frontend_rows,
             "scaling": _scaling_rows,
             "interference": _interference_rows,
+            "soak": soak_rows,
         },
+        "Policies and forecasts": {
+            "policies-accelerator": policy_rows,
+            "policies-piece": piece_rows,
+            "forecast-accelerator": forecast_rows,
+            "forecast-cpu": forecast_rows,
+        },
+        "Structured output": {"structured": structured_rows},
         "KV memory": {
             "preemption": _preemption_rows,
             "tier-warm": _tier_rows,
             "prefix": _sharing_rows,
             "memory": _memory_rows,
+            "footprint": _footprint_rows,
         },
         "Quality of integer weights": {"quality": _quality_rows},
     }

@@ -68,6 +68,17 @@ def peak_rss_bytes(pid: int, *, root: Path = Path("/")) -> int:
     return sum(_status_bytes(root / "proc" / str(member), "VmHWM:") for member in members)
 
 
+def own_bytes(pid: int, *, root: Path = Path("/")) -> dict[int, int]:
+    """Memory that a process and those it started hold now, by process, but for what is only mapped
+    from files, which the system can take back."""
+    proc = root / "proc"
+    return {
+        member: _status_bytes(proc / str(member), "RssAnon:")
+        + _status_bytes(proc / str(member), "RssShmem:")
+        for member in _tree(proc, (pid,))
+    }
+
+
 def rss_bytes(pid: int, *, root: Path = Path("/")) -> int:
     """Memory a process holds now. 0 where unknown."""
     return _status_bytes(root / "proc" / str(pid), "VmRSS:")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from quire.bench.foreign import CpuWatch, peak_rss_bytes
+from quire.bench.foreign import CpuWatch, own_bytes, peak_rss_bytes
 from quire.bench.reading import ReadProbe
 
 
@@ -53,3 +53,10 @@ def test_where_there_is_no_proc_nothing_is_known(tmp_path: Path) -> None:
 def test_peak_memory_is_that_of_the_tree(tmp_path: Path) -> None:
     _machine(tmp_path, cpu="0 " * 10, processes={10: (1, 0), 11: (10, 0), 20: (1, 0)})
     assert peak_rss_bytes(10, root=tmp_path) == 21 * 1024
+
+
+def test_memory_that_is_only_mapped_from_files_is_not_a_processs_own(tmp_path: Path) -> None:
+    _machine(tmp_path, cpu="0 " * 10, processes={10: (1, 0), 11: (10, 0), 20: (1, 0)})
+    status = "RssAnon:\t7 kB\nRssFile:\t100 kB\nRssShmem:\t2 kB\n"
+    (tmp_path / "proc" / "11" / "status").write_text(status)
+    assert own_bytes(10, root=tmp_path) == {10: 0, 11: 9 * 1024}

@@ -1,0 +1,84 @@
+"""What the pages tell of results: what was swept, misses too, memory as planned."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from bench import footprint
+from bench.measured.peers import sweeps_text
+from bench.measured.rows import _belady_row, _footprint_rows
+from bench.measured.service_rows import forecast_rows, policy_rows, soak_rows, structured_rows
+from bench.readme_table import RESULTS
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def test_only_what_was_swept_is_called_so(tmp_path: Path) -> None:
+    assert "none was swept" in sweeps_text(tmp_path)
+    tried = [
+        {"engine": "vllm", "workload": "w4", "rates": [1.0]},
+        {"engine": "llama.cpp", "workload": "w1", "rates": []},
+        {"engine": "quire", "workload": "w1", "rates": [2.0]},
+    ]
+    (tmp_path / "sweep-small-int8.json").write_text(json.dumps({"tried": tried}))
+    text = sweeps_text(tmp_path)
+    assert "vLLM in W4 (int8)" in text
+    assert "llama" not in text
+    assert "by hand, and were not swept" in text
+
+
+def test_each_vocabulary_is_told_with_its_goals() -> None:
+    rows = structured_rows(_result("structured"))
+    assert sum(row.startswith("| token mask") for row in rows) == 3
+    assert any("Qwen" in row and row.endswith("| 50 us, 1,000 us |") for row in rows)
+
+
+def test_a_goal_that_was_missed_stands_like_any_other() -> None:
+    result = _result("policies-accelerator")
+    result["goals"] = [{"what": "w", "found": "9", "wanted": "at most 1", "kept": False}]
+    [row] = policy_rows(result)
+    assert row.endswith(": w | 9 | at most 1 |")
+
+
+def test_forecasts_are_told_by_policy() -> None:
+    result = _result("forecast-cpu")
+    policies = {run["policy"] for run in result["runs"]}
+    assert len(forecast_rows(result)) == len(policies)
+
+
+def test_what_a_soak_leaves_behind_is_counted() -> None:
+    result = _result("soak")
+    result["after_rounds"][-1]["blocks"] = 3
+    result["wrong"] = ["one"]
+    told, held = soak_rows(result)
+    assert told.endswith("| 1 | 0 |")
+    assert "3 more than before" in held
+
+
+def test_sizes_at_which_lru_is_better_are_named() -> None:
+    sizes = [
+        {"blocks": 10, "share_of_footprint": 0.1, "hits": hits, "of_belady": {"quire": 0.5}}
+        for hits in ({"quire": 4, "lru": 5}, {"quire": 7, "lru": 7})
+    ]
+    row = _belady_row({"trace": "t", "sizes": sizes})
+    assert "1 of 2 (4 of 5 at 10 blocks)" in row
+
+
+def test_the_plan_is_read_where_the_server_tells_it() -> None:
+    log = io.BytesIO(
+        b"2026 info engine: ready\nmodel    box\nmemory   weights       -6.6 MiB\n"
+        b"memory   KV cache (1638 blocks of 16 tokens)     -64.0 MiB\nready in 1 s\n"
+    )
+    plan = footprint._plan(log)
+    assert (plan["blocks"], plan["block_size"]) == (1638, 16)
+    assert plan["text"][0] == "weights -6.6 MiB"
+    row = {"shape": "s", "precision": "int8", "kv_tokens": 9, "planned_bytes": 2e6}
+    [told] = _footprint_rows({"footprints": [{**row, "ratio": 1.2, "goal": 1.15}]})
+    assert "over weights + KV (2 MB)" in told
+    assert told.endswith("| 1.20x | 1.15x |")
