@@ -97,7 +97,7 @@ def _footprint_rows(result: dict[str, Any]) -> list[str]:
         f"| memory of the engine's process, {one['shape']} in {one['precision']}, KV for "
         f"{one['kv_tokens']:,} tokens, all used: over weights + KV "
         f"({one['planned_bytes'] / 1e6:,.0f} MB), files that are only mapped apart "
-        f"| {one['ratio']:.2f}x | {one['goal']}x |"
+        f"| {one['ratio']:.2f}x; with the API's {one['server_ratio']:.2f}x | {one['goal']}x |"
         for one in result["footprints"]
     ]
 

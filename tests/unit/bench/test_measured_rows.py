@@ -79,6 +79,8 @@ def test_the_plan_is_read_where_the_server_tells_it() -> None:
     assert (plan["blocks"], plan["block_size"]) == (1638, 16)
     assert plan["text"][0] == "weights -6.6 MiB"
     row = {"shape": "s", "precision": "int8", "kv_tokens": 9, "planned_bytes": 2e6}
-    [told] = _footprint_rows({"footprints": [{**row, "ratio": 1.2, "goal": 1.15}]})
+    [told] = _footprint_rows(
+        {"footprints": [{**row, "ratio": 1.1, "server_ratio": 1.2, "goal": 1.15}]}
+    )
     assert "over weights + KV (2 MB)" in told
-    assert told.endswith("| 1.20x | 1.15x |")
+    assert told.endswith("| 1.10x; with the API's 1.20x | 1.15x |")
