@@ -57,6 +57,7 @@ class Models:
             "created": card.created_s,
             "owned_by": "quire",
             "max_model_len": card.max_model_len,
+            "vocab_size": card.vocab_size,
             "dtype": card.dtype,
             "quantization": card.quantization,
             "kv_cache_dtype": card.kv_cache_dtype,

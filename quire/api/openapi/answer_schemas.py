@@ -173,6 +173,7 @@ def _small() -> dict[str, Schema]:
         "created": COUNT,
         "owned_by": TEXT,
         "max_model_len": COUNT,
+        "vocab_size": COUNT,
         "dtype": TEXT,
         "quantization": TEXT,
         "kv_cache_dtype": TEXT,
