@@ -23,7 +23,7 @@ from bench.peers.child import PeerFailed
 from bench.peers.convert import Unavailable
 from bench.servers import Server
 from bench.token_check import trained_checkpoint
-from quire.bench.http_load import Target, first_model
+from quire.bench.http_load import Target, served_model
 from quire.config.machine import num_usable_cores
 
 TOKENS = 64
@@ -98,7 +98,7 @@ def check_peer(came: dict[str, Any], *, answers: int, tokens: int) -> None:
 
 
 def _model_of(target: Target) -> str:
-    return asyncio.run(first_model(target))
+    return asyncio.run(served_model(target)).name
 
 
 def _end_of(log: Path) -> str:
