@@ -47,7 +47,7 @@ class Trial:
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self._command = command or (
-            *(sys.executable, "-I", "-S", "-c", _START),
+            *(sys.executable, "-I", "-c", _START),
             *(*sys.path, _PACKAGES),
         )
         self._is_over = False

@@ -97,7 +97,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("temperature", 101), ("temperature", "hot"), ("temperature", True),
     ("temperature", 1e999), ("temperature", -1e999), ("temperature", 10**39),
     ("top_k", -2), ("top_k", 1.5), ("top_k", 10**20), ("top_k", [1]),
-    ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", 1e999), ("top_p", "x"),
+    ("top_p", 1.01), ("top_p", -1), ("top_p", 1e999), ("top_p", "x"),
     ("min_p", -0.01), ("min_p", 1.1), ("min_p", {}),
     ("repetition_penalty", 0), ("repetition_penalty", 1e-39), ("repetition_penalty", -1),
     ("repetition_penalty", 1e999),
