@@ -13,11 +13,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.api.apart import words_apart
 from quire.api.conversations import Conversation
 from quire.api.tools import Offer
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind, grammar
-from quire.dialects.grammar import answer_grammar, calls_grammar, embedded, form_of
+from quire.dialects.either import calls_or_words
+from quire.dialects.grammar import (
+    Form,
+    Words,
+    answer_grammar,
+    calls_grammar,
+    embedded,
+    form_of,
+)
 from quire.dialects.table import DIALECTS, HARMONY, Reading
 from quire.dialects.thinking import Marks, is_open
 from quire.structured.closed import closed
@@ -47,19 +56,18 @@ def held_to(
     shown = conversation.shows_tools
     if shown and offer.is_bound:
         reading = _in_json(offer, reading)
-        return _calls(asked, offer, reading, conversation, special), reading
+        return _calls(asked, offer, reading, conversation, special)
     if asked is None:
         return None, reading
     if shown and reading.tools is not None:
-        form = form_of(reading.tools.name, conversation.template)
-        if form is None or not (form.trigger or reading.reasoning == HARMONY):
+        if form_of(reading.tools.name, conversation.template) is None:
             raise InvalidParameter(
                 f"{asked.param} and tools are both given, and this model's calls "
-                f"({reading.tools.name}) have no mark of their own, or are not written in JSON, so "
-                "that no grammar tells both apart; leave one out",
+                f"({reading.tools.name}) are not written in JSON, so that no grammar holds them; "
+                "leave one out",
                 param=asked.param,
             )
-        return _calls(asked, offer, reading, conversation, special), reading
+        return _calls(asked, offer, reading, conversation, special)
     return _behind_reasoning(asked, reading, conversation, special), reading
 
 
@@ -69,11 +77,16 @@ def _calls(
     reading: Reading,
     conversation: Conversation,
     special: Mapping[str, int],
-) -> Grammar:
+) -> tuple[Grammar, Reading]:
+    """The grammar of calls, or of the answer that was asked for beside them, and its reading."""
     assert reading.tools is not None
     form = form_of(reading.tools.name, conversation.template)
     assert form is not None, "a dialect without a form was exchanged for one with"
     must = offer.mode == "required"
+    words = None if must or asked is None else _words(asked, form, offer, reading)
+    if words is not None and reading.reasoning != HARMONY:
+        begins = form.begins(offer.callable)
+        reading = replace(reading, tools=calls_or_words(reading.tools, begins))
     text = calls_grammar(
         form,
         {name: _arguments(offer, name) for name in offer.callable},
@@ -82,9 +95,17 @@ def _calls(
         reading=reading,
         prompt=conversation.text,
         special=special,
-        answer="" if must or asked is None else _lark(asked),
+        answer=words,
     )
-    return grammar(text, param=offer.param if asked is None else asked.param)
+    return grammar(text, param=offer.param if asked is None else asked.param), reading
+
+
+def _words(asked: Grammar, form: Form, offer: Offer, reading: Reading) -> Words:
+    """What was asked for, beside calls. In channels nothing is both."""
+    lark = _lark(asked)
+    if reading.reasoning == HARMONY:
+        return Words(lark)
+    return words_apart(asked, lark, form, offer.callable, options=_options(asked))
 
 
 def _in_json(offer: Offer, reading: Reading) -> Reading:
@@ -140,10 +161,9 @@ def _lark(asked: Grammar) -> str:
     match asked.kind:
         case GrammarKind.JSON_SCHEMA:
             schema = for_llguidance(json.loads(asked.text))
-            options = {**_separators(asked.whitespace), "lenient": False, "coerce_one_of": False}
             if isinstance(schema, bool):
                 schema = {} if schema else {"not": {}}
-            return f"%json {embedded({**schema, 'x-guidance': options})}"
+            return f"%json {embedded({**schema, 'x-guidance': _options(asked)})}"
         case GrammarKind.REGEX:
             return f"/{_SLASHES.sub(_escaped, asked.text)}/"
         case GrammarKind.CHOICE:
@@ -155,6 +175,11 @@ def _lark(asked: Grammar) -> str:
         '"none")',
         param=asked.param,
     )
+
+
+def _options(asked: Grammar) -> dict[str, Any]:
+    """How the JSON that was asked for is written."""
+    return {**_separators(asked.whitespace), "lenient": False, "coerce_one_of": False}
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ from quire.dialects.thinking import Marks, is_open
 _NAME = "NAME"
 # Bare JSON is told from an answer in words by how it begins.
 _WORDS = r"/[^{\[`\s](.|\n)*/"
+_BARE = re.compile(r'\[?\{"name": "NAME", "(\w+)": ')
+# A call's beginning in the parts llguidance reads JSON by: one that ran over several of them would
+# leave no way on for JSON that begins alike.
+_PARTS = re.compile(r'"[^"]*"|: |, |[\[{]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,27 @@ class Form:
     last: str = ""
     trigger: str = ""
     alone: bool = False
+
+    def begins(self, names: Iterable[str]) -> tuple[str, ...]:
+        """How an answer begins that is a call of one of these functions."""
+        return tuple(self.first + self.begin.replace(_NAME, name) for name in names)
+
+    @property
+    def bare_key(self) -> str | None:
+        """What the arguments are called, where calls are JSON without a mark; else None."""
+        found = _BARE.fullmatch(self.first + self.begin)
+        return None if found is None else found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What an answer in words has to be: a rule's body in Lark; more rules may stand behind it.
+
+    is_json: it is JSON, as llguidance writes that.
+    """
+
+    text: str
+    is_json: bool = False
 
 
 _OBJECT = '{"name": "NAME", "arguments": '
@@ -110,16 +135,17 @@ def calls_grammar(
     reading: Reading,
     prompt: str,
     special: Mapping[str, int],
-    answer: str = "",
+    answer: Words | None = None,
 ) -> str:
     """The grammar. arguments: a schema, as llguidance takes it, for each function's name.
 
     must: a call has to come; else words may, and calls behind them. several: more than one may.
     prompt: its end tells whether reasoning is open or over. special: marks that are tokens of
-    their own, with their ids. answer: in Lark, what an answer in words has to be; then none come
-    before calls. At least one function is needed.
+    their own, with their ids. answer: what an answer in words has to be; then none come before
+    calls. At least one function is needed.
     """
-    writer = _Writer(special)
+    apart = answer is not None and answer.is_json and form.bare_key is not None
+    writer = _Writer(special, calls_in_parts=apart)
     start = _beginning(writer, reading, prompt)
     names = list(arguments)
     for at, name in enumerate(names):
@@ -138,8 +164,9 @@ def calls_grammar(
     if must:
         return writer.grammar(f"{start} {called}")
     if answer:
-        writer.rule("words", answer)
-        return writer.grammar(f"{start} ({called} | words)")
+        writer.rule("words", answer.text)
+        final = writer.text(f"{CHANNEL}final{MESSAGE}") if reading.reasoning == HARMONY else ""
+        return writer.grammar(f"{start} ({called} | {final} words)")
     if not form.trigger:
         if reading.reasoning == HARMONY:
             writer.rule("any_text", r"/(.|\n)*/")
@@ -198,7 +225,7 @@ def _up_to(writer: _Writer, closes: str) -> str:
 def _one_of(writer: _Writer, form: Form, names: list[str], begin: str) -> str:
     """A call of any of the functions."""
     calls = [
-        f"{writer.text(begin.replace(_NAME, name))} arguments_{at} {writer.text(form.end)}"
+        f"{writer.call(begin.replace(_NAME, name))} arguments_{at} {writer.text(form.end)}"
         for at, name in enumerate(names)
     ]
     return f"({' | '.join(calls)})"
@@ -207,14 +234,21 @@ def _one_of(writer: _Writer, form: Form, names: list[str], begin: str) -> str:
 class _Writer:
     """Rules, and texts in which special tokens stand by their ids."""
 
-    def __init__(self, special: Mapping[str, int]) -> None:
+    def __init__(self, special: Mapping[str, int], *, calls_in_parts: bool = False) -> None:
         self.special = special
         self._rules: list[str] = []
+        self._calls_in_parts = calls_in_parts
         marks = sorted(map(re.escape, special), key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(marks)})" if marks else r"((?!))")
 
     def rule(self, name: str, body: str) -> None:
         self._rules.append(f"{name}: {body}")
+
+    def call(self, begin: str) -> str:
+        """How a call begins."""
+        if self._calls_in_parts:
+            return " ".join(map(json.dumps, _PARTS.findall(begin)))
+        return self.text(begin)
 
     def text(self, text: str) -> str:
         parts = [part for part in self._marks.split(text) if part]

@@ -31,6 +31,31 @@ FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "x", "schema": {"type": "object", "required": ["a"]}},
 }
+PERSON = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "person",
+        "schema": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+            "required": ["name"],
+        },
+    },
+}
+# An answer of this form may be what a call of "weather" is in Llama's.
+EITHER = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "either",
+        "schema": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+        },
+    },
+}
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+BARE = "{{ messages }}{{ tools }}"
+BARE_CALL = '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
 
 
 def tool(name: str = "weather", **more: Any) -> dict[str, Any]:
@@ -38,9 +63,14 @@ def tool(name: str = "weather", **more: Any) -> dict[str, Any]:
 
 
 def ask(
-    template: str = HERMES, *, script: str = "x", marks: tuple[str, ...] = (), **body: Any
+    template: str = HERMES,
+    *,
+    script: str | list[str] = "x",
+    marks: tuple[str, ...] = (),
+    **body: Any,
 ) -> tuple[Reply, Grammar | None]:
-    engine = FakeEngine(script, card=replace(CARD, max_model_len=1024))
+    scripts = [script] if isinstance(script, str) else script
+    engine = FakeEngine(*scripts, card=replace(CARD, max_model_len=1024))
     engine.template = ChatTemplate({"default": template}, variables={})
     engine.tokenizer = ByteTokenizer(marks=marks)
 
@@ -143,6 +173,114 @@ def test_an_answer_s_form_goes_with_tools() -> None:
     assert held.kind == "json_schema"
 
 
+@pytest.mark.parametrize("asked", [FORMAT, PERSON, {"type": "json_object"}])
+@pytest.mark.parametrize(("template", "made"), [(LLAMA, LLAMA_CALL), (BARE, BARE_CALL)])
+def test_an_answer_s_form_goes_with_calls_that_are_json_themselves(
+    template: str, made: str, asked: dict[str, Any]
+) -> None:
+    _, held = ask(template, tools=[tool()], response_format=asked)
+    fits = {"json_schema": '{"a": 1}', "json_object": '{"a": 1, "name": "weather"}'}
+    answer = '{"name": "weather", "age": 3}' if asked is PERSON else fits[asked["type"]]
+    assert allows(held, answer)
+    assert allows(held, made)
+    assert not allows(held, "words")
+    assert not allows(held, made.replace('{"city": "Oslo"}', '"Oslo"'))
+    _, held = ask(template, tools=[tool()], response_format=asked, tool_choice="none")
+    assert held is not None
+    assert held.kind == "json_schema"
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        _, held = ask(template, tools=[tool()], response_format=asked, tool_choice=choice)
+        assert allows(held, made)
+        assert not allows(held, answer)
+
+
+def test_any_object_goes_with_calls_but_one_that_begins_as_they_do() -> None:
+    two = {"tools": [tool(), tool("now")], "response_format": {"type": "json_object"}}
+    _, held = ask(LLAMA, **two)
+    for text in (
+        "{}",
+        '{"name": 1, "parameters": 2}',
+        '{"name": "now"}',
+        '{"name": "no", "parameters": {}}',
+        '{"name": "now", "p\\"": {"x": [1, null]}, "parameters": 3}',
+        '{"parameters": {}, "name": "now"}',
+        '{"é": {"name": "now", "parameters": 5}}',
+    ):
+        assert allows(held, text), text
+    assert allows(held, '{"name": "now", "parameters": {"x": 1}}')
+    assert allows(held, f'{LLAMA_CALL}; {{"name": "now", "parameters": {{}}}}')
+    for text in (
+        '{"name": "now", "parameters": 5}',
+        '{"name": "now", "parameters": {}, "x": 1}',
+        '{"name": "now","x": 1}',
+        '["x"]',
+        "{} ",
+    ):
+        assert not allows(held, text), text
+    _, held = ask(LLAMA, tools=[tool(strict=True)], response_format={"type": "json_object"})
+    assert allows(held, LLAMA_CALL)
+    assert allows(held, '{"town": "Oslo"}')
+    assert not allows(held, '{"name": "weather", "parameters": {"town": "Oslo"}}')
+
+
+def test_other_forms_go_with_calls_that_are_json_less_what_begins_as_one() -> None:
+    _, held = ask(LLAMA, tools=[tool()], structured_outputs={"regex": ".*"})
+    for text in ("words", "", "{", '{"name": "weather", "p', LLAMA_CALL):
+        assert allows(held, text)
+    assert not allows(held, '{"name": "weather", "parameters": 5}')
+    _, held = ask(LLAMA, tools=[tool()], structured_outputs={"choice": ['{"a": 1}', "no"]})
+    for text in ("no", '{"a": 1}', LLAMA_CALL):
+        assert allows(held, text)
+    assert not allows(held, '{"a": 2}')
+    compact = {"json": {"type": "object"}, "disable_any_whitespace": True}
+    _, held = ask(LLAMA, tools=[tool()], structured_outputs=compact)
+    assert allows(held, LLAMA_CALL)
+    assert allows(held, '{"name":"weather","parameters":5}')
+    assert not allows(held, '{"name": "weather"}')
+
+
+ODD = '{"a": "<tool_call>\\n{\\"name\\": \\"weather\\"} [TOOL_CALLS]"}'
+SAID = (
+    (LLAMA, LLAMA_CALL, {"city": "Oslo"}),
+    (LLAMA, '{"name": "weather", "parameter": {"city": "Oslo"}}', None),
+    (LLAMA, '{"name": "weather"}', None),
+    (LLAMA, '{"parameters": {}, "name": "weather"}', None),
+    (BARE, BARE_CALL, {"city": "Oslo"}),
+    (BARE, '{"name": "weather", "arguments": {}}', None),
+    (HERMES, call(city="Oslo"), {"city": "Oslo"}),
+    (HERMES, ODD, None),
+)
+
+
+@pytest.mark.parametrize(("template", "script", "arguments"), SAID)
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_beside_a_form_an_answer_is_a_call_where_it_begins_as_one_and_content_else(
+    template: str, script: str, arguments: Any, pieces: int, *, stream: bool
+) -> None:
+    scripts = [script[at : at + pieces] for at in range(0, len(script), pieces)]
+    asked = {"tools": [tool()], "response_format": {"type": "json_object"}}
+    reply, _ = ask(template, script=scripts, stream=stream, **asked)
+    if stream:
+        deltas = [choice["delta"] for one in reply.events[:-1] for choice in one["choices"]]
+        content = "".join(delta.get("content") or "" for delta in deltas)
+        parts = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
+        names = [part["name"] for part in parts if "name" in part]
+        told = "".join(part["arguments"] for part in parts)
+        reason = reply.events[-2]["choices"][0]["finish_reason"]
+    else:
+        (choice,) = reply.json["choices"]
+        content, reason = choice["message"]["content"] or "", choice["finish_reason"]
+        made = [one["function"] for one in choice["message"].get("tool_calls", [])]
+        names, told = [one["name"] for one in made], "".join(one["arguments"] for one in made)
+    if arguments is None:
+        assert (content, names, reason) == (script, [], "stop")
+    else:
+        assert (content, names, reason) == ("", ["weather"], "tool_calls")
+        assert json.loads(told) == arguments
+
+
 def test_dialects_without_json_write_calls_that_must_come_in_json() -> None:
     text = call(city="Oslo")
     reply, held = ask(CODER, script=text, tools=[tool()], tool_choice="required")
@@ -157,7 +295,11 @@ def test_dialects_without_json_write_calls_that_must_come_in_json() -> None:
         (CODER, {"parallel_tool_calls": False}, "parallel_tool_calls"),
         (CODER, {"tools": [tool(strict=True)]}, "tools"),
         (CODER, {"response_format": FORMAT}, "response_format"),
-        (LLAMA, {"response_format": FORMAT}, "response_format"),
+        (LLAMA, {"response_format": EITHER}, "response_format"),
+        (BARE, {"structured_outputs": {"json": {"type": "array"}}}, "structured_outputs"),
+        (LLAMA, {"structured_outputs": {"choice": ["a", LLAMA_CALL]}}, "structured_outputs"),
+        (LLAMA, {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+         "structured_outputs"),
         (HERMES, {"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs"),
         (OPENED, {"tools": [], "structured_outputs": {"grammar": 'start: "a"'}},
          "structured_outputs"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.dialects.answer import parsed
-from quire.dialects.grammar import FORMS, calls_grammar, form_of
+from quire.dialects.grammar import FORMS, Words, calls_grammar, form_of
 from quire.dialects.table import DIALECTS, choose
 from quire.dialects.tools import Tools
 from tests.unit.dialects.writers import WRITERS
@@ -109,6 +109,32 @@ def test_reasoning_may_come_first_as_the_prompt_left_it(form: str) -> None:
         assert allows(over, text)
         assert not allows(over, f"<think>a</think>{text}")
     assert not allows(grammar(form, reasoning="think", prompt="<think>"), text)
+
+
+@pytest.mark.parametrize("form", HELD)
+def test_beside_calls_an_answer_has_its_form_alone(form: str) -> None:
+    shape: dict[str, Any] = {"properties": {"name": {"type": "string"}, "b": {}}}
+    shape |= {
+        "type": "object",
+        "required": ["name"],
+        "additionalProperties": False,
+        "x-guidance": COMPACT,
+    }
+    words = f"%json {json.dumps(shape)}"
+    beside = grammar(form, must=False, answer=Words(words, is_json=True))
+    final = "<|channel|>final<|message|>" if form == "harmony" else ""
+    for text in (
+        '{"name": "weather"}',
+        '{"name": "we", "b": {"x": 1}}',
+        '{"name": "weather", "b": 1}',
+    ):
+        assert allows(beside, final + text)
+        assert not allows(beside, text[:-1])
+    assert allows(beside, written(form, ONE))
+    assert allows(beside, written(form, TWO)) == (form != "harmony")
+    assert not allows(beside, written(form, [("weather", {"city": 7})]))
+    for text in ("words", "", "{}", '{"b": 1}'):
+        assert not allows(beside, final + text)
 
 
 def test_harmony_may_reason_in_its_channel_first() -> None:
