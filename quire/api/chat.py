@@ -102,6 +102,7 @@ async def read_job(asked: Asked) -> Job:
         listener,
         wants_logprobs=wants_logprobs,
         num_prompt_top=chosen.prompt_logprobs,
+        told_ids=token_ids if flag(given, "return_token_ids") else None,
         include_usage=asked.include_usage,
     )
     prompt = Prompt(
@@ -111,7 +112,10 @@ async def read_job(asked: Asked) -> Job:
 
 
 class ChatWriter:
-    """`chat.completion` objects and `chat.completion.chunk` objects. For one answer."""
+    """`chat.completion` objects and `chat.completion.chunk` objects. For one answer.
+
+    told_ids: of the prompt, where ids are told.
+    """
 
     def __init__(
         self,
@@ -120,11 +124,13 @@ class ChatWriter:
         *,
         wants_logprobs: bool,
         num_prompt_top: int | None,
+        told_ids: Sequence[int] | None,
         include_usage: bool,
     ) -> None:
         self._envelope = envelope
         self._wants_logprobs = wants_logprobs
         self._num_prompt_top = num_prompt_top
+        self._told_ids = told_ids
         self._include_usage = include_usage
         self._listener = listener
         self._heard: dict[int, Heard] = {}
@@ -136,22 +142,25 @@ class ChatWriter:
             **self._frame("chat.completion"),
             "choices": written,
             "usage": self._usage(usage),
-            **self._scored(choices[0][0].prompt_logprobs),
+            **self._of_prompt(choices[0][0].prompt_logprobs, begins=True),
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """The role before a choice's first text, the text, and the finish reason after its last."""
         heard = self._heard.get(delta.index)
         if heard is None:
+            begins = not self._heard
             heard = self._heard[delta.index] = self._listener.choice(delta.index)
             role = {"role": "assistant", "content": "", "refusal": None}
-            yield {**self._chunk(delta.index, role), **self._scored(delta.prompt_logprobs)}
+            told = self._of_prompt(delta.prompt_logprobs, begins=begins)
+            yield {**self._chunk(delta.index, role), **told}
         ends = delta.finish_reason is not None
         said = heard.deltas(delta.text, delta.token_chars, ends=ends)
         logprobs = self._logprobs(delta.logprobs) if delta.text or delta.logprobs else None
-        for part in said or ([{"content": ""}] if delta.logprobs else []):
-            yield self._chunk(delta.index, part, logprobs=logprobs)
-            logprobs = None
+        ids = self._ids(delta.token_ids)
+        for part in said or ([{"content": ""}] if delta.logprobs or ids.get("token_ids") else []):
+            yield self._chunk(delta.index, part, logprobs=logprobs, **ids)
+            logprobs, ids = None, self._ids(())
         if delta.finish_reason is not None:
             yield self._chunk(
                 delta.index,
@@ -159,12 +168,13 @@ class ChatWriter:
                 finish_reason=heard.finish_reason(delta.finish_reason),
                 stop_reason=delta.stop_reason,
                 seed=delta.seed,
+                **self._ids(()),
             )
 
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
         """The chunk of more text of a choice that has begun; None where others tell more, or the
         text is read for reasoning or calls."""
-        if self._listener.listens or self._wants_logprobs:
+        if self._listener.listens or self._wants_logprobs or self._told_ids is not None:
             return None
         return self._chunk(index, {"content": text})
 
@@ -184,6 +194,7 @@ class ChatWriter:
             "finish_reason": heard.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
+            **self._ids(choice.token_ids),
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
@@ -199,14 +210,14 @@ class ChatWriter:
         *,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
-        **last: Any,
+        **more: Any,
     ) -> dict[str, Any]:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
-            **last,
+            **more,
         }
         chunk = {**self._frame("chat.completion.chunk"), "choices": [choice]}
         if self._include_usage:
@@ -223,11 +234,21 @@ class ChatWriter:
             "system_fingerprint": envelope.fingerprint,
         }
 
-    def _scored(self, tokens: Sequence[TokenText | None]) -> dict[str, Any]:
-        """What is told of the prompt: once, beside the choices, where it was asked for."""
-        if not tokens or self._num_prompt_top is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
+    def _of_prompt(self, tokens: Sequence[TokenText | None], *, begins: bool) -> dict[str, Any]:
+        """What is told of the prompt: once, beside the choices, where it was asked for.
+
+        begins: nothing was told of this answer before.
+        """
+        told: dict[str, Any] = {}
+        if begins and self._told_ids is not None:
+            told["prompt_token_ids"] = self._told_ids
+        if tokens and self._num_prompt_top is not None:
+            told["prompt_logprobs"] = prompt_logprobs(tokens, self._num_prompt_top)
+        return told
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The ids of an answer's tokens, where they are told."""
+        return {} if self._told_ids is None else {"token_ids": token_ids}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         return chat_logprobs(tokens) if self._wants_logprobs else None

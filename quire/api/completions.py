@@ -29,7 +29,7 @@ from quire.api.logprobs import (
 )
 from quire.api.opening import Opened
 from quire.api.prompts import checked_ids, encode, most_tokens
-from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
+from quire.api.sampling import COMPLETION_TOKENS, completion_tokens, limited, sampling_of
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ async def read_job(asked: Asked) -> Job:
     sampling = _sampling(asked, echo=echo)
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _filling_in(engine, given, _prompts(given))
-    keep_tokens = most_tokens(given, engine, _own_max_tokens(sampling))
+    keep_tokens = most_tokens(given, engine, completion_tokens(sampling))
     if len(texts) * sampling.num_sequences > MAX_CHOICES:
         name = "n" if sampling.best_of is None else "best_of"
         raise InvalidParameter(
@@ -71,7 +71,8 @@ async def read_job(asked: Asked) -> Job:
             param="prompt",
         )
     prompts = []
-    num_told, told_a_token = 0, _told_a_token(given, echo=echo)
+    tells_ids = flag(given, "return_token_ids")
+    num_told, told_a_token = 0, _told_a_token(given, echo=echo) + tells_ids
     for at, text in enumerate(texts):
         if at:
             await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
@@ -88,10 +89,7 @@ async def read_job(asked: Asked) -> Job:
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
         num_told += len(token_ids) * sampling.n * told_a_token
-        check_told(
-            num_told,
-            param="logprobs" if given.get("prompt_logprobs") is None else "prompt_logprobs",
-        )
+        check_told(num_told, param=_told_by(given, echo=echo))
     if len(prompts) > 1:
         await asyncio.to_thread(_refuse_early, engine, prompts)
     writer = CompletionWriter(
@@ -100,6 +98,7 @@ async def read_job(asked: Asked) -> Job:
         num_top=num_top,
         num_prompt_top=given.get("prompt_logprobs"),
         special_ids=engine.tokenizer.special_ids,
+        tells_ids=tells_ids,
         include_usage=asked.include_usage,
     )
     return Job(prompts=prompts, writer=writer)
@@ -116,8 +115,10 @@ class CompletionWriter:
         num_top: int | None,
         num_prompt_top: int | None,
         special_ids: Collection[int],
+        tells_ids: bool,
         include_usage: bool,
     ) -> None:
+        self._tells_ids = tells_ids
         self._special_ids = special_ids
         self._prompts = prompts
         self._num_top = num_top
@@ -151,6 +152,7 @@ class CompletionWriter:
                         "stop_reason": choice.stop_reason,
                         "seed": choice.seed,
                         **self._scored.get(at, {}),
+                        **self._ids(at, choice.token_ids, begins=True),
                     }
                 )
         return {**self._frame, "choices": written, "usage": usage_json(usage)}
@@ -168,13 +170,14 @@ class CompletionWriter:
         }
         if begins:
             choice |= self._scored.get(prompt, {})
+        choice |= self._ids(prompt, delta.token_ids, begins=begins)
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
         yield self._chunk([choice])
 
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
         """The chunk of more text of a choice that has begun; None where others tell more."""
-        if self._num_top is not None:
+        if self._num_top is not None or self._tells_ids:
             return None
         place = self._index(prompt, index)
         return self._chunk(
@@ -195,6 +198,13 @@ class CompletionWriter:
 
     def _index(self, prompt: int, index: int) -> int:
         return prompt * self._prompts[0].sampling.n + index
+
+    def _ids(self, at: int, token_ids: Sequence[int], *, begins: bool) -> dict[str, Any]:
+        """The ids of an answer's tokens, and first those of its prompt, where they are told."""
+        if not self._tells_ids:
+            return {}
+        prompt = {"prompt_token_ids": self._prompts[at].token_ids} if begins else {}
+        return {**prompt, "token_ids": token_ids}
 
     def _keep_prompt(self, at: int, tokens: Sequence[TokenText | None]) -> None:
         """Write what is told of prompt `at`, when it is first known."""
@@ -243,6 +253,13 @@ def _told_a_token(given: Mapping[str, Any], *, echo: bool) -> int:
     return sum(1 + num_top for num_top in asked if num_top is not None)
 
 
+def _told_by(given: Mapping[str, Any], *, echo: bool) -> str:
+    """The field that most of what is told of prompts comes from."""
+    if given.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    return "logprobs" if echo and given.get("logprobs") is not None else "return_token_ids"
+
+
 def _first(engine: Engine, token_ids: Sequence[int]) -> TokenText:
     """The first token of a prompt, which nothing precedes."""
     token_id = token_ids[0]
@@ -278,10 +295,6 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
                 )
             return prompt
     return [prompt]
-
-
-def _own_max_tokens(sampling: SamplingParams) -> int:
-    return COMPLETION_TOKENS if sampling.max_tokens is None else sampling.max_tokens
 
 
 def _filling_in(engine: Engine, given: Mapping[str, Any], prompts: list[Any]) -> list[Any]:

@@ -87,7 +87,7 @@ _SHARED = (
         "return_timings",
     }
 )
-COMPLETIONS = _SHARED | {"prompt", "echo", "suffix"}
+COMPLETIONS = _SHARED | {"prompt", "echo", "suffix", "return_token_ids"}
 # What goes with messages and shapes the prompt.
 _TEMPLATE = frozenset(
     {
@@ -107,11 +107,23 @@ _CHAT_ONLY = {
     "top_logprobs",
     "parallel_tool_calls",
     "include_reasoning",
+    "return_token_ids",
 }
 CHAT = _SHARED | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: nothing that is said of texts.
-GENERATE = (SAMPLING - {"prompt_logprobs", "logprob_token_ids"}) | (
-    TERMS | {"model", "stream", "stream_options", "logprobs", "cache_salt", "tokens"}
+GENERATE = (
+    (SAMPLING - {"logprob_token_ids"})
+    | TERMS
+    | {
+        "model",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "cache_salt",
+        "tokens",
+        "truncate_prompt_tokens",
+        "return_timings",
+    }
 )
 CONVERSATION = _TEMPLATE | {"messages"}
 TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}

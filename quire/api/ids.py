@@ -1,8 +1,8 @@
 """POST /generate: token ids in, token ids out, streamed or whole.
 
 For callers who tokenize themselves. All that chooses tokens is as for completions; `stop` strings
-and grammars too, which are about the text of these ids. Knows no text. Always holds: the ids told
-are those the usage counts.
+and grammars too, which are about the text of these ids. Knows no text but that of the tokens of a
+prompt, where log-probabilities are told. Always holds: the ids told are those the usage counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from starlette.responses import Response
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.fields import GENERATE
 from quire.api.generation import Asked, Envelope, Job, generate, usage_json
-from quire.api.prompts import checked_ids
-from quire.api.sampling import COMPLETION_TOKENS, limited, sampling_of
+from quire.api.logprobs import check_told, prompt_logprobs
+from quire.api.prompts import checked_ids, most_tokens
+from quire.api.sampling import COMPLETION_TOKENS, completion_tokens, limited, sampling_of
 from quire.api.serving import Serving
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -47,7 +48,15 @@ async def read_job(asked: Asked) -> Job:
             f"tokens is {show(tokens)}; a list of token ids is allowed", param="tokens"
         )
     sampling = sampling_of(given, engine.default_sampling(), logprobs=given.get("logprobs"))
-    token_ids = checked_ids(engine, tokens, param="tokens")
+    token_ids = checked_ids(
+        engine,
+        tokens,
+        least_output=int(sampling.max_tokens != 0),
+        keep_tokens=most_tokens(given, engine, completion_tokens(sampling)),
+        param="tokens",
+    )
+    if sampling.prompt_logprobs is not None:
+        check_told(len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs")
     chosen = limited(
         sampling,
         default_tokens=COMPLETION_TOKENS,
@@ -57,6 +66,7 @@ async def read_job(asked: Asked) -> Job:
     writer = IdsWriter(
         asked.envelope,
         wants_logprobs=chosen.logprobs is not None,
+        num_prompt_top=chosen.prompt_logprobs,
         include_usage=asked.include_usage,
     )
     return Job(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
@@ -65,8 +75,16 @@ async def read_job(asked: Asked) -> Job:
 class IdsWriter:
     """`generation` objects, whole and in chunks. For one answer."""
 
-    def __init__(self, envelope: Envelope, *, wants_logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        *,
+        wants_logprobs: bool,
+        num_prompt_top: int | None,
+        include_usage: bool,
+    ) -> None:
         self._wants_logprobs = wants_logprobs
+        self._num_prompt_top = num_prompt_top
         self._include_usage = include_usage
         self._frame = {
             "id": envelope.id,
@@ -89,7 +107,12 @@ class IdsWriter:
             }
             for index, choice in enumerate(choices[0])
         ]
-        return {**self._frame, "choices": written, "usage": usage_json(usage)}
+        return {
+            **self._frame,
+            "choices": written,
+            "usage": usage_json(usage),
+            **self._scored(choices[0][0].prompt_logprobs),
+        }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """One chunk: the ids that are new."""
@@ -101,7 +124,7 @@ class IdsWriter:
         }
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
-        yield {**self._frame, "choices": [choice]}
+        yield {**self._frame, "choices": [choice], **self._scored(delta.prompt_logprobs)}
 
     def of_text(self, prompt: int, index: int, text: str) -> None:
         """None: text is not told here."""
@@ -111,6 +134,12 @@ class IdsWriter:
         if not self._include_usage:
             return None
         return {**self._frame, "choices": [], "usage": usage_json(usage)}
+
+    def _scored(self, tokens: Sequence[TokenText | None]) -> dict[str, Any]:
+        """What is told of the prompt: once, beside the choices, where it was asked for."""
+        if not tokens or self._num_prompt_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         """Of each token its own, and of the most probable ids where more were asked for."""

@@ -18,8 +18,8 @@ from quire.base.errors import InvalidParameter
 from quire.engine.token_text import TokenText
 
 _IMPOSSIBLE = -9999.0
-# Of prompts, a request: some 50 bytes of JSON each. A prompt of 131,072 tokens has 2.75 million at
-# 20 alternatives a token.
+# Of prompts, a request: up to some 50 bytes of JSON each. A prompt of 131,072 tokens has 2.75
+# million at 20 alternatives a token.
 MAX_TOLD = 4_194_304
 
 
@@ -27,9 +27,9 @@ def check_told(num_told: int, *, param: str) -> None:
     """Refuse an answer that would tell more of prompts than this process should hold."""
     if num_told > MAX_TOLD:
         raise InvalidParameter(
-            f"the answer would tell {num_told} log-probabilities of prompts (for each choice, "
-            f"prompt tokens x ({param} + 1)); at most {MAX_TOLD} a request are allowed: send fewer "
-            f"or shorter prompts, or ask for fewer alternatives or choices",
+            f"the answer would tell {num_told} numbers of prompts (of each token, for each choice: "
+            f"its id, its log-probability, those of alternatives); at most {MAX_TOLD} a request "
+            "are allowed: send fewer or shorter prompts, or ask for fewer alternatives or choices",
             param=param,
         )
 

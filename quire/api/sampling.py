@@ -82,6 +82,11 @@ def limited(
     return replace(sampling, max_tokens=limit)
 
 
+def completion_tokens(sampling: SamplingParams) -> int:
+    """How many tokens a completion may make where the request's own word is all that counts."""
+    return COMPLETION_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+
+
 def _stops(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else _listed("stop", value)
 

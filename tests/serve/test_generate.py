@@ -37,6 +37,32 @@ def test_streamed_and_whole_ids_are_those_of_a_completion(server: RunningServer)
     assert [streamed[0], streamed[1]] == ids
 
 
+def test_ids_told_with_texts_are_those_of_generate(server: RunningServer) -> None:
+    fields = {name: value for name, value in ASKED.items() if name != "tokens"}
+    made = [choice["tokens"] for choice in server.post("/generate", ASKED)[1]["choices"]]
+    asked = {**fields, "prompt": ASKED["tokens"], "return_token_ids": True}
+    whole = server.post("/v1/completions", asked)[1]
+    assert [choice["token_ids"] for choice in whole["choices"]] == made
+    assert all(choice["prompt_token_ids"] == ASKED["tokens"] for choice in whole["choices"])
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    with server.stream("/v1/completions", asked) as reader:
+        for chunk in [*reader][:-1]:
+            for choice in chunk["choices"]:
+                streamed[choice["index"]] += choice["token_ids"]
+    assert [streamed[0], streamed[1]] == made
+
+
+def test_a_prompt_of_ids_is_scored_as_in_a_completion(server: RunningServer) -> None:
+    scored = {"prompt_logprobs": 2, "max_tokens": 0}
+    tokens = ASKED["tokens"]
+    told = server.post("/generate", {**scored, "tokens": tokens})[1]["prompt_logprobs"]
+    completion = server.post("/v1/completions", {**scored, "prompt": tokens})[1]
+    assert told == completion["choices"][0]["prompt_logprobs"]
+    last = server.post("/generate", {**scored, "tokens": tokens, "truncate_prompt_tokens": 2})[1]
+    assert len(told) == 3
+    assert len(last["prompt_logprobs"]) == last["usage"]["prompt_tokens"] == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

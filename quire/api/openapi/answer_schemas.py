@@ -67,12 +67,15 @@ def _reason(*more: str) -> Schema:
 
 def _answers() -> dict[str, Schema]:
     choices = {
-        "ChatCompletion": _whole(
-            index=COUNT,
-            message=_ref("Message"),
-            logprobs=or_null(_ref("ChatLogprobs")),
-            finish_reason=_reason("tool_calls"),
-            **_ended(),
+        "ChatCompletion": _part(
+            {
+                "index": COUNT,
+                "message": _ref("Message"),
+                "logprobs": or_null(_ref("ChatLogprobs")),
+                "finish_reason": _reason("tool_calls"),
+                **_ended(),
+            },
+            token_ids=list_of(_ID),
         ),
         "Completion": _part(
             {
@@ -83,6 +86,8 @@ def _answers() -> dict[str, Schema]:
                 **_ended(),
             },
             prompt_logprobs=_ref("PromptLogprobs"),
+            prompt_token_ids=list_of(_ID),
+            token_ids=list_of(_ID),
         ),
         "Generation": _part(
             {"index": COUNT, "tokens": list_of(_ID), "finish_reason": _reason(), **_ended()},
@@ -94,11 +99,16 @@ def _answers() -> dict[str, Schema]:
         "Completion": "text_completion",
         "Generation": "generation",
     }
-    scored = {"prompt_logprobs": _ref("PromptLogprobs")}
+    scored: dict[str, Schema] = {"prompt_logprobs": _ref("PromptLogprobs")}
+    beside: dict[str, dict[str, Schema]] = {
+        "ChatCompletion": {**scored, "prompt_token_ids": list_of(_ID)},
+        "Completion": {},
+        "Generation": scored,
+    }
     return {
         name: _part(
             {**_frame(kind), "choices": list_of(choices[name], least=1), "usage": _ref("Usage")},
-            **(scored if name == "ChatCompletion" else {}),
+            **beside[name],
         )
         for name, kind in kinds.items()
     }
@@ -113,6 +123,7 @@ def _chunks() -> dict[str, Schema]:
             "logprobs": or_null(_ref("ChatLogprobs")),
             "finish_reason": or_null(_reason("tool_calls")),
         },
+        token_ids=list_of(_ID),
         **last,
     )
     completion = _part(
@@ -123,6 +134,8 @@ def _chunks() -> dict[str, Schema]:
             "finish_reason": or_null(_reason()),
         },
         prompt_logprobs=_ref("PromptLogprobs"),
+        prompt_token_ids=list_of(_ID),
+        token_ids=list_of(_ID),
         **last,
     )
     ids = _part(
@@ -137,11 +150,14 @@ def _chunks() -> dict[str, Schema]:
             {**_frame("chat.completion.chunk"), "choices": list_of(chat)},
             usage=usage,
             prompt_logprobs=scored,
+            prompt_token_ids=list_of(_ID),
         ),
         "CompletionChunk": _part(
             {**_frame("text_completion"), "choices": list_of(completion)}, usage=usage
         ),
-        "GenerationChunk": _part({**_frame("generation"), "choices": list_of(ids)}, usage=usage),
+        "GenerationChunk": _part(
+            {**_frame("generation"), "choices": list_of(ids)}, usage=usage, prompt_logprobs=scored
+        ),
     }
 
 

@@ -262,6 +262,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "response_format": _response_format(),
         "return_timings": FLAG,
+        "return_token_ids": FLAG,
         "echo": FLAG,
         "suffix": TEXT,
         "return_token_strs": FLAG,

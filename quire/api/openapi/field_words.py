@@ -76,6 +76,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "prompt_logprobs": "Tell the prompt's log-probabilities and so many alternatives.",
         "logprob_token_ids": "With logprobs: tell those of exactly these ids too.",
         "return_token_strs": "Tell each token's text too.",
+        "return_token_ids": "Tell the ids of the prompt and of each answer's tokens.",
         "return_timings": "Tell in usage how long the request waited and ran.",
         "return_cached_tokens_details": "Tell in usage where cached tokens were found.",
     },

@@ -29,22 +29,28 @@ def _prompt(n: int, echo: str = "") -> Prompt:
     return Prompt(token_ids=[1, 2], sampling=SamplingParams(n=n, max_tokens=40), echo=echo)
 
 
-def _completions(n: int, *, usage: bool, echo: str = "") -> Chunks:
+def _completions(n: int, *, usage: bool, echo: str = "", ids: bool = False) -> Chunks:
     return completions.CompletionWriter(
         ENVELOPE,
         [_prompt(n, echo=echo)],
         num_top=None,
         num_prompt_top=None,
         special_ids=(),
+        tells_ids=ids,
         include_usage=usage,
     )
 
 
-def _chat(n: int, *, usage: bool, echo: str) -> Chunks:
+def _chat(n: int, *, usage: bool, echo: str, ids: bool = False) -> Chunks:
     reading = Reading(tools=None, reasoning=None)
     listener = chat.Listener(reading, None, prompt="", request_id="r")
     return chat.ChatWriter(
-        ENVELOPE, listener, wants_logprobs=False, num_prompt_top=None, include_usage=usage
+        ENVELOPE,
+        listener,
+        wants_logprobs=False,
+        num_prompt_top=None,
+        told_ids=[1, 2] if ids else None,
+        include_usage=usage,
     )
 
 
@@ -67,12 +73,17 @@ def _told(engine: FakeEngine, chunks: Chunks, prompt: Prompt) -> list[tuple[list
 
 
 @pytest.mark.parametrize("writer", [_completions, _chat])
-@given(script=st.lists(TEXTS, min_size=1, max_size=8), n=st.integers(1, 3), usage=st.booleans())
+@given(
+    script=st.lists(TEXTS, min_size=1, max_size=8),
+    n=st.integers(1, 3),
+    usage=st.booleans(),
+    ids=st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_events_are_the_chunks_that_the_writer_makes_of_each_delta(
-    writer: Any, script: list[str], n: int, usage: bool
+    writer: Any, script: list[str], n: int, usage: bool, ids: bool
 ) -> None:
-    twin, chunks = writer(n, usage=usage, echo="so "), []
+    twin, chunks = writer(n, usage=usage, echo="so ", ids=ids), []
 
     class Overheard(FakeEngine):
         async def generate(self, *args: Any, **options: Any) -> Any:
@@ -80,7 +91,9 @@ def test_events_are_the_chunks_that_the_writer_makes_of_each_delta(
                 chunks.extend(twin.of_delta(0, delta))
                 yield delta
 
-    told = _told(Overheard(*script), writer(n, usage=usage, echo="so "), _prompt(n, echo="so "))
+    told = _told(
+        Overheard(*script), writer(n, usage=usage, echo="so ", ids=ids), _prompt(n, echo="so ")
+    )
     events = [event for handed, _ in told for event in handed]
     lines = [event.split(b"\n")[1].removeprefix(b"data: ") for event in events]
     assert lines[: len(chunks)] == [msgspec.json.encode(chunk) for chunk in chunks]
@@ -137,15 +150,17 @@ def test_what_came_before_an_error_is_told_before_it() -> None:
 
 
 def test_text_that_is_read_for_calls_or_told_with_logprobs_is_written_each_time_anew() -> None:
-    def writer(*, num_top: int | None) -> completions.CompletionWriter:
+    def writer(*, num_top: int | None, ids: bool = False) -> completions.CompletionWriter:
         return completions.CompletionWriter(
             ENVELOPE,
             [_prompt(1)],
             num_top=num_top,
             num_prompt_top=None,
             special_ids=(),
+            tells_ids=ids,
             include_usage=False,
         )
 
     assert writer(num_top=0).of_text(0, 0, "a") is None
+    assert writer(num_top=None, ids=True).of_text(0, 0, "a") is None
     assert writer(num_top=None).of_text(0, 0, "a") is not None
