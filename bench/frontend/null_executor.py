@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.config.machine import MachineMemory, machine_memory
 from quire.execute.executor import ExecutorMemory
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Rows
@@ -106,6 +107,14 @@ class NullExecutorClass:
     def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """As little as the sums allow."""
         return ExecutorMemory(weights_bytes=1, step_bytes=1, token_bytes=1)
+
+    def head_rows(self, max_sequences: int) -> int:
+        """All at once: there are no logits to hold."""
+        return max_sequences
+
+    def available_memory(self) -> MachineMemory:
+        """The machine's, as of the native executor."""
+        return machine_memory()
 
     def full_step_tokens(self) -> int:
         """As many as a fast machine's."""

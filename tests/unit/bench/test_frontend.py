@@ -10,11 +10,18 @@ import pytest
 
 from bench.frontend.__main__ import check
 from bench.frontend.client import text_of
-from bench.frontend.null_executor import FIRST_ID, NUM_IDS, token_at
+from bench.frontend.null_executor import (
+    FIRST_ID,
+    NUM_IDS,
+    NullExecutor,
+    NullExecutorClass,
+    token_at,
+)
 from bench.frontend.peers import check_peer
 from bench.frontend.servers import cpu_s
 from bench.peers.child import PeerFailed
 from bench.soak.callers import Broken, streamed_text, whole_text
+from quire.execute.executor import Executor, ExecutorClass
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -25,6 +32,15 @@ def _chunked(*parts: bytes) -> bytes:
 
 def _event(text: str) -> bytes:
     return b'id: r:1\ndata: {"choices":[{"text":"%b"}]}\n\n' % text.encode()
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"), [(NullExecutorClass, ExecutorClass), (NullExecutor, Executor)]
+)
+def test_the_null_executor_has_what_the_engine_asks_of_any(made: type, wanted: type) -> None:
+    asked = {name for name in vars(wanted) if callable(vars(wanted)[name]) and name[0] != "_"}
+    assert asked
+    assert asked <= {name for name in vars(made) if callable(vars(made)[name])}
 
 
 def test_events_are_counted_however_they_are_cut_into_chunks() -> None:
