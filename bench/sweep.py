@@ -3,9 +3,9 @@
     python -m bench.sweep --engines llama.cpp,openvino --workloads w1,w3 --minutes 30
 
 Every candidate is loaded, warmed and run a few times; its best run counts, so that a noisy moment
-does not decide. What is committed is a candidate too: a choice is none the worse for it. All that
-was tried is kept in bench/results/sweep-SHAPE-PRECISION.json (a second call goes on), and the
-choice is written to bench/peers/settings.json.
+does not decide. What is committed is a candidate too, and stays unless another is a fiftieth
+faster. All that was tried is kept in bench/results/sweep-SHAPE-PRECISION.json (a second call goes
+on), and a new choice is written to bench/peers/settings.json.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from quire.models.registry import open_model
 from quire.obs.timing import RequestTimes, run_rates
 
 LOAD_LIMIT_S = 600.0
+# Two runs of one setting differ by about as much: less is no reason to leave what is committed.
+WORTH_CHANGING = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +126,25 @@ class Sweep:
         self.content["tried"].append(entry)
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
 
-    def best(self, engine: str, workload: str) -> dict[str, Any] | None:
-        """The candidate with the best run."""
+    def choice(
+        self, engine: str, workload: str, committed: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """The settings with the best run; the committed ones if that is hardly better.
+
+        None where no candidate ran.
+        """
         done = [
             entry
             for entry in self.content["tried"]
             if (entry["engine"], entry["workload"]) == (engine, workload) and entry["rates"]
         ]
-        return max(done, key=lambda entry: max(entry["rates"]), default=None)
+        if not done:
+            return None
+        best = max(done, key=lambda entry: max(entry["rates"]))
+        kept = [max(entry["rates"]) for entry in done if entry["settings"] == committed]
+        hardly_better = kept and max(best["rates"]) <= WORTH_CHANGING * max(kept)
+        found: dict[str, Any] = committed if hardly_better else best["settings"]
+        return found
 
 
 def run(plan: Plan, sweep: Sweep, *, file: Path = FILE) -> None:
@@ -142,13 +155,15 @@ def run(plan: Plan, sweep: Sweep, *, file: Path = FILE) -> None:
             if not _try_grid(plan, sweep, engine, workload, end_s=end_s, file=file):
                 print(f"{workload} {engine}: no time left; the same command goes on", flush=True)
                 continue
-            best = sweep.best(engine, workload)
-            if best is not None:
-                chosen = best["settings"]
+            committed = settings_for(engine, precision=plan.precision, workload=workload, file=file)
+            chosen = sweep.choice(engine, workload, committed)
+            if chosen is None:
+                continue
+            if chosen != committed:
                 write_choice(
                     engine, precision=plan.precision, workload=workload, chosen=chosen, file=file
                 )
-                print(f"{workload} {engine}: chosen {chosen}", flush=True)
+            print(f"{workload} {engine}: chosen {chosen}", flush=True)
 
 
 def _try_grid(

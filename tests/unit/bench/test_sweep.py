@@ -71,6 +71,23 @@ def test_what_is_committed_stays_where_nothing_is_faster(
     assert chosen(file) == {"a": 1, "takes_s": 0.11}
 
 
+@pytest.mark.parametrize(("fastest", "takes_s"), [(101.0, 0.2), (103.0, 0.15)])
+def test_what_is_hardly_faster_is_no_reason_to_change(
+    plan: Plan,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fastest: float,
+    takes_s: float,
+) -> None:
+    rates = {0.2: [90.0, 100.0], 0.15: [fastest, 80.0]}
+    monkeypatch.setattr(
+        sweep, "measured", lambda *told: rates.get(told[-1]["takes_s"], [50.0, 50.0])
+    )
+    sweep.run(plan, Sweep(tmp_path / "tried.json"), file=file)
+    assert chosen(file) == {"a": 1, "takes_s": takes_s}
+
+
 def test_without_time_nothing_is_chosen_and_a_second_call_goes_on(
     plan: Plan, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
