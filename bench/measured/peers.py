@@ -82,8 +82,8 @@ def sweeps_text(results: Path) -> str:
         for (engine, workload), precisions in swept.items()
     )
     return (
-        f"Those of {told} were chosen by a sweep, all of whose tries are in `bench/results/sweep-*."
-        "json`; all others by hand, and were not swept."
+        f"Those of {told} are the best of a sweep, or within a fiftieth of it (all tries: "
+        "`bench/results/sweep-*.json`); all others were chosen by hand, and were not swept."
     )
 
 
