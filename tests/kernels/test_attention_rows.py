@@ -148,6 +148,26 @@ def test_a_broken_token_does_not_reach_the_rows_before_it(
 
 @on_every_isa
 @however_kept
+@pytest.mark.parametrize("broken", [205, 217, 262, 263, 290, 330])
+def test_a_broken_token_in_the_middle_of_many_rows_stays_with_those_who_see_it(
+    isa: str, kept: Kept, broken: int
+) -> None:
+    """Tiles of rows before it are under way when a tile of some who see it is found."""
+    geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=32)
+    tokens = Tokens(geometry, sequences=1, positions=600)
+    cache = PagedCache(tokens, isa=isa)
+    cache.store([Rows(0, 0, 600)])
+    call = [Rows(0, 200, 150)]
+    sound = cache.attend(call)
+    tokens.v[0, broken] = np.inf
+    cache.store([Rows(0, broken, 1)])
+    rows = cache.attend(call)
+    assert not np.isfinite(rows[broken - 200 :]).all((1, 2)).any()
+    assert_same_bits(rows[: broken - 200], sound[: broken - 200])
+
+
+@on_every_isa
+@however_kept
 @under_windows
 def test_threads_and_block_sizes_change_nothing(isa: str, kept: Kept, window: int) -> None:
     geometry = Geometry(kept=kept, heads=6, kv_heads=3, head_dim=40, window=window)

@@ -104,8 +104,7 @@ class TileWalk {
                 const int rows = end - row < kPairRows ? end - row : kPairRows;
                 attend_unit(piece * kPiece, row, rows);
             }
-            push(nullptr);
-            push(nullptr);
+            drain();
         }
         if (configured_) release_tiles();
         return stretch.count();
@@ -377,10 +376,10 @@ class TileWalk {
         unit.from = unit.spans[0].first / step;
         unit.to = (unit.spans[count - 1].end + step - 1) / step;
         if (count > 1 && !may_share(unit.spans, count, unit.from, unit.to)) {
+            drain();  // this unit has taken the place of one under way
             for (int i = 0; i < count; ++i) {
                 attend_unit(start, row + i, 1);
-                push(nullptr);
-                push(nullptr);
+                drain();
             }
             return;
         }
@@ -399,6 +398,12 @@ class TileWalk {
         if (weighed_ != nullptr) merge_unit(*weighed_);
         weighed_ = scored_;
         scored_ = unit;
+    }
+
+    // Finishes the units under way.
+    void drain() {
+        push(nullptr);
+        push(nullptr);
     }
 
     void plan_scores(const TileUnit& unit) {
