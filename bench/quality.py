@@ -29,7 +29,7 @@ from quire.program.batch import ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.ops import DType
 from quire.program.quantize import precision_text, quantize
-from quire.quant.scheme import SCHEMES
+from quire.quant.scheme import INT_SCHEMES
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import open_checkpoint
 
@@ -151,7 +151,7 @@ def story_ids(folder: Path, stories: Sequence[str]) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stories", type=int, default=40)
-    parser.add_argument("--precisions", default=",".join(SCHEMES))
+    parser.add_argument("--precisions", default=",".join(INT_SCHEMES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = [Setting(dtype=DType.F32), Setting(dtype=DType.BF16)]

@@ -25,7 +25,7 @@ def decode(stage: Stage) -> None:
     """64 requests at a depth of 4,096, caches of bf16 and int8."""
     count, depth = (3, 40) if stage.is_dry else (64, 4096)
     limits = device_limits(stage)
-    for precision in ("bf16", "int8"):
+    for precision in ("bf16", "int8", "fp8"):
         for exact in (True, False):
             work, pool = _work(stage, [1] * count, [depth - 1] * count, precision, exact=exact)
             seconds = stage.seconds(work)

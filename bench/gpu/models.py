@@ -16,8 +16,9 @@ import torch
 
 from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
-from quire.execute.gpu.load import TORCH_TYPES, Loaded
+from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, Loaded
 from quire.models.registry import build_program, open_model
+from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.ops import DType, Rows, Weight, WeightForm
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -70,24 +71,26 @@ TINY = {
 }
 
 
-def program_of(stage: Stage, name: str, *, precision: str = "none") -> Program:
+def program_of(
+    stage: Stage, name: str, *, precision: str = "none", kv_cache_dtype: str = "auto"
+) -> Program:
     """The program of a model by name, in bf16; tiny in a dry run."""
     config = dict(SHAPES[name]) | (TINY if stage.is_dry else {})
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         spec = open_model(Path(folder))
         program = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
-    return quantize(program, precision)
+    return with_kv_cache_dtype(quantize(program, precision), kv_cache_dtype)
 
 
 def random_weights(program: Program, device: torch.device) -> Loaded:
     """Weights of a program's shapes."""
     generator = torch.Generator(device=device).manual_seed(1)
     plain: dict[str, torch.Tensor] = {}
-    ints: dict[str, Any] = {}
+    few: dict[str, Any] = {}
     for name, weight in program.weights.items():
         if weight.ints is not None:
-            ints[name] = _random_ints(weight, device, generator)
+            few[name] = _random_ints(weight, device, generator)
             continue
         shape = (weight.rows, weight.columns) if weight.columns else (weight.rows,)
         is_vector = weight.form is WeightForm.VECTOR
@@ -97,14 +100,17 @@ def random_weights(program: Program, device: torch.device) -> Loaded:
             values.fill_(1.0)
         else:
             values.normal_(0.0, 0.5 * weight.columns**-0.5, generator=generator)
-        plain[name] = values
-    return Loaded(plain, ints)
+        if weight.quantized is None:
+            plain[name] = values
+        else:  # as loading makes it of the checkpoint's numbers
+            few[name] = Fp8Weight.of(values, weight.quantized)
+    return Loaded(plain, few)
 
 
 def _random_ints(weight: Weight, device: torch.device, generator: torch.Generator) -> Any:
     """As the kernels hold them, made in place: quantizing would take minutes on the host."""
     from quire.execute.gpu.kernels.int4_layout import BLOCK, PANEL, Int4Weight
-    from quire.execute.gpu.kernels.linear_int8 import Int8Weight
+    from quire.execute.gpu.kernels.linear_bytes import ByteWeight
 
     scheme, rows, columns = weight.ints, weight.rows, weight.columns
     assert scheme is not None, "asked for integers only"
@@ -116,7 +122,7 @@ def _random_ints(weight: Weight, device: torch.device, generator: torch.Generato
         )
         drawn[:, columns:] = 0
         scales = torch.full((rows,), small / 73, dtype=torch.float32, device=device)
-        return Int8Weight(drawn, scales, columns)
+        return ByteWeight(drawn, scales)
     panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
     packed = torch.randint(
         0, 256, (panels, blocks, 64, 64), dtype=torch.uint8, device=device, generator=generator

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from quire.program.ops import Rows
 from quire.program.program import Program
 
 DEPTH, SEQUENCES = 700, 3
-# As shares of the largest logit: both round activations to bf16, where sums differ otherwise.
-TOLERANCE = 0.03
+# By what weights, keys and values are kept in, as shares of the largest logit: both sides round
+# activations to bf16, or to fp8's fewer bits, where sums differ otherwise.
+TOLERANCES = MappingProxyType({"none": 0.03, "fp8": 0.1})
 
 
 def build(stage: Stage) -> None:
@@ -36,7 +38,7 @@ def build(stage: Stage) -> None:
     stage.tell("cards", [f"{card.name} ({card.architecture})" for card in machine.cards])
     stage.tell("chosen", str(choose("cpu" if stage.is_dry else "cuda", machine)))
     began = time.perf_counter()
-    executor, program = _small(stage, exact=True)
+    executor, program = _small(stage, "none", exact=True)
     _logits(executor, program, chunk=_depth(stage), stage=stage)
     stage.settle()
     stage.tell("compiled_and_run_s", time.perf_counter() - began)
@@ -44,42 +46,50 @@ def build(stage: Stage) -> None:
 
 def parity(stage: Stage) -> None:
     """Kernels against plain PyTorch on the host, in both modes."""
-    for exact in (True, False):
-        executor, program = _small(stage, exact=exact)
-        found = _logits(executor, program, chunk=_depth(stage), stage=stage)
-        plain = _on_host(program, executor)
-        right = _logits(plain, program, chunk=_depth(stage), stage=stage)
-        error = float(np.abs(found - right).max() / np.abs(right).max())
-        stage.tell("exact" if exact else "fast", {"largest_error": error, "allowed": TOLERANCE})
-        if not error <= TOLERANCE:
-            raise SystemExit(f"the kernels differ from plain PyTorch by {error}")
+    for precision, allowed in TOLERANCES.items():
+        for exact in (True, False):
+            executor, program = _small(stage, precision, exact=exact)
+            found = _logits(executor, program, chunk=_depth(stage), stage=stage)
+            plain = _on_host(program, executor)
+            right = _logits(plain, program, chunk=_depth(stage), stage=stage)
+            error = float(np.abs(found - right).max() / np.abs(right).max())
+            what = f"{precision} {'exact' if exact else 'fast'}"
+            stage.tell(what, {"largest_error": error, "allowed": allowed})
+            if not error <= allowed:
+                raise SystemExit(f"{what}: the kernels differ from plain PyTorch by {error}")
 
 
 def exact(stage: Stage) -> None:
     """A sequence's bits alone, in chunks, and beside others, are the same."""
-    executor, program = _small(stage, exact=True)
+    for precision in TOLERANCES:
+        _exact(stage, precision)
+
+
+def _exact(stage: Stage, precision: str) -> None:
+    executor, program = _small(stage, precision, exact=True)
     depth = _depth(stage)
     whole = _logits(executor, program, chunk=depth, stage=stage)
     for chunk in (1, 5) if stage.is_dry else (1, 17, 64, 257):
         again = _logits(executor, program, chunk=chunk, stage=stage)
         same = bool(np.array_equal(whole, again))
-        stage.tell(f"chunks_of_{chunk}", same)
+        stage.tell(f"{precision} chunks_of_{chunk}", same)
         if not same:
-            raise SystemExit(f"chunks of {chunk} change bits")
+            raise SystemExit(f"{precision}: chunks of {chunk} change bits")
         if not stage.has_time():
             break
     beside = _beside(executor, program, stage)
-    stage.tell("beside_others", beside)
+    stage.tell(f"{precision} beside_others", beside)
     if not beside:
-        raise SystemExit("other sequences in a step change bits")
+        raise SystemExit(f"{precision}: other sequences in a step change bits")
 
 
 def _depth(stage: Stage) -> int:
     return 11 if stage.is_dry else DEPTH
 
 
-def _small(stage: Stage, *, exact: bool) -> tuple[TorchExecutor, Program]:
-    program = program_of(stage, "Qwen3-0.6B")
+def _small(stage: Stage, precision: str, *, exact: bool) -> tuple[TorchExecutor, Program]:
+    kept = "auto" if precision == "none" else precision
+    program = program_of(stage, "Qwen3-0.6B", precision=precision, kv_cache_dtype=kept)
     executor = executor_of(
         stage,
         program,
@@ -95,9 +105,13 @@ def _on_host(program: Program, of: TorchExecutor) -> TorchExecutor:
     """The same weights in plain PyTorch on the host."""
     held = of.weights
     moved: Mapping[str, Any] = {name: values.cpu() for name, values in held.plain.items()}
+    few = {
+        name: replace(weight, values=weight.values.cpu(), scales=weight.scales.cpu())
+        for name, weight in held.few.items()
+    }
     plain = TorchExecutor(
         program,
-        Loaded(moved, {}),
+        Loaded(moved, few),
         device=torch.device("cpu"),
         exact=False,
         max_rows={Rows.TOKENS: SEQUENCES * DEPTH, Rows.SAMPLES: 16, Rows.SEQUENCES: 16},

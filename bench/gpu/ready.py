@@ -1,4 +1,5 @@
-"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs.
+"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs; as it
+is in the files, and with `--quantization fp8`.
 
 The files are written here first (random bytes that are finite numbers), which is not counted; they
 are then in the system's cache, as after a restart.
@@ -16,6 +17,7 @@ import numpy as np
 from bench.gpu.batches import batch_of
 from bench.gpu.models import LLAMA, TINY
 from bench.gpu.stage import Stage
+from quire.engine.precision import with_precision
 from quire.execute.gpu.executor import TorchExecutorClass
 from quire.execute.gpu.graphs import ladder
 from quire.models.registry import build_program, open_model
@@ -28,39 +30,48 @@ SEQUENCES = 256
 
 
 def ready(stage: Stage) -> None:
-    """Write, load, take a first step, capture."""
+    """Write; then load as `--quantization` says, take a first step, capture."""
     config = LLAMA | (TINY if stage.is_dry else {})
-    sequences = 4 if stage.is_dry else SEQUENCES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         spec = open_model(folder)
-        program = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+        plain = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
         began = time.perf_counter()
-        _write_shards(folder, program)
+        _write_shards(folder, plain)
         stage.tell("seconds_to_write", time.perf_counter() - began)
-        began = time.perf_counter()
-        executor = TorchExecutorClass(stage.device)(
-            program,
-            open_checkpoint(folder),
-            max_tokens=16 if stage.is_dry else 4096,
-            max_samples=sequences,
-            max_sequences=sequences,
+        for quantization in ("none", "fp8"):
+            if not stage.has_time():
+                return
+            program = with_precision(plain, quantization, open_checkpoint(folder))
+            stage.tell(quantization, _seconds(stage, folder, program))
+
+
+def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, float]:
+    sequences = 4 if stage.is_dry else SEQUENCES
+    began = time.perf_counter()
+    executor = TorchExecutorClass(stage.device)(
+        program,
+        open_checkpoint(folder),
+        max_tokens=16 if stage.is_dry else 4096,
+        max_samples=sequences,
+        max_sequences=sequences,
+    )
+    executor.allocate_cache(2 * sequences, 16)
+    stage.settle()
+    found = {"weight_bytes": program.weight_bytes, "to_load": time.perf_counter() - began}
+    for size in ladder(sequences):
+        batch = batch_of(
+            [1] * size, [0] * size, columns=1, vocab_size=program.vocab_size, samples=True
         )
-        executor.allocate_cache(2 * sequences, 16)
+        executor.run_trunk(batch, head_rows=size)
+        executor.run_head(batch, 0, size)
         stage.settle()
-        loaded_s = time.perf_counter() - began
-        stage.tell("seconds_to_load", loaded_s)
-        for size in ladder(sequences):
-            batch = batch_of(
-                [1] * size, [0] * size, columns=1, vocab_size=program.vocab_size, samples=True
-            )
-            executor.run_trunk(batch, head_rows=size)
-            executor.run_head(batch, 0, size)
-            stage.settle()
-            what = "seconds_to_all_graphs" if size == sequences else "seconds_to_first_step"
-            if size in (1, sequences):
-                stage.tell(what, time.perf_counter() - began)
+        if size in (1, sequences):
+            what = "to_all_graphs" if size == sequences else "to_first_step"
+            found[what] = time.perf_counter() - began
+    executor.close()
+    return found
 
 
 def _write_shards(folder: Path, program: Program) -> None:

@@ -19,6 +19,8 @@ from quire.program.program import Program
 
 DECODED = (
     ("Llama-3.1-8B", "none"),
+    ("Llama-3.1-8B", "fp8"),
+    ("Llama-3.1-8B", "fp8-block"),
     ("Llama-3.1-8B", "int8"),
     ("Llama-3.1-8B", "int4-g128"),
     ("Qwen3-8B", "none"),

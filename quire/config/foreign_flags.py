@@ -13,7 +13,7 @@ from types import MappingProxyType
 _MODEL = "the model's folder is given without a flag: quire serve FOLDER"
 _CONTEXT = "the longest prompt and output together is --max-model-len"
 _MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
-_KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16 or int8"
+_KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
 _THREADS = "threads are set by --threads N"
 _ONE_DEVICE = "one process on one device serves a model here; leave it out"
 _CODE = (

@@ -21,7 +21,7 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 
 
 # The names of quire/program/kv_cache.py, which a room of this row does not read.
-KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8")
+KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 # The names of quire/scheduler/policies.py, which a room of this row does not read.
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # The names of quire/dialects/table.py, which a room of this row does not read.
@@ -37,7 +37,7 @@ DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # The names of quire/quant/scheme.py, which a room of this row does not read.
 QUANTIZATIONS = (
     *("auto", "none", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"),
-    *("int4-zp", "int4-g32-zp", "int4-g64-zp", "int4-g128-zp"),
+    *("int4-zp", "int4-g32-zp", "int4-g64-zp", "int4-g128-zp", "fp8", "fp8-block"),
 )
 
 
@@ -52,8 +52,8 @@ class ModelConfig:
     quantization: str = setting(
         "auto",
         "precision the weights of products are brought to while they load: int8, or int4 in groups "
-        "of 32 (also plain int4), 64 or 128, -zp with zero points; none: --dtype; auto: as a "
-        "quantized GGUF file has them, else none",
+        "of 32 (also plain int4), 64 or 128, -zp with zero points; on GPUs fp8, a scale a row, or "
+        "fp8-block; none: --dtype; auto: as a quantized GGUF file has them, else none",
     )
     head_precision: str = setting(
         "auto", "the same for the product that gives the logits; auto: int8 where the rest is int4"
@@ -103,9 +103,10 @@ class CacheConfig:
         "do, so that prompts do not wait for it, as in 2GiB; 0: with first use",
         flag="kv-touch-ahead",
     )
-    kv_cache_dtype: Literal["auto", "f32", "bf16", "int8", "float32", "bfloat16"] = setting(
+    kv_cache_dtype: Literal["auto", "f32", "bf16", "int8", "fp8", "float32", "bfloat16"] = setting(
         "auto",
-        "precision of keys and values; int8: a scale for each head's row; auto: as --dtype",
+        "precision of keys and values; int8, and on GPUs fp8: a scale for each head's row; auto: "
+        "as --dtype",
     )
     enable_prefix_caching: bool = setting(
         True, "keep the KV of finished requests and share it with requests that begin alike"

@@ -263,15 +263,17 @@ def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
 
 def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
     try:
-        from quire.execute.gpu.device import choose, look
+        from quire.execute.gpu.device import choose, has_fp8, look
         from quire.execute.gpu.executor import TorchExecutorClass
     except ModuleNotFoundError as error:
         raise SettingError(
             f"executor is torch and {error.name} is not installed; install the extra: "
             "pip install 'quire[gpu]'"
         ) from error
-    device = choose(settings.device or "auto", look())
-    return TorchExecutorClass(device, exact=settings.numerics != "fast")
+    machine = look()
+    device = choose(settings.device or "auto", machine)
+    exact = settings.numerics != "fast"
+    return TorchExecutorClass(device, exact=exact, has_fp8=has_fp8(device, machine))
 
 
 def _card(

@@ -21,8 +21,8 @@ class ModelCard:
     "bf16". recipe: the instruction set that computes ("numpy" for the reference). created_s:
     seconds since 1970, when the engine became ready. banned_sequences: ids that its
     generation_config.json keeps out of every answer (TokenRules). quantization: how the weights
-    of products are kept ("none": in dtype). kv_cache_dtype: how keys and values are: "f32", "bf16"
-    or "int8".
+    of products are kept ("none": in dtype). kv_cache_dtype: how keys and values are: "f32", "bf16",
+    "int8" or "fp8".
     """
 
     name: str

@@ -22,7 +22,7 @@ from quire.execute.layout import lay_out
 from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Op, OpKind, Rows, View
+from quire.program.ops import FP8_CACHE, Op, OpKind, Rows, View
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.native import choose
@@ -249,7 +249,11 @@ class NativeExecutor:
     @staticmethod
     def check_program(program: Program) -> None:
         """Raise ModelError listing what the kernels cannot hold, before anything is packed."""
-        problems = [*_cache_problems(program), *_op_problems(program)]
+        problems = [
+            *_cache_problems(program),
+            *_op_problems(program),
+            *_weight_problems(program),
+        ]
         if problems:
             raise ModelError(
                 f"{program.name}: the native executor cannot hold this model "
@@ -327,6 +331,11 @@ def _cache_problems(program: Program) -> Iterator[str]:
                 f"its heads have {cache.head_dim} columns (head_dim); at most "
                 f"{_native.MAX_HEAD_DIM} are held"
             )
+        if cache.scheme == FP8_CACHE:
+            yield (
+                "its keys and values are kept in fp8, which --executor torch holds; f32, bf16 and "
+                "int8 are held here: --kv-cache-dtype int8 takes as much memory"
+            )
 
 
 def _op_problems(program: Program) -> Iterator[str]:
@@ -340,6 +349,20 @@ def _op_problems(program: Program) -> Iterator[str]:
         yield f"its activation is {form!r}; {', '.join(ACTIVATION_CODES)} are known"
     if len(program.ropes) > MAX_ROPES:
         yield f"it has {len(program.ropes)} tables of angles; at most {MAX_ROPES} are held"
+
+
+def _weight_problems(program: Program) -> Iterator[str]:
+    names = [
+        weight.name
+        for weight in program.weights.values()
+        if weight.quantized is not None and weight.quantized.is_float
+    ]
+    if names:
+        yield (
+            f"{len(names)} of its weights are kept in fp8 ({names[0]} and so on), which CPUs have "
+            "no instructions for and --executor torch multiplies; --quantization int8 takes as "
+            "much memory, and none brings them to --dtype"
+        )
 
 
 def _place_buffers(

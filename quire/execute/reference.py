@@ -19,12 +19,14 @@ from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
+from quire.execute.few_bits import in_few_bits, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import DType, Op, OpKind, Rows, View, Weight
+from quire.program.ops import DType, Op, OpKind, Rows, View
 from quire.program.program import Program
-from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
+from quire.quant.fp8 import Fp8Matrix
+from quire.quant.int_weights import IntMatrix
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.reference import choose
 from quire.sampling.scoring import ScoreBatch, Scores, score
@@ -75,7 +77,7 @@ class ReferenceExecutor:
         }
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
-        self._weights, self._ints = _load(program, binding, digest, coarse, progress)
+        self._weights, self._few = _load(program, binding, digest, coarse, progress)
         self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
@@ -168,7 +170,7 @@ class ReferenceExecutor:
     def close(self) -> None:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
-        self._weights, self._ints, self._buffers = {}, {}, []
+        self._weights, self._few, self._buffers = {}, {}, []
         self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
 
     @staticmethod
@@ -237,7 +239,7 @@ class ReferenceExecutor:
 
     def _embed(self, op: Op, batch: ForwardBatch) -> None:
         name = op.attrs["weight"]
-        table = self._ints[name].dequantized() if name in self._ints else self._weights[name]
+        table = self._few[name].dequantized() if name in self._few else self._weights[name]
         if op.attrs["ids"] == "tokens":
             ids = batch.token_ids
         else:
@@ -261,7 +263,9 @@ class ReferenceExecutor:
 
     def _linear(self, op: Op, batch: ForwardBatch) -> None:
         x, bias = self._read(op.inputs[0]), self._weight(op.attrs["bias"])
-        weight = self._ints.get(op.attrs["weight"])
+        weight = self._few.get(op.attrs["weight"])
+        if isinstance(weight, Fp8Matrix):
+            return self._write(op.outputs[0], ops.fp8_linear(x, weight, bias))
         if weight is not None:
             return self._write(op.outputs[0], ops.int_linear(x, weight, bias))
         self._write(op.outputs[0], ops.linear(x, self._weights[op.attrs["weight"]], bias))
@@ -347,29 +351,24 @@ def _load(
     digest: WeightsDigest,
     coarse: dict[str, int],
     progress: Progress | None,
-) -> tuple[dict[str, Float32s], dict[str, IntMatrix]]:
-    """Weights in float32, [rows, columns] or [rows] of a vector; and those of integers."""
+) -> tuple[dict[str, Float32s], dict[str, IntMatrix | Fp8Matrix]]:
+    """Weights in float32, [rows, columns] or [rows] of a vector; and those in few bits."""
     loaded: dict[str, Float32s] = {}
-    ints: dict[str, IntMatrix] = {}
+    few: dict[str, IntMatrix | Fp8Matrix] = {}
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        values = _load_weight(weight, binding, digest)
-        if weight.ints is None:
+        if weight.quantized is None:
+            values = read_f32(weight, binding)
             loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
         else:
-            ints[name] = quantize_matrix(values, weight.ints)
-            if weight.ints.bits == 8 and (count := coarse_rows(values)):
+            few[name], count = in_few_bits(weight, binding)
+            if count:
                 coarse[name] = count
+        for part in weight.parts:
+            if not digest.holds(stored := binding.content(part)):
+                digest.add(stored)
+            binding.release(part)
         done += weight.num_bytes
         if progress is not None:
             progress(done, total)
-    return loaded, ints
-
-
-def _load_weight(weight: Weight, binding: Binding, digest: WeightsDigest) -> Float32s:
-    parts = [binding.read_f32(part) for part in weight.parts]
-    for part in weight.parts:
-        if not digest.holds(stored := binding.content(part)):
-            digest.add(stored)
-        binding.release(part)
-    return np.concatenate(parts) + np.float32(weight.offset)
+    return loaded, few

@@ -3,11 +3,11 @@
 The recipe: positions are taken in pieces of 256, aligned to absolute position (under a window
 too); in each piece scores, their maximum, exp(score - maximum), the sum of those in float32 and
 the product with V; then pieces are merged in order. Probabilities are rounded to the cache's
-dtype before the product with V, as named in the operations' contract. In a cache of integers a
-head's key or value is whole numbers times a scale of its own: a score is multiplied by its key's
-scale, a probability by its value's before it is rounded, and the sum is of those without. Knows
-no sequences beyond their rows and tables. Letters: T rows, S sequences, D head_dim, P positions of
-a piece.
+dtype before the product with V, as named in the operations' contract. In a cache of integers, or of
+fp8, a head's key or value is small numbers times a scale of its own: a score is multiplied by its
+key's scale, a probability by its value's before it is rounded, and the sum is of those without.
+Knows no sequences beyond their rows and tables. Letters: T rows, S sequences, D head_dim, P
+positions of a piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.program.ops import DType
+from quire.program.ops import FP8_CACHE, DType
+from quire.quant.fp8 import LARGEST, e4m3
 from quire.quant.int_rows import scale_and_inverse
 from quire.weights.dtypes import round_to_bf16
 
@@ -31,8 +32,8 @@ PIECE_POSITIONS = 256
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """Keys, or values, of one layer: [blocks, block_size, kv_heads, D], and what each head's row
-    of them is multiplied by [blocks, block_size, kv_heads]: 1 but where they are integers. (Or of
-    all layers, one more axis before.)"""
+    of them is multiplied by [blocks, block_size, kv_heads]: 1 where they have no scheme. (Or of all
+    layers, one more axis before.)"""
 
     values: Float32s
     scales: Float32s
@@ -65,17 +66,20 @@ class PagedRows:
             heads = round_to_bf16(heads)
         scales = np.ones(heads.shape[:2], np.float32)
         if scheme:
-            heads, scales = quantize_heads(heads)
+            heads, scales = quantize_heads(heads, scheme)
         slots = kv_slots[stored]
         self.values.reshape(blocks * block_size, kv_heads, head_dim)[slots] = heads
         self.scales.reshape(blocks * block_size, kv_heads)[slots] = scales
 
 
-def quantize_heads(heads: Float32s) -> tuple[Float32s, Float32s]:
-    """Rows [..., D] as whole numbers from -127 to 127, and the scale of each."""
-    scales, inverse = scale_and_inverse(np.abs(heads).max(axis=-1), 127.0)
-    is_finite = np.isfinite(scales)[..., None]
-    return np.rint(np.where(is_finite, heads, np.float32(0)) * inverse[..., None]), scales
+def quantize_heads(heads: Float32s, scheme: str) -> tuple[Float32s, Float32s]:
+    """Rows [R, kv_heads, D] as whole numbers from -127 to 127, or as fp8 has them, and the scale of
+    each; zeros, with the scale NaN, where one is not finite."""
+    steps = float(LARGEST) if scheme == FP8_CACHE else 127.0
+    scales, inverse = scale_and_inverse(np.abs(heads).max(axis=-1), steps)
+    finite = np.where(np.isfinite(scales)[..., None], heads, np.float32(0))
+    scaled = finite * inverse[..., None]
+    return (e4m3(scaled) if scheme == FP8_CACHE else np.rint(scaled)), scales
 
 
 def attention(

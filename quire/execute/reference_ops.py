@@ -12,6 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.quant.fp8 import Fp8Matrix, quantize_fp8_rows
 from quire.quant.int_rows import fma, grouped, quantize_rows
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP
@@ -88,6 +89,44 @@ def int_linear(x: Float32s, weight: IntMatrix, bias: Float32s | None) -> Float32
         y = fma(total, scales, y)
     if not weight.scheme.group:
         y = y * weight.scales[:, 0]
+    return y if bias is None else y + bias
+
+
+def fp8_linear(x: Float32s, weight: Fp8Matrix, bias: Float32s | None) -> Float32s:
+    """x [R, K], made fp8, by an fp8 weight [N, K] (+ bias [N]): [R, N]."""
+    by_block = bool(weight.scheme.group)
+    rows = quantize_fp8_rows(x, by_block=by_block)
+    return fp8_product(rows, (weight.values, weight.scales), bias, blocks=(by_block, by_block))
+
+
+def fp8_product(
+    rows: tuple[Float32s, Float32s],
+    weight: tuple[Float32s, Float32s],
+    bias: Float32s | None,
+    *,
+    blocks: tuple[bool, bool],
+) -> Float32s:
+    """Rows [R, K] by a weight [N, K], each values that fp8 has and their scales; blocks: whose
+    scales are those of blocks, the rows', the weight's.
+
+    Sums of 128 columns are added in the order of K. Scales of blocks, [R, groups] of rows and
+    [blocks of 128 outputs, groups] of a weight, multiply each sum, in one step with the addition.
+    Others, [R or 1, 1] and [N or 1, 1], come last, the rows' before the weight's.
+    """
+    (x, x_scales), (w, w_scales), (by_rows, by_weight) = rows, weight, blocks
+    parts, weights = grouped(x, ACTIVATION_GROUP), grouped(w, ACTIVATION_GROUP)
+    y = np.zeros((len(x), len(w)), np.float32)
+    for g in range(parts.shape[1]):
+        factor = np.ones_like(y)
+        if by_rows:
+            factor = factor * x_scales[:, g, None]
+        if by_weight:
+            factor = factor * np.repeat(w_scales[:, g], ACTIVATION_GROUP)[: len(w)]
+        y = fma(linear(parts[:, g], np.ascontiguousarray(weights[:, g]), None), factor, y)
+    if not by_rows:
+        y = y * x_scales
+    if not by_weight:
+        y = y * w_scales.T
     return y if bias is None else y + bias
 
 

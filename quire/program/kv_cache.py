@@ -3,8 +3,9 @@
     with_kv_cache_dtype(program, "int8")
 
 "f32" and "bf16": queries, keys and values are rounded to it where they are computed, and
-attention multiplies in it. "int8": they are computed as before, and each head's key and value is
-stored as integers with a scale of its own (quire/execute/reference_attention.py has the recipe).
+attention multiplies in it. "int8", "fp8": they are computed as before, and each head's key and
+value is stored as integers, or in e4m3, with a scale of its own
+(quire/execute/reference_attention.py has the recipe).
 A rewrite; loads nothing. Always holds: nothing but attention's operands changes its dtype.
 """
 
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.program.ops import INT8_CACHE, Buffer, DType, Op, OpKind, View
+from quire.program.ops import FP8_CACHE, INT8_CACHE, Buffer, DType, Op, OpKind, View
 from quire.program.program import Program
 from quire.program.quantize import AUTO
 
-KV_CACHE_DTYPES = (AUTO, *(dtype.value for dtype in DType), INT8_CACHE)
+KV_CACHE_DTYPES = (AUTO, *(dtype.value for dtype in DType), INT8_CACHE, FP8_CACHE)
 
 
 def with_kv_cache_dtype(program: Program, dtype: str) -> Program:
@@ -25,14 +26,14 @@ def with_kv_cache_dtype(program: Program, dtype: str) -> Program:
         raise ValueError(f"{dtype!r} is no precision of a KV cache: {', '.join(KV_CACHE_DTYPES)}")
     if dtype == AUTO:
         return program
-    if dtype == INT8_CACHE:
-        caches = tuple(replace(cache, scheme=INT8_CACHE) for cache in program.caches)
+    if dtype in (INT8_CACHE, FP8_CACHE):
+        caches = tuple(replace(cache, scheme=dtype) for cache in program.caches)
         return replace(program, caches=caches)
     return _computed_in(program, DType(dtype))
 
 
 def kv_cache_text(program: Program) -> str:
-    """How keys and values are kept: "f32", "bf16" or "int8"."""
+    """How keys and values are kept: "f32", "bf16", "int8" or "fp8"."""
     return ", ".join(dict.fromkeys(cache.precision for cache in program.caches))
 
 

@@ -13,7 +13,8 @@ norm         x[, delta] -> y[, x]                  form rms|layer, eps[, weight[
              weight None: ones, and no bias.
 linear       x[R,K] -> y[R,N]                      weight[, bias]; y = x @ W.T (+ bias), rounded
              once to y's dtype. bias is added in f32 before rounding. A weight with a scheme
-             is of integers, and x becomes int8 (quire/quant/int_rows.py).
+             is of integers, and x becomes int8 (quire/quant/int_rows.py), or both become fp8
+             (quire/quant/fp8.py).
 rope         x -> x (in place)                     rope (index into program.ropes), heads, head_dim
              rotates the first ropes[i].rotary_dim columns of each head; x holds heads*head_dim
              columns; angles by batch rope_positions; halves are rotated (i with i + rotary/2).
@@ -31,7 +32,7 @@ gather_rows  x[T] -> y[S]                          rows of x at batch sample_row
 Arithmetic inside an operation is f32; rounding happens when an output is stored, by the output
 buffer's dtype, and nowhere else. The one exception is named by the executor's numerics version:
 attention rounds its probabilities to the cache's dtype before the product with V (and where
-the cache holds integers, multiplies each by its value's scale before).
+the cache holds integers or fp8, multiplies each by its value's scale before).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from typing import Any
 
 from quire.quant.scheme import SCHEMES, Scheme
 
-INT8_CACHE = "int8"  # a cache's scheme: each head's row as integers, its scale an f32 beside them
+# A cache's schemes: each head's row as integers or in e4m3, its scale an f32 beside them.
+INT8_CACHE, FP8_CACHE = "int8", "fp8"
 KV_SCALE_BYTES = 4
 
 
@@ -188,15 +190,21 @@ class Weight:
         return self.rows * max(self.columns, 1)
 
     @property
+    def quantized(self) -> Scheme | None:
+        """How the weight is kept in few bits, None where it is in its dtype."""
+        return SCHEMES.get(self.scheme)
+
+    @property
     def ints(self) -> Scheme | None:
         """The scheme, where the weight is kept as integers."""
-        return SCHEMES.get(self.scheme)
+        scheme = self.quantized
+        return None if scheme is None or scheme.is_float else scheme
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, of its scales too; padding is the executor's and does not count."""
-        if self.ints is not None:
-            return self.ints.row_bytes(self.columns)
+        if self.quantized is not None:
+            return self.quantized.row_bytes(self.columns)
         return max(self.columns, 1) * self.dtype.itemsize
 
     @property
@@ -217,7 +225,7 @@ class CacheSpec:
     """A cache the program declares: layers of paged keys and values of one geometry.
 
     dtype is that of queries, keys and values. Keys and values are kept in it, or, where `scheme`
-    is "int8", as integers.
+    is "int8" or "fp8", as integers or in e4m3, a byte each.
     """
 
     kind: str  # "paged"
@@ -229,12 +237,14 @@ class CacheSpec:
     scheme: str = ""
 
     def __post_init__(self) -> None:
-        if self.scheme not in ("", INT8_CACHE):
-            raise ValueError(f"a cache's scheme is {self.scheme!r}; {INT8_CACHE!r} is known")
+        if self.scheme not in ("", INT8_CACHE, FP8_CACHE):
+            raise ValueError(
+                f"a cache's scheme is {self.scheme!r}; {INT8_CACHE!r} and {FP8_CACHE!r} are known"
+            )
 
     @property
     def precision(self) -> str:
-        """What keys and values are kept in: "f32", "bf16" or "int8"."""
+        """What keys and values are kept in: "f32", "bf16", "int8" or "fp8"."""
         return self.scheme or self.dtype.value
 
     @property

@@ -70,7 +70,7 @@ class Program:
     def _check_sources(self) -> None:
         shapes = self.source_shapes()
         for weight in self.weights.values():
-            if weight.scheme and (weight.form is not WeightForm.MATRIX or weight.ints is None):
+            if weight.scheme and (weight.form is not WeightForm.MATRIX or weight.quantized is None):
                 raise ValueError(
                     f"{self.name}: weight {weight.name}: a {weight.form} cannot be {weight.scheme}"
                 )

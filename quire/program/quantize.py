@@ -3,10 +3,10 @@
     quantize(program, "int4-g64", head="int8", keep=["layers.0.*=none"])
 
 Every matrix gets the scheme; the head gets its own (by default int8 where the rest is int4, since
-its errors go straight into the logits); rules then say otherwise for weights by name. Tables that
-are only gathered from, vectors and the KV cache (kv_cache.py) stay as they are. Executors quantize
-while they load. Always holds: a rule that matches nothing is an error, and of several the last one
-counts.
+its errors go straight into the logits, and fp8 where it is fp8-block); rules then say otherwise for
+weights by name. Tables that are only gathered from, vectors and the KV cache (kv_cache.py) stay as
+they are. Executors quantize while they load. Always holds: a rule that matches nothing is an error,
+and of several the last one counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def quantize(
 
     scheme: of all products, as scheme_names() lists them, or "auto": as `stored` says, schemes by
     the names of weights that are quantized in their file already, and none where it says nothing.
-    head: of the product that gives the logits; "auto" is int8 for int4, else as the rest. keep:
+    head: of the product that gives the logits; "auto" is int8 for int4, fp8 for fp8-block (an
+    embedding that is the head too has its scales by row then), else as the rest. keep:
     rules "PATTERN=PRECISION" over weight names. Where a program's own dtype is meant, "none" says
     so, or its name (bf16, f32). Raises SettingError for what is no precision, or a rule that
     matches no product.
@@ -98,7 +99,10 @@ def _heads(program: Program) -> set[str]:
 
 
 def _head_default(rest: str) -> str:
-    return "int8" if rest and SCHEMES[rest].bits < 8 else rest
+    scheme = SCHEMES.get(rest)
+    if scheme is None:
+        return ""
+    return "fp8" if scheme.is_float else "int8"
 
 
 def _precision(program: Program, text: str, setting: str) -> str:

@@ -3,10 +3,13 @@
     int8          one scale a row of the weight (an output channel), f32
     int4-g32      one scale for 32 elements of a row, bf16; also g64, g128
     int4-g32-zp   the same with a zero point in each group
+    fp8           e4m3, one scale a row of the weight, f32
+    fp8-block     e4m3, one scale for a block of 128 rows by 128 elements, f32
 
-Activations are int8 in all of them: a scale for each token and 128 elements. Knows names, sizes
-and the grammar of rules; quantizes nothing (int_weights.py, int_rows.py). Always holds: a scheme
-is known by one name, and an empty name or "none" is no scheme.
+Activations are int8 beside integers, with a scale for each token and 128 elements; beside fp8 they
+are e4m3, with a scale for each token, or beside blocks for each token and 128 elements. Knows
+names, sizes and the grammar of rules; quantizes nothing (int_weights.py, int_rows.py, fp8.py).
+Always holds: a scheme is known by one name, and an empty name or "none" is no scheme.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """bits of an element; elements of a row that share a scale (0: all); zero points or none."""
+    """bits of an element; elements of a row that share a scale (0: all); zero points or none.
+
+    is_float: elements are e4m3, and a group is one of so many rows too.
+    """
 
     name: str
     bits: int
     group: int = 0
     has_zero_points: bool = False
+    is_float: bool = False
 
     def num_groups(self, columns: int) -> int:
         """Scales of one row; the last group may be shorter."""
@@ -37,6 +44,8 @@ class Scheme:
 
     def row_bytes(self, columns: int) -> int:
         """Bytes a row takes, its scales and zero points included, padding left out."""
+        if self.is_float and self.group:  # a row's share of its blocks' scales
+            return columns + -(-4 * self.num_groups(columns) // self.group)
         if self.bits == 8:
             return columns + 4
         per_group = 3 if self.has_zero_points else 2
@@ -48,9 +57,13 @@ def _all() -> Iterator[Scheme]:
     for group in GROUPS:
         yield Scheme(name=f"int4-g{group}", bits=4, group=group)
         yield Scheme(name=f"int4-g{group}-zp", bits=4, group=group, has_zero_points=True)
+    yield Scheme(name="fp8", bits=8, is_float=True)
+    yield Scheme(name="fp8-block", bits=8, group=ACTIVATION_GROUP, is_float=True)
 
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _all()})
+# What the compiled kernels multiply; fp8 is for GPUs.
+INT_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if not scheme.is_float)
 ALIASES: Mapping[str, str] = MappingProxyType({"int4": "int4-g32", "int4-zp": "int4-g32-zp"})
 
 

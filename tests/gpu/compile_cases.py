@@ -9,19 +9,13 @@ import torch
 
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels.activation import activation
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
 from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
 from quire.execute.gpu.kernels.grouped import Groups
-from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
+from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
-from quire.execute.gpu.kernels.linear_fp8 import (
-    Fp8Rows,
-    Fp8Weight,
-    linear_fp8,
-    quantize_rows_fp8,
-)
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
-from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.kernels.lora import adapt
 from quire.execute.gpu.kernels.moe import experts
@@ -29,7 +23,7 @@ from quire.execute.gpu.kernels.norm import norm
 from quire.execute.gpu.kernels.wishes import Wishes
 from tests.gpu.compile_for import tensor
 
-F32, I32 = torch.float32, torch.int32
+F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn
 WIDTH, MIDDLE = 4096, 14336
 
 
@@ -40,9 +34,9 @@ def _linear(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Non
 
 
 def _int8(rows: int) -> None:
-    x = quantize_rows(tensor(rows, WIDTH), IntRows.empty(rows, WIDTH, "meta"))
+    x = quantize_rows(tensor(rows, WIDTH), ByteRows.empty(rows, WIDTH, "meta"))
     values, scales = tensor(MIDDLE, WIDTH, dtype=torch.int8), tensor(MIDDLE, dtype=F32)
-    linear_int8(x, Int8Weight(values, scales, WIDTH), tensor(rows, MIDDLE))
+    linear_bytes(x, ByteWeight(values, scales), tensor(rows, MIDDLE))
 
 
 def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool = True) -> None:
@@ -54,7 +48,7 @@ def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool =
         group=group,
         columns=WIDTH,
     )
-    values = quantize_rows(x, IntRows.empty(rows, WIDTH, "meta")) if by_integers else x
+    values = quantize_rows(x, ByteRows.empty(rows, WIDTH, "meta")) if by_integers else x
     linear_int4(values, weight, tensor(rows, MIDDLE))
 
 
@@ -82,12 +76,10 @@ def _edits() -> None:
 
 
 def _fp8(rows: int, *, by_block: bool) -> None:
-    x = quantize_rows_fp8(tensor(rows, WIDTH), "block" if by_block else "token")
-    assert isinstance(x, Fp8Rows)
+    room = ByteRows.empty(rows, WIDTH, "meta", dtype=E4M3, scaled="block" if by_block else "token")
     shape = (MIDDLE // 128, WIDTH // 128) if by_block else (MIDDLE,)
-    scales = tensor(*shape, dtype=F32)
-    weight = Fp8Weight(tensor(MIDDLE, WIDTH, dtype=torch.float8_e4m3fn), scales)
-    linear_fp8(x, weight, tensor(rows, MIDDLE))
+    weight = ByteWeight(tensor(MIDDLE, WIDTH, dtype=E4M3), tensor(*shape, dtype=F32))
+    linear_bytes(quantize_rows(tensor(rows, WIDTH), room), weight, tensor(rows, MIDDLE))
 
 
 def _experts(rows: int) -> None:
@@ -115,6 +107,12 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "gather": lambda: row_kernels.gather_rows(
         tensor(128256, WIDTH), tensor(8, dtype=I32), tensor(8, WIDTH, dtype=F32)
+    ),
+    "gather of fp8": lambda: row_kernels.gather_rows(
+        tensor(128256, WIDTH, dtype=E4M3),
+        tensor(8, dtype=I32),
+        tensor(8, WIDTH, dtype=F32),
+        scales=tensor(128256, dtype=F32),
     ),
     "soft cap": lambda: row_kernels.soft_cap(tensor(8, 128256, dtype=F32), 30.0),
     "exact bf16, 1 row": lambda: _linear(1, MIDDLE),

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from quire.base.errors import CapacityError, DeviceLost, SettingError, WorkerError  # noqa: E402
+from quire.base.errors import (  # noqa: E402
+    CapacityError,
+    DeviceLost,
+    ModelError,
+    SettingError,
+    WorkerError,
+)
 from quire.config.memory import MemoryNeeds, plan_memory  # noqa: E402
-from quire.execute.gpu.device import Card, Machine, choose, device_errors, look  # noqa: E402
+from quire.execute.gpu.device import (  # noqa: E402
+    Card,
+    Machine,
+    choose,
+    device_errors,
+    has_fp8,
+    look,
+)
+from quire.execute.gpu.executor import TorchExecutorClass  # noqa: E402
 from quire.execute.gpu.memory import (  # noqa: E402
     GPU_RESERVE_BYTES,
     DeviceMemory,
     check_left,
     planned,
 )
+from quire.models.registry import build_program, open_model  # noqa: E402
+from quire.program.kv_cache import with_kv_cache_dtype  # noqa: E402
+from quire.program.ops import DType  # noqa: E402
+from quire.program.quantize import quantize  # noqa: E402
+from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +95,29 @@ def test_no_driver_is_told_in_the_drivers_words_and_ours() -> None:
 def test_a_card_that_is_not_there_is_told_with_those_that_are() -> None:
     assert "cuda:0 to cuda:1" in _said("cuda:2", MACHINE)
     assert "only cuda:0" in _said("cuda:1", replace(MACHINE, cards=(CARD,)))
+
+
+def test_fp8_is_for_cards_that_know_it(tmp_path: Path) -> None:
+    old = replace(MACHINE, cards=(replace(CARD, capability=(8, 6), architecture="sm_86"), CARD))
+    assert [has_fp8(torch.device("cuda", index), old) for index in (0, 1)] == [False, True]
+    assert has_fp8(torch.device("cpu"), old)
+    made = TorchExecutorClass(torch.device("cuda", 0), has_fp8=False)
+    spec = open_model(write_tiny_llama(tmp_path))
+    plain = build_program(spec, dtype=DType.BF16, max_positions=64)
+    made.check_program(plain)
+    for program in (quantize(plain, "fp8"), with_kv_cache_dtype(plain, "fp8")):
+        with pytest.raises(ModelError, match=r"in fp8, which cuda:0 .* 8.9 and newer can"):
+            made.check_program(program)
+
+
+def test_an_embedding_in_blocks_is_not_gathered_from_on_a_card(tmp_path: Path) -> None:
+    spec = open_model(write_tiny_llama(tmp_path, tie_word_embeddings=True))
+    plain = build_program(spec, dtype=DType.BF16, max_positions=64)
+    made = TorchExecutorClass(torch.device("cuda", 0))
+    for precision in ("int4", "fp8-block"):
+        made.check_program(quantize(plain, precision))
+        with pytest.raises(ModelError, match="--head-precision int8, fp8 or none"):
+            made.check_program(quantize(plain, precision, head=precision))
 
 
 def test_too_old_a_card_is_refused_by_its_capability() -> None:

@@ -44,6 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         TorchModel(mistral, DType.BF16),
         TorchModel(odd, DType.BF16, "int8", "int8"),
         TorchModel(odd, DType.BF16, "int4-g32"),
+        TorchModel(odd, DType.BF16, "fp8", "fp8"),
     ]
     yield made
     for model in made:

@@ -66,18 +66,25 @@ def test_families_agree(case: Case, tmp_path: Path) -> None:
     assert _differ(found, right) <= TOLERANCES[DType.F32]
 
 
-@pytest.mark.parametrize("wishes", [("int8", "auto"), ("int4-g32", "auto"), ("none", "int8")])
-def test_integers_agree(wishes: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        *(("int8", "auto"), ("int4-g32", "auto"), ("none", "int8")),
+        *(("fp8", "auto"), ("fp8-block", "auto"), ("none", "fp8")),
+    ],
+)
+def test_few_bits_agree(wishes: tuple[str, str], tmp_path: Path) -> None:
     found, right = _logits(LLAMA.write(tmp_path), DType.BF16, LLAMA.token_ids[:FEW], *wishes)
     assert _differ(found, right) <= OF_INTEGERS
 
 
-def test_chunks_of_any_size_give_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wishes", [(), ("fp8", "fp8")])
+def test_chunks_of_any_size_give_the_same_bits(wishes: tuple[str, ...], tmp_path: Path) -> None:
     folder = LLAMA.write(tmp_path)
     ids = np.random.default_rng(4).integers(0, 131, 5).tolist()
-    whole, _ = _logits(folder, DType.BF16, ids, chunk=5)
-    ones, _ = _logits(folder, DType.BF16, ids, chunk=1)
-    odd, _ = _logits(folder, DType.BF16, ids, chunk=3)
+    whole, _ = _logits(folder, DType.BF16, ids, *wishes, chunk=5)
+    ones, _ = _logits(folder, DType.BF16, ids, *wishes, chunk=1)
+    odd, _ = _logits(folder, DType.BF16, ids, *wishes, chunk=3)
     assert np.array_equal(whole, ones)
     assert np.array_equal(whole, odd)
 

@@ -7,8 +7,8 @@ import pytest
 
 from quire.execute import reference_ops as ops
 from quire.execute.gpu import twins
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight, pack
-from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.quant.int_weights import IntMatrix, quantize_matrix
 from quire.quant.scheme import SCHEMES
@@ -24,9 +24,9 @@ def matrix(rng: np.random.Generator, outputs: int, columns: int, scheme: str) ->
     return quantize_matrix(weight, SCHEMES[scheme])
 
 
-def as_integers(x: Float32s) -> IntRows:
+def as_integers(x: Float32s) -> ByteRows:
     """Rows as int8."""
-    return quantize_rows(tensor(x), IntRows.empty(len(x), x.shape[1], "cpu"))
+    return quantize_rows(tensor(x), ByteRows.empty(len(x), x.shape[1], "cpu"))
 
 
 def test_bytes_lie_where_the_layout_says() -> None:

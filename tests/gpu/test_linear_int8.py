@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire.execute import reference_ops as ops
-from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
-from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
+from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.quant import int_rows
 from quire.quant.int_weights import quantize_matrix
 from quire.quant.scheme import SCHEMES
@@ -17,9 +17,9 @@ from tests.gpu.tensors import Float32s, array, empty, normal, rounded, same_bits
 pytestmark = pytest.mark.gpu
 
 
-def as_integers(x: Float32s, dtype: str = "f32") -> IntRows:
+def as_integers(x: Float32s, dtype: str = "f32") -> ByteRows:
     """By the kernel, into room that held something else, and more of it."""
-    room = IntRows.empty(len(x) + 2, x.shape[1], "cpu")
+    room = ByteRows.empty(len(x) + 2, x.shape[1], "cpu")
     room.values.fill_(77)
     room.scales.fill_(float("nan"))
     return quantize_rows(wide(x, dtype), room)
@@ -51,27 +51,27 @@ def test_products_are_the_references_bits(rows: int, outputs: int, columns: int)
     matrix = quantize_matrix(normal(rng, outputs, columns), SCHEMES["int8"])
     if rows > 1:
         x[1, 1] = np.nan
-    weight, found = Int8Weight.of(matrix, "cpu"), empty(rows, outputs)
-    linear_int8(as_integers(x), weight, found, bias=tensor(bias))
+    weight, found = ByteWeight.of_ints(matrix, "cpu"), empty(rows, outputs)
+    linear_bytes(as_integers(x), weight, found, bias=tensor(bias))
     assert same_bits(array(found), ops.int_linear(x, matrix, bias))
     narrow = empty(rows, outputs, "bf16")
-    linear_int8(as_integers(x), weight, narrow)
+    linear_bytes(as_integers(x), weight, narrow)
     assert same_bits(array(narrow), rounded(ops.int_linear(x, matrix, None), "bf16"))
 
 
 def test_a_row_is_the_same_alone_and_among_130() -> None:
     rng = np.random.default_rng(3)
     x = normal(rng, 130, 129)
-    weight = Int8Weight.of(quantize_matrix(normal(rng, 7, 129), SCHEMES["int8"]), "cpu")
+    weight = ByteWeight.of_ints(quantize_matrix(normal(rng, 7, 129), SCHEMES["int8"]), "cpu")
     together, alone = empty(130, 7), empty(1, 7)
-    linear_int8(as_integers(x), weight, together)
-    linear_int8(as_integers(x[129:]), weight, alone)
+    linear_bytes(as_integers(x), weight, together)
+    linear_bytes(as_integers(x[129:]), weight, alone)
     assert same_bits(array(together)[129:], array(alone))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     matrix = quantize_matrix(np.ones((2, 64), np.float32), SCHEMES["int4-g32"])
     with pytest.raises(ValueError, match="int4-g32"):
-        Int8Weight.of(matrix, "cpu")
+        ByteWeight.of_ints(matrix, "cpu")
     with pytest.raises(ValueError, match="at least 3 rows of 128"):
-        quantize_rows(torch.zeros(3, 128), IntRows.empty(2, 128, "cpu"))
+        quantize_rows(torch.zeros(3, 128), ByteRows.empty(2, 128, "cpu"))

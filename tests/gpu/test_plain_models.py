@@ -18,7 +18,7 @@ from tests.models.generate import logits_of  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 # As a share of the largest logit. Sums are in another order; bf16 rounds activations to 8 bits, and
-# an integer activation may become the next of 127.
+# an integer activation may become the next of 127, one in fp8 the next of 8 to its power of two.
 TOLERANCES = {DType.F32: 2e-5, DType.BF16: 0.02}
 OF_INTEGERS = 0.05
 NUM_TOKENS = 12
@@ -57,20 +57,24 @@ def test_the_fast_mode_agrees_as_well(dtype: DType, tmp_path: Path) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, TOLERANCES[dtype], exact=False)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4-g32", "int4-g64-zp", "int4-g128"])
+@pytest.mark.parametrize(
+    "precision", ["int8", "int4-g32", "int4-g64-zp", "int4-g128", "fp8", "fp8-block"]
+)
 @pytest.mark.parametrize("dtype", list(DType))
-def test_integer_weights_agree(precision: str, dtype: DType, tmp_path: Path) -> None:
+def test_weights_in_few_bits_agree(precision: str, dtype: DType, tmp_path: Path) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, precision)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "bf16", "fp8"])
 @pytest.mark.parametrize("dtype", list(DType))
 def test_other_caches_agree(kv_cache_dtype: str, dtype: DType, tmp_path: Path) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, "none", kv_cache_dtype)
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("wishes", [("none", "auto"), ("int8", "int8"), ("int4-g32", "auto")])
+@pytest.mark.parametrize(
+    "wishes", [("none", "auto"), ("int8", "int8"), ("int4-g32", "auto"), ("fp8", "fp8")]
+)
 def test_chunks_of_any_size_give_the_same_bits(
     dtype: DType, wishes: tuple[str, str], tmp_path: Path
 ) -> None:

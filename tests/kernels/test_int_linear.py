@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quire.execute import reference_ops as twin
 from quire.quant.int_rows import TINY
 from quire.quant.int_weights import quantize_matrix
-from quire.quant.scheme import SCHEMES
+from quire.quant.scheme import INT_SCHEMES, SCHEMES
 from tests.kernels.isas import EVERY_ISA
 from tests.kernels.one_op import OneOp, Operand, assert_close, draw
 
@@ -20,7 +20,7 @@ Float32s = NDArray[np.float32]
 
 FUSED = tuple(isa for isa in EVERY_ISA if isa != "portable")
 each_isa = pytest.mark.parametrize("isa", EVERY_ISA)
-each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+each_scheme = pytest.mark.parametrize("scheme", INT_SCHEMES)
 # K that no group, no 64 and no 128 divides; N within a panel, past one and one more than one.
 SHAPES = [(1, 1, 1), (3, 31, 5), (13, 67, 100), (33, 192, 65), (50, 321, 32), (66, 1101, 33)]
 # Rows and K at the borders of packs, groups of rows, batches and stretches of K.

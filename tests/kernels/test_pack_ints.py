@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
-from quire.quant.scheme import SCHEMES
+from quire.quant.scheme import INT_SCHEMES, SCHEMES
 from quire.weights.dtypes import bf16_bits, round_to_bf16
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import OneOp, Operand, draw, packed
@@ -19,7 +19,7 @@ from tests.kernels.one_op import OneOp, Operand, draw, packed
 Float32s = NDArray[np.float32]
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
-each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+each_scheme = pytest.mark.parametrize("scheme", INT_SCHEMES)
 SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3e38, -3e38)
 
 

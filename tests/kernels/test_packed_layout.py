@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire import _native
-from quire.quant.scheme import SCHEMES
+from quire.quant.scheme import INT_SCHEMES
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import packed
 
@@ -28,7 +28,7 @@ def _matrix() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_bytes_are_those_of_the_number_on_every_instruction_set(isa: str) -> None:
     pool, digest = _native.Pool(2, isa=isa), hashlib.blake2b(digest_size=16)
-    for scheme in ("f32", "bf16", *SCHEMES):
+    for scheme in ("f32", "bf16", *INT_SCHEMES):
         digest.update(packed(pool, "matrix", scheme, _matrix()).packed.tobytes())
     assert digest.hexdigest() == KNOWN[_native.PACKED_LAYOUT]
 

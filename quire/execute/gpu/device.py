@@ -18,6 +18,7 @@ import torch
 from quire.base.errors import DeviceLost, SettingError, WorkerError
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products; Ampere
+FP8_CAPABILITY = (8, 9)  # products and conversions of e4m3; Ada and Hopper
 # What errors that leave a device unusable say; all later calls fail with the same.
 LOST = ("CUDA error", "HIP error", "device-side assert", "ECC", "fallen off the bus")
 
@@ -94,6 +95,14 @@ def choose(wanted: str, machine: Machine) -> torch.device:
     index = _index(wanted, len(machine.cards))
     _check_card(f"cuda:{index}", machine.cards[index], machine)
     return torch.device("cuda", index)
+
+
+def has_fp8(device: torch.device, machine: Machine) -> bool:
+    """Whether its kernels know e4m3; on the CPU plain PyTorch does."""
+    if device.type == "cpu":
+        return True
+    card = machine.cards[device.index or 0]
+    return not card.architecture.startswith("sm_") or card.capability >= FP8_CAPABILITY
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Op, OpKind, RopeSpec, Rows
+from quire.program.ops import FP8_CACHE, Op, OpKind, RopeSpec, Rows
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
@@ -56,11 +56,12 @@ FULL_STEP_TOKENS = 2048
 class TorchExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
 
-    exact: products whose bits a row has whatever rows are beside it.
+    exact: products whose bits a row has whatever rows are beside it. has_fp8: its kernels know it.
     """
 
     device: torch.device
     exact: bool = True
+    has_fp8: bool = True
 
     def check_program(self, program: Program) -> None:
         """Raise ModelError listing what cannot be held, before anything is loaded."""
@@ -77,10 +78,16 @@ class TorchExecutorClass:
             f"its activation is {form!r}; {', '.join(FORMS)} are known"
             for form in sorted(forms - set(FORMS))
         ]
-        if self.device.type != "cpu" and any(_is_gathered_int4(program)):
+        if self.device.type != "cpu" and any(_is_gathered_in_groups(program)):
             problems.append(
-                "its embedding is also the head and kept in 4 bits, which rows are not gathered "
-                "from on a GPU (--head-precision int8 or none)"
+                "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
+                "not gathered from on a GPU (--head-precision int8, fp8 or none)"
+            )
+        if not self.has_fp8 and _uses_fp8(program):
+            problems.append(
+                f"its weights, or keys and values, are kept in fp8, which {self.device} cannot "
+                "compute with: compute capability 8.9 and newer can (Ada, Hopper); --quantization "
+                "int8 and --kv-cache-dtype int8 take as much memory"
             )
         if problems:
             raise ModelError(
@@ -452,12 +459,19 @@ def recipe_of(device: torch.device, *, exact: bool) -> str:
     return f"torch-{device.type}-sm{major}{minor}-{torch.__version__}-{mode}"
 
 
-def _is_gathered_int4(program: Program) -> Iterator[bool]:
+def _is_gathered_in_groups(program: Program) -> Iterator[bool]:
     for ops in program.segments.values():
         for op in ops:
             if op.kind is OpKind.EMBED:
-                ints = program.weights[op.attrs["weight"]].ints
-                yield ints is not None and ints.bits == 4
+                scheme = program.weights[op.attrs["weight"]].quantized
+                yield scheme is not None and scheme.group != 0
+
+
+def _uses_fp8(program: Program) -> bool:
+    schemes = [weight.quantized for weight in program.weights.values()]
+    return any(scheme is not None and scheme.is_float for scheme in schemes) or any(
+        cache.scheme == FP8_CACHE for cache in program.caches
+    )
 
 
 def _step_sizes(program: Program, max_rows: Mapping[Rows, int]) -> dict[str, int]:

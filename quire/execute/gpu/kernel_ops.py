@@ -21,8 +21,9 @@ from quire.execute.gpu.kernels import attention as attention_kernels
 from quire.execute.gpu.kernels import norm as norm_kernels
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels import store_kv as head_kernels
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
-from quire.execute.gpu.kernels.int_rows import IntRows, quantize_rows
+from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import (
     FEW_ROWS,
     PIECE,
@@ -31,21 +32,29 @@ from quire.execute.gpu.kernels.linear_fixed import (
     linear,
 )
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
-from quire.execute.gpu.kernels.linear_int8 import Int8Weight, linear_int8
+from quire.execute.gpu.load import Fp8Weight
 from quire.execute.gpu.ops import Call, Place
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.ops import Op, OpKind, Rows
 from quire.program.program import Program
 from quire.quant.int_weights import IntMatrix
-from quire.quant.scheme import ACTIVATION_GROUP
+from quire.quant.scheme import ACTIVATION_GROUP, Scheme
+
+# Rows in a byte an element: their type, and whose their scales are.
+ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
+    "int8": (torch.int8, "block"),
+    "fp8": (torch.float8_e4m3fn, "token"),
+    "fp8-block": (torch.float8_e4m3fn, "block"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory that launches share, one after the other. int_rows: by columns of a product."""
+    """Memory that launches share, one after the other. rows: by columns of a product and the form
+    its weight wants them in, one of ROW_FORMS."""
 
     workspace: Workspace
-    int_rows: Mapping[int, IntRows]
+    rows: Mapping[tuple[int, str], ByteRows]
 
     @classmethod
     def of(cls, program: Program, max_rows: Mapping[Rows, int], device: torch.device) -> Scratch:
@@ -53,8 +62,11 @@ class Scratch:
         rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
         return cls(
             workspace=Workspace.of(_sums(program), device),
-            int_rows={
-                columns: IntRows.empty(rows, columns, device) for columns in _int_columns(program)
+            rows={
+                (columns, form): ByteRows.empty(
+                    rows, columns, device, dtype=ROW_FORMS[form][0], scaled=ROW_FORMS[form][1]
+                )
+                for columns, form in _byte_rows(program)
             },
         )
 
@@ -62,11 +74,11 @@ class Scratch:
     def num_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
         """Bytes of all of it."""
         rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
-        of_ints = sum(
+        of_rows = sum(
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
-            for columns in _int_columns(program)
+            for columns, _ in _byte_rows(program)
         )
-        return 4 * _sums(program) + of_ints
+        return 4 * _sums(program) + of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +99,13 @@ class KernelOps:
     def _linear(self, op: Op) -> Call:
         place, name, view = self.place, op.attrs["weight"], op.inputs[0]
         bias = place.vector(op.attrs["bias"])
-        if name in place.weights.ints:
-            weight, room = place.weights.ints[name], self.scratch.int_rows[view.width]
-            product: Any = linear_int8 if isinstance(weight, Int8Weight) else linear_int4
+        if name in place.weights.few:
+            weight, scheme = place.weights.few[name], place.program.weights[name].quantized
+            assert scheme is not None, f"{name} is in few bits"
+            if isinstance(weight, Fp8Weight):
+                weight = ByteWeight.of(weight.values, weight.scales)
+            room = self.scratch.rows[view.width, _row_form(scheme)]
+            product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
             return lambda counts: product(
                 quantize_rows(place.of(view, counts), room),
                 weight,
@@ -112,10 +128,10 @@ class KernelOps:
         )
 
 
-def pack_ints(matrix: IntMatrix, device: torch.device) -> Int8Weight | Int4Weight:
+def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:
     """An integer weight as its kernel takes it."""
     if matrix.scheme.bits == 8:
-        return Int8Weight.of(matrix, device)
+        return ByteWeight.of_ints(matrix, device)
     return Int4Weight.of(matrix, device)
 
 
@@ -127,11 +143,11 @@ def _embed(ops: KernelOps, op: Op, counts: Counts) -> None:
     step, weights = ops.place.step, ops.place.weights
     ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
     ids, y = ids[: counts.tokens], ops.place.of(op.outputs[0], counts)
-    held = weights.ints.get(op.attrs["weight"])
+    held = weights.few.get(op.attrs["weight"])
     if held is None:
         row_kernels.gather_rows(weights.plain[op.attrs["weight"]], ids, y)
     else:
-        row_kernels.gather_rows(held.values[:, : held.columns], ids, y, scales=held.scales)
+        row_kernels.gather_rows(held.values[:, : y.shape[1]], ids, y, scales=held.scales)
 
 
 def _norm(ops: KernelOps, op: Op, counts: Counts) -> None:
@@ -223,9 +239,15 @@ def _products(program: Program) -> list[Op]:
     return [op for ops in program.segments.values() for op in ops if op.kind is OpKind.LINEAR]
 
 
-def _int_columns(program: Program) -> set[int]:
+def _byte_rows(program: Program) -> set[tuple[int, str]]:
+    """Columns of products, and the forms that rows take for them."""
     weights = [program.weights[op.attrs["weight"]] for op in _products(program)]
-    return {weight.columns for weight in weights if weight.ints is not None}
+    schemes = [(weight.columns, weight.quantized) for weight in weights]
+    return {(columns, _row_form(scheme)) for columns, scheme in schemes if scheme is not None}
+
+
+def _row_form(scheme: Scheme) -> str:
+    return scheme.name if scheme.is_float else "int8"
 
 
 def _sums(program: Program) -> int:
@@ -234,6 +256,6 @@ def _sums(program: Program) -> int:
     sizes = [0]
     for op in _products(program):
         weight = program.weights[op.attrs["weight"]]
-        if weight.ints is None and -(-weight.rows // FEW_ROWS[0].outputs) < SPLIT_BELOW:
+        if weight.quantized is None and -(-weight.rows // FEW_ROWS[0].outputs) < SPLIT_BELOW:
             sizes.append(-(-weight.columns // PIECE) * rows * weight.rows)
     return max(sizes)

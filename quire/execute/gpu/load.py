@@ -2,14 +2,15 @@
 
 Knows parts, sources and their order, as quire/execute/packing.py does for the compiled kernels.
 bf16 tensors of a checkpoint go to the device as they are, part by part, so that loading takes no
-second copy; all others pass through float32. Integers are made as quire/quant says, on the host.
+second copy; all others pass through float32. Integers are made as quire/quant says, on the host;
+fp8 is made on the device, to the same bits.
 Always holds: every byte of every tensor is digested once, and a tensor's pages are given back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor
 
 from quire.execute.executor import Progress
+from quire.execute.few_bits import in_few_bits
+from quire.execute.gpu.plain import quantize_fp8
 from quire.program.ops import DType, Weight, WeightForm, WeightPart
 from quire.program.program import Program
-from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
+from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import Scheme
 from quire.weights.binding import Binding
 from quire.weights.content import WeightsDigest
 
+ROWS_AT_ONCE = 8192  # of a weight that becomes fp8: whole blocks, in float32 for a while
 TORCH_TYPES: Mapping[DType, torch.dtype] = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
 
 
@@ -52,13 +56,42 @@ class IntWeight:
         return self.values[ids].float() * scales[:, :columns]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight:
+    """A weight [N, K] in fp8: values e4m3 [N, K], scales f32 [N], or [ceil(N / 128), ceil(K / 128)]
+    where the scheme has blocks."""
+
+    scheme: Scheme
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, whole: Tensor, scheme: Scheme) -> Fp8Weight:
+        """Made where the weight is, some rows at a time."""
+        made = [
+            quantize_fp8(whole[first : first + ROWS_AT_ONCE], scheme)
+            for first in range(0, len(whole), ROWS_AT_ONCE)
+        ]
+        values, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
+        return cls(scheme=scheme, values=values, scales=scales)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows by id in float32."""
+        values, group = self.values[ids].float(), self.scheme.group
+        if not group:
+            return values * self.scales[ids, None]
+        scales = self.scales[ids // group].repeat_interleave(group, dim=1)
+        return values * scales[:, : values.shape[1]]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All weights by name, integers as whoever computes with them packs them; the digest of what
-    they were made of; rows that 8 bits are too coarse for, by weight."""
+    """All weights by name, those in few bits by themselves, integers as whoever computes with them
+    packs them; the digest of what they were made of; rows that 8 bits are too coarse for, by
+    weight."""
 
     plain: Mapping[str, Tensor]
-    ints: Mapping[str, Any]
+    few: Mapping[str, Any]
     digest: str = ""
     coarse_rows: Mapping[str, int] = field(default_factory=dict)
 
@@ -77,18 +110,20 @@ def load(
 ) -> Loaded:
     """Raises torch.OutOfMemoryError where the device has no room."""
     plain: dict[str, Tensor] = {}
-    ints: dict[str, Any] = {}
+    few: dict[str, Any] = {}
     coarse: dict[str, int] = {}
     digest = WeightsDigest()
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        if weight.ints is None:
+        if weight.quantized is None:
             plain[name] = _plain(weight, binding, device)
+        elif weight.quantized.is_float:
+            few[name] = _fp8(weight, weight.quantized, binding, device)
         else:
-            values = np.concatenate([binding.read_f32(part) for part in weight.parts])
-            values += np.float32(weight.offset)
-            ints[name] = pack(quantize_matrix(values, weight.ints), device)
-            if weight.ints.bits == 8 and (count := coarse_rows(values)):
+            matrix, count = in_few_bits(weight, binding)
+            assert isinstance(matrix, IntMatrix), f"{name} is of integers"
+            few[name] = pack(matrix, device)
+            if count:
                 coarse[name] = count
         for part in weight.parts:
             if not digest.holds(stored := binding.content(part)):
@@ -97,7 +132,14 @@ def load(
         done += weight.num_bytes
         if progress is not None:
             progress(done, total)
-    return Loaded(plain, ints, digest.hexdigest(), coarse)
+    return Loaded(plain, few, digest.hexdigest(), coarse)
+
+
+def _fp8(weight: Weight, scheme: Scheme, binding: Binding, device: torch.device) -> Fp8Weight:
+    """From the checkpoint's own elements, whatever the program computes in."""
+    is_bf16 = all(binding.content(part).dtype == "bf16" for part in weight.parts)
+    dtype = DType.BF16 if is_bf16 and not weight.offset else DType.F32
+    return Fp8Weight.of(_plain(replace(weight, dtype=dtype), binding, device), scheme)
 
 
 def _plain(weight: Weight, binding: Binding, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.execute.gpu import plain, plain_attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
-from quire.execute.gpu.load import TORCH_TYPES, IntWeight, Loaded
+from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight, Loaded
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.program.ops import Op, OpKind, Rows, View
 from quire.program.program import Program
@@ -65,7 +65,7 @@ def _embed(op: Op, place: Place, counts: Counts) -> None:
     name, step = op.attrs["weight"], place.step
     ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
     ids = ids[: counts.tokens].long()
-    weight = place.weights.ints.get(name)
+    weight = place.weights.few.get(name)
     rows = weight.rows(ids) if weight is not None else place.weights.plain[name][ids]
     place.of(op.outputs[0], counts).copy_(rows)
 
@@ -88,8 +88,12 @@ def _norm(op: Op, place: Place, counts: Counts) -> None:
 
 def _linear(op: Op, place: Place, counts: Counts) -> None:
     x, bias = place.of(op.inputs[0], counts), place.vector(op.attrs["bias"])
-    weight: IntWeight | None = place.weights.ints.get(op.attrs["weight"])
-    if weight is not None:
+    weight: IntWeight | Fp8Weight | None = place.weights.few.get(op.attrs["weight"])
+    if isinstance(weight, Fp8Weight):
+        y = plain.fp8_linear(
+            x, weight.values, weight.scales, weight.scheme, bias, by_row=place.exact
+        )
+    elif weight is not None:
         y = plain.int_linear(x, weight.values, weight.scales, weight.scheme, bias)
     else:
         y = plain.linear(x, place.weights.plain[op.attrs["weight"]], bias, by_row=place.exact)

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
 TINY = 2.0**-100  # as quire/quant/int_rows.py
+E4M3 = torch.float8_e4m3fn
 
 
 def norm(
@@ -60,7 +61,7 @@ def int_linear(
     As quire/execute/reference_ops.py says: sums of a group's products are whole numbers that
     float32 holds exactly in any order; scales come in by fused steps in the order of K.
     """
-    rows, row_scales = quantize_rows(x)
+    rows, row_scales = quantize_rows(x, scheme)
     size = scheme.group or ACTIVATION_GROUP
     y = torch.zeros(len(x), len(values), dtype=torch.float32, device=x.device)
     for first in range(0, values.shape[1], ACTIVATION_GROUP):
@@ -78,28 +79,73 @@ def int_linear(
     return y if bias is None else y + bias
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers [R, K] in float32, and scales [R, groups of 128]."""
-    wide, columns = x.float(), x.shape[1]
-    padded = torch.nn.functional.pad(wide, (0, -columns % ACTIVATION_GROUP))
-    groups = padded.reshape(len(x), -1, ACTIVATION_GROUP)
-    values, scales = quantize_groups(groups)
+def fp8_linear(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    scheme: Scheme,
+    bias: Tensor | None,
+    *,
+    by_row: bool,
+) -> Tensor:
+    """x [R, K], made fp8, by an fp8 weight [N, K]: [R, N]. scales: [N], or of blocks [B, groups].
+
+    As quire/execute/reference_ops.py says: sums of 128 columns in the order of K.
+    """
+    rows, row_scales = quantize_rows(x, scheme)
+    y = torch.zeros(len(x), len(values), dtype=torch.float32, device=x.device)
+    for first in range(0, values.shape[1], ACTIVATION_GROUP):
+        part = slice(first, first + ACTIVATION_GROUP)
+        total = linear(rows[:, part], values[:, part], None, by_row=by_row)
+        if not scheme.group:
+            y = y + total
+            continue
+        group = first // ACTIVATION_GROUP
+        by_output = scales[:, group].repeat_interleave(scheme.group)[: len(values)]
+        y = _fused(total, row_scales[:, group, None] * by_output, y)
+    if not scheme.group:
+        y = y * row_scales * scales
+    return y if bias is None else y + bias
+
+
+def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Rows as a weight's scheme has them beside it, values [R, K] in float32: with scales [R,
+    groups of 128], or [R, 1] where fp8 has no groups."""
+    columns = x.shape[1]
+    size = ACTIVATION_GROUP if scheme.group or not scheme.is_float else columns
+    groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).reshape(len(x), -1, size)
+    values, scales = quantize_groups(groups, is_float=scheme.is_float)
     return values.reshape(len(x), -1)[:, :columns].contiguous(), scales
 
 
-def quantize_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., G] as whole numbers from -127 to 127, and the scale of each group."""
+def quantize_fp8(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """A weight w [N, K] in e4m3 and its scales: [N], or [blocks of rows, groups]."""
+    (rows, columns), group = w.shape, scheme.group
+    if not group:
+        values, scales = quantize_groups(w.float(), is_float=True)
+        return values.to(E4M3), scales
+    padded = torch.nn.functional.pad(w.float(), (0, -columns % group, 0, -rows % group))
+    blocks = padded.reshape(len(padded) // group, group, -1, group).transpose(1, 2)
+    values, scales = quantize_groups(blocks.flatten(2), is_float=True)
+    whole = values.reshape(blocks.shape).transpose(1, 2).reshape(padded.shape)
+    return whole[:rows, :columns].to(E4M3), scales
+
+
+def quantize_groups(groups: Tensor, *, is_float: bool) -> tuple[Tensor, Tensor]:
+    """[..., G] as whole numbers from -127 to 127, or as e4m3 has them, in float32; and the scale of
+    each group."""
     largest = groups.abs().amax(dim=-1)
     finite = torch.isfinite(largest)
     counts = finite & (largest >= TINY)
     divisor = torch.where(counts, largest, torch.ones_like(largest))
     # A division rounded once: dividing a tensor by a number may multiply by its reciprocal.
-    steps = torch.full_like(divisor, 127.0)
+    steps = torch.full_like(divisor, 448.0 if is_float else 127.0)
     zero = torch.zeros_like(largest)
     scales = torch.where(finite, torch.where(counts, divisor / steps, zero), zero + torch.nan)
     inverse = torch.where(counts, steps / divisor, zero)
     kept = torch.where(torch.isfinite(groups), groups, torch.zeros_like(groups))
-    return torch.round(kept * inverse[..., None]), scales
+    scaled = kept * inverse[..., None]
+    return (scaled.to(E4M3).float() if is_float else torch.round(scaled)), scales
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, head_dim: int) -> Tensor:

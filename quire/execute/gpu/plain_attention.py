@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.execute.gpu.kernels.cache_layout import LayerCache
-from quire.execute.gpu.plain import quantize_groups
+from quire.execute.gpu.plain import E4M3, quantize_groups
 
 PIECE_POSITIONS = 256
 
@@ -26,7 +26,8 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, kv_slots: Tensor, *, dtype: t
     for side, rows in enumerate((k, v)):
         heads = rows[stored].reshape(-1, cache.kv_heads, cache.head_dim).to(dtype)
         if cache.scales is not None:
-            whole, scales = quantize_groups(heads.float())
+            is_float = cache.values.dtype == E4M3
+            whole, scales = quantize_groups(heads.float(), is_float=is_float)
             cache.scales[block, side, :, token] = scales
             heads = whole
         cache.values[block, side, :, token] = heads.to(cache.values.dtype)

@@ -12,13 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.execute.reference_ops import activation
-from quire.quant.int_rows import fma, grouped, scale_and_inverse
+from quire.quant.int_rows import fma, grouped
 from quire.quant.int_weights import IntMatrix
 
 Float32s = NDArray[np.float32]
-
-FP8_GROUP = 128
-FP8_LARGEST = np.float32(448)
 
 
 def weight_only(x: Float32s, weight: IntMatrix, bias: Float32s | None) -> Float32s:
@@ -76,47 +73,3 @@ def adapted(
     low = stored(grouped_rows(x, shrink, ids))
     added = fma(grouped_rows(low, expand, ids), factors[np.maximum(ids, 0), None], y)
     return np.where((ids >= 0)[:, None], added, y)
-
-
-def e4m3(x: Float32s) -> Float32s:
-    """f32 rounded to the nearest that fp8 e4m3 has, those beyond 448 to 448."""
-    x = np.clip(x, -FP8_LARGEST, FP8_LARGEST)
-    exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # below 2^-6 steps stay the same
-    step = np.ldexp(np.float32(1), exponent - 3)
-    rounded: Float32s = np.rint(x / step) * step
-    return rounded
-
-
-def fp8_rows(x: Float32s, kind: str) -> tuple[Float32s, Float32s]:
-    """Values [R, K] and scales of rows in fp8: [R, 1] by token, [R, groups] by block."""
-    groups = grouped(x, FP8_GROUP)
-    if kind == "token":
-        groups = groups.reshape(len(x), 1, -1)
-    scales, inverse = scale_and_inverse(np.abs(groups).max(axis=2), float(FP8_LARGEST))
-    finite = np.where(np.isfinite(groups), groups, np.float32(0))
-    values = e4m3(finite * inverse[:, :, None])
-    return values.reshape(len(x), -1)[:, : x.shape[1]], scales
-
-
-def fp8_linear(
-    x: Float32s, x_scales: Float32s, w: Float32s, w_scales: Float32s, bias: Float32s | None
-) -> Float32s:
-    """x [R, K] by w [N, K], values as fp8 has them. x_scales: [R or 1, 1] or [R, groups]; w_scales:
-    [N or 1, 1], or [blocks of 128 outputs, groups]."""
-    rows, weights = grouped(x, FP8_GROUP), grouped(w, FP8_GROUP)
-    by_row, by_weight = x_scales.shape[1] > 1, w_scales.shape[1] > 1
-    if by_weight:
-        w_scales = np.repeat(w_scales, FP8_GROUP, axis=0)[: len(w)]
-    y = np.zeros((len(x), len(w)), np.float32)
-    for g in range(rows.shape[1]):
-        factor = np.ones_like(y)
-        if by_row:
-            factor = factor * x_scales[:, g, None]
-        if by_weight:
-            factor = factor * w_scales[:, g]
-        y = fma(rows[:, g] @ weights[:, g].T, factor, y)
-    if not by_row:
-        y = y * x_scales
-    if not by_weight:
-        y = y * w_scales.T
-    return y if bias is None else y + bias

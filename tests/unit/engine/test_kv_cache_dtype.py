@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import SettingError
+from quire.base.errors import ModelError, SettingError
 from quire.base.sampling_params import SamplingParams
 from quire.engine.llm import LLM
 from tests.tiny_models import write_tiny_llama
@@ -51,5 +51,12 @@ def test_card_fingerprint_and_blocks_tell_the_precision(folder: Path) -> None:
 
 
 def test_what_is_no_precision_is_told_with_those_that_are(folder: Path) -> None:
-    with pytest.raises(SettingError, match="kv_cache_dtype is 'fp8'; allowed: auto, f32, bf16"):
+    with pytest.raises(SettingError, match="kv_cache_dtype is 'fp4'; allowed: auto, f32, bf16"):
+        LLM(folder, kv_cache_dtype="fp4")
+
+
+def test_fp8_is_refused_by_the_native_executor_and_runs_in_the_reference(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"kept in fp8, .* --kv-cache-dtype int8 takes as much"):
         LLM(folder, kv_cache_dtype="fp8")
+    tokens, told, *_ = answer(folder, kv_cache_dtype="fp8", executor="reference")
+    assert (len(tokens), told) == (24, "fp8")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import SettingError
+from quire.base.errors import ModelError, SettingError
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import ModelConfig
 from quire.engine.llm import LLM
-from quire.quant.scheme import SCHEMES, scheme_names
+from quire.quant.scheme import INT_SCHEMES, scheme_names
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"untied": write_tiny_llama(root / "untied", seed=1), "tied": tied}
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "int4"])
+@pytest.mark.parametrize("scheme", [*INT_SCHEMES, "int4"])
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_both_executors_give_one_answer_in_every_precision(
     folders: dict[str, Path], name: str, scheme: str
@@ -77,6 +77,17 @@ def test_mistakes_are_told_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(SettingError, match=words):
         LLM(folders["untied"], **settings)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
+def test_fp8_is_refused_by_the_native_executor_and_runs_in_the_reference(
+    folders: dict[str, Path], scheme: str
+) -> None:
+    with pytest.raises(ModelError, match=r"9 of its weights are kept in fp8 .* --quantization int"):
+        LLM(folders["untied"], quantization=scheme)
+    tokens, told, _ = answer(folders["tied"], quantization=scheme, executor="reference")
+    assert len(tokens) == 12
+    assert told.startswith(scheme)
 
 
 def test_a_file_that_is_quantized_already_is_refused_by_what_it_is(

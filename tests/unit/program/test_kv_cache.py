@@ -25,12 +25,13 @@ def test_auto_and_its_own_dtype_leave_a_program_as_it_is(program: Program) -> No
     assert with_kv_cache_dtype(program, "f32") == program
 
 
-def test_int8_changes_the_cache_alone(program: Program) -> None:
-    made = with_kv_cache_dtype(program, "int8")
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_a_byte_an_element_changes_the_cache_alone(program: Program, scheme: str) -> None:
+    made = with_kv_cache_dtype(program, scheme)
     assert (made.buffers, made.segments) == (program.buffers, program.segments)
     cache = made.caches[0]
     assert cache.token_bytes == 2 * cache.layers * cache.kv_heads * (cache.head_dim + 4)
-    assert kv_cache_text(made) == "int8"
+    assert kv_cache_text(made) == scheme
 
 
 def test_another_dtype_is_that_of_all_that_attention_multiplies(program: Program) -> None:
@@ -48,13 +49,13 @@ def test_another_dtype_is_that_of_all_that_attention_multiplies(program: Program
 def test_each_precision_has_a_digest_of_its_own_and_comes_back_from_plain(
     program: Program,
 ) -> None:
-    made = [with_kv_cache_dtype(program, dtype) for dtype in ("f32", "bf16", "int8")]
-    assert len({digest(one) for one in made}) == 3
+    made = [with_kv_cache_dtype(program, dtype) for dtype in ("f32", "bf16", "int8", "fp8")]
+    assert len({digest(one) for one in made}) == 4
     assert [from_plain(to_plain(one)) for one in made] == made
 
 
 def test_what_is_no_precision_is_refused_with_those_that_are(program: Program) -> None:
     with pytest.raises(ValueError, match=", ".join(KV_CACHE_DTYPES)):
-        with_kv_cache_dtype(program, "fp8")
-    with pytest.raises(ValueError, match="scheme is 'int4'; 'int8' is known"):
+        with_kv_cache_dtype(program, "fp4")
+    with pytest.raises(ValueError, match="scheme is 'int4'; 'int8' and 'fp8' are known"):
         CacheSpec("paged", 1, 1, 4, DType.F32, scheme="int4")

@@ -55,6 +55,8 @@ def test_the_head_of_an_int4_model_is_int8_unless_it_is_named(program: Program) 
     assert schemes(quantize(program, "int4-g64", head="bf16"))["head"] == ""
     assert schemes(quantize(program, "int8"))["head"] == "int8"
     assert schemes(quantize(program, "none"))["head"] == ""
+    assert schemes(quantize(program, "fp8-block"))["head"] == "fp8"
+    assert schemes(quantize(program, "fp8-block"))["layers.0.o"] == "fp8-block"
 
 
 def test_a_tied_embedding_is_the_head(tmp_path: Path) -> None:

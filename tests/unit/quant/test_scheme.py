@@ -28,6 +28,8 @@ def test_an_unknown_precision_is_told_what_there_is(name: str) -> None:
         ("int4-g32-zp", 128, 64 + 4 * 3),
         ("int4-g64", 65, 33 + 2 * 2),
         ("int4-g128", 1024, 512 + 8 * 2),
+        ("fp8", 100, 100 + 4),
+        ("fp8-block", 4096, 4096 + 1),
     ],
 )
 def test_a_row_takes_its_elements_and_its_scales(name: str, columns: int, num_bytes: int) -> None:

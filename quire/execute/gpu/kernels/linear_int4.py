@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.kernels.int4_layout import BLOCK, Int4Weight
-from quire.execute.gpu.kernels.int_rows import IntRows
 from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector
 from quire.execute.gpu.kernels.linear_fixed import Tile, tile_of
 from quire.execute.gpu.kernels.rounding import as_type, dot, whole_as
@@ -125,7 +125,7 @@ def _folded(sums, scales, group, outputs, inside, total, N: tl.constexpr):
 
 
 def linear_int4(
-    x: IntRows | torch.Tensor,
+    x: ByteRows | torch.Tensor,
     weight: Int4Weight,
     y: torch.Tensor,
     *,
@@ -133,10 +133,10 @@ def linear_int4(
 ) -> None:
     """y [R, N] = x @ weight.T (+ bias f32 [N]); y is f32 or bf16, any row stride.
 
-    x: integers of all blocks (int_rows.quantize_rows), or [R, K] of bf16 or f32, any row stride.
+    x: integers of all blocks (byte_rows.quantize_rows), or [R, K] of bf16 or f32, any row stride.
     """
-    is_int = isinstance(x, IntRows)
-    values = x.values if isinstance(x, IntRows) else x
+    is_int = isinstance(x, ByteRows)
+    values = x.values if isinstance(x, ByteRows) else x
     blocks = weight.packed.shape[1]
     rows, outputs = values.shape[0], weight.outputs
     check_rows("x", values, rows, blocks * BLOCK if is_int else weight.columns)
@@ -149,7 +149,7 @@ def linear_int4(
     num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
     _linear_int4[num_n * num_r,](
         values,
-        x.scales if isinstance(x, IntRows) else values,
+        x.scales if isinstance(x, ByteRows) else values,
         weight.packed,
         weight.scales,
         weight.zeros if weight.zeros is not None else weight.packed,
@@ -157,7 +157,7 @@ def linear_int4(
         y,
         rows,
         values.stride(0),
-        x.scales.stride(0) if isinstance(x, IntRows) else 0,
+        x.scales.stride(0) if isinstance(x, ByteRows) else 0,
         y.stride(0),
         num_r,
         N=outputs,

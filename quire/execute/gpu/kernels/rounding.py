@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TINY = tl.constexpr(2.0**-100)  # as quire/quant/int_rows.py
+# Added and taken off again, it leaves the nearest whole number, ties to even.
+ROUND = tl.constexpr(12_582_912.0)
 # Fixed when kernels are decorated, as Triton fixes it.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -36,6 +39,26 @@ def as_e4m3(x):
         small = (x + 24576.0) - 24576.0
         x = tl.where(tl.abs(x) < 0.015625, small, usual.to(tl.float32, bitcast=True))
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def as_stored(x, TYPE: tl.constexpr):
+    """f32 values as int8 (within 127), e4m3, f32 or bf16: to the nearest, ties to even."""
+    if tl.int8 == TYPE:
+        return ((x + ROUND) - ROUND).to(tl.int8)
+    if tl.float8e4nv == TYPE:
+        return as_e4m3(x)
+    return as_type(x, TYPE)
+
+
+@triton.jit
+def scale_and_inverse(largest, steps):
+    """largest / steps and steps / largest; 0 and 0 where it is tiny, NaN and 0 where it is NaN."""
+    counts = largest >= TINY
+    divisor = tl.where(counts, largest, 1.0)
+    scale = tl.where(counts, tl.div_rn(divisor, steps), 0.0)
+    scale = tl.where(largest == largest, scale, float("nan"))
+    return scale, tl.where(counts, tl.div_rn(steps, divisor), 0.0)
 
 
 @triton.jit

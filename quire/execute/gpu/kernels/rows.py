@@ -33,7 +33,7 @@ def _gather(
     source = tl.load(ids + row).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    values = tl.load(table + source * table_stride + columns, mask=inside, other=0).to(tl.float32)
+    values = tl.load(table + source * table_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_SCALES:
         values *= tl.load(scales + source)
     tl.store(y + row * y_stride + columns, as_type(values, y.dtype.element_ty), mask=inside)
@@ -75,15 +75,15 @@ def gather_rows(
 ) -> None:
     """y [R, N] = rows of table [V, N] by ids int32 [R]; ids lie within the table (not checked).
 
-    table: f32, bf16, or int8 with scales f32 [V], one a row. y: f32 or bf16.
+    table: f32, bf16, or int8 or fp8 (e4m3) with scales f32 [V], one a row. y: f32 or bf16.
     """
     rows, width = y.shape
     check_rows("table", table, columns=width)
     check_rows("y", y)
     check_vector("ids", ids, rows, torch.int32)
     check_vector("scales", scales, table.shape[0], torch.float32)
-    if (table.dtype == torch.int8) != (scales is not None):
-        raise ValueError(f"a table of {table.dtype}: scales belong to int8, and to it only")
+    if (table.dtype in (torch.int8, torch.float8_e4m3fn)) != (scales is not None):
+        raise ValueError(f"a table of {table.dtype}: scales belong to int8 and fp8 only")
     if rows == 0:
         return
     block = power_of_two(width, most=MOST_COLUMNS)

@@ -19,11 +19,10 @@ import triton.language as tl
 
 from quire.execute.gpu.kernels.cache_layout import LayerCache
 from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector, power_of_two
-from quire.execute.gpu.kernels.rounding import INTERPRETED, as_type
+from quire.execute.gpu.kernels.rounding import as_stored, as_type, scale_and_inverse
 
 ELEMENTS = 512  # of a program: one warp
 MAX_FP8 = 448.0
-TINY = tl.constexpr(2.0**-100)  # as quire/quant/int_rows.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def _prepare(
             block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             line = (is_value.to(tl.int32) * KV_HEADS + head) * BLOCK_SIZE + place  # in its block
             if HAS_SCALES:
-                scale, inverse = _scale_and_inverse(_largest(first, second, rest), steps)
+                scale, inverse = scale_and_inverse(_largest(first, second, rest), steps)
                 tl.store(scales_ptr + block * scale_block_stride + line, scale, mask=is_stored)
                 is_finite = (scale == scale)[:, None]
                 first = tl.where(is_finite, first, 0.0) * inverse[:, None]
@@ -209,9 +208,9 @@ def _store(
     TYPE: tl.constexpr = start.dtype.element_ty
     is_half = is_head[:, None] & (half < HALF)
     is_rest = is_head[:, None] & (tail < HEAD_DIM - 2 * HALF)
-    tl.store(start + half, _as_stored(first, TYPE), mask=is_half)
-    tl.store(start + HALF + half, _as_stored(second, TYPE), mask=is_half)
-    tl.store(start + 2 * HALF + tail, _as_stored(rest, TYPE), mask=is_rest)
+    tl.store(start + half, as_stored(first, TYPE), mask=is_half)
+    tl.store(start + HALF + half, as_stored(second, TYPE), mask=is_half)
+    tl.store(start + 2 * HALF + tail, as_stored(rest, TYPE), mask=is_rest)
 
 
 @triton.jit
@@ -224,32 +223,6 @@ def _largest(first, second, rest):
     odd += tl.sum(tl.where(second < float("inf"), 0, 1), 1)
     odd += tl.sum(tl.where(rest < float("inf"), 0, 1), 1)
     return tl.where(odd > 0, float("nan"), largest)
-
-
-@triton.jit
-def _scale_and_inverse(largest, steps):
-    """largest / steps and steps / largest; 0 and 0 where it is tiny, NaN and 0 where it is NaN."""
-    counts = largest >= TINY
-    divisor = tl.where(counts, largest, 1.0)
-    scale = tl.where(counts, tl.div_rn(divisor, steps), 0.0)
-    scale = tl.where(largest == largest, scale, float("nan"))
-    return scale, tl.where(counts, tl.div_rn(steps, divisor), 0.0)
-
-
-@triton.jit
-def _as_stored(x, TYPE: tl.constexpr):
-    """f32 in a cache's or buffer's type, to the nearest, ties to even."""
-    if tl.int8 == TYPE:
-        x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: no bits after the point are left
-        return x.to(tl.int8)
-    if tl.float8e4nv == TYPE:
-        if INTERPRETED:  # which cuts off: three bits are left, of what is below 2^-6 those to 2^-9
-            bits = x.to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
-            small = (x + 24576.0) - 24576.0
-            x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-        return x.to(tl.float8e4nv)
-    return as_type(x, TYPE)
 
 
 def prepare_heads(
