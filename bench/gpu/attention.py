@@ -127,8 +127,10 @@ def _work(
     if precision == "bf16":
         pool.values.normal_()
     else:
-        pool.values.random_(-127, 128)
-        assert pool.scales is not None, "integers have scales"
+        shape = pool.values.shape
+        drawn = torch.randint(-127, 128, shape, dtype=torch.int8, device=stage.device)
+        pool.values.copy_(drawn)
+        assert pool.scales is not None, "what has few bits has scales"
         pool.scales.fill_(0.01)
     q = torch.randn(tokens, heads * head_dim, device=stage.device).to(stage.dtype)
     y = torch.empty_like(q)
