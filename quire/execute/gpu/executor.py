@@ -31,7 +31,7 @@ from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import FP8_CACHE, Op, OpKind, RopeSpec, Rows
+from quire.program.ops import FP8_CACHE, OpKind, RopeSpec, Rows
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
@@ -226,10 +226,9 @@ class TorchExecutor:
             pool=self._the_pool,
             exact=exact,
         )
-        bind_op = self._binder(max_rows)
+        bind_segment = self._binder(max_rows)
         self._calls: dict[str, list[Call]] = {
-            segment: [bind_op(op) for op in program.segments.get(segment, ())]
-            for segment in SEGMENTS
+            segment: bind_segment(segment) for segment in SEGMENTS
         }
         self._counts: Counts | None = None
         self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
@@ -358,13 +357,13 @@ class TorchExecutor:
 
     # ---- private
 
-    def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[Op], Call]:
+    def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[str], list[Call]]:
         if self._attention is None:
-            return lambda op: bind_plain(op, self._place)
+            return lambda segment: bind_plain(segment, self._place)
         from quire.execute.gpu.kernel_ops import KernelOps, Scratch
 
         scratch = Scratch.of(self._program, max_rows, self._device)
-        return KernelOps(self._place, self._attention, scratch).bind
+        return KernelOps(self._place, self._attention, scratch).bind_segment
 
     def _load(self, batch: ForwardBatch, *, num_rows: int = 0) -> Counts:
         if self._attention is None:

@@ -1,6 +1,7 @@
 """Which kernels an operation is, on a GPU (or, to prove it without one, in Triton's interpreter).
 
-Each operation becomes a call on tensors at fixed addresses, as in ops.py. Products of bf16 are the
+Each operation becomes a call on tensors at fixed addresses, as in ops.py, and some that follow one
+another become one (fused.py). Products of bf16 are the
 vendor library's in fast mode and fixed tiles in exact mode; what has no kernel yet is plain
 PyTorch on the device. Always holds: a call launches the same kernels for the same counts, and asks
 nothing of the device, so calls can be captured.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.execute.gpu.attention_steps import AttentionSteps
+from quire.execute.gpu.fused import HeadsToCache, launches
 from quire.execute.gpu.kernels import activation as activation_kernels
 from quire.execute.gpu.kernels import attention as attention_kernels
 from quire.execute.gpu.kernels import norm as norm_kernels
@@ -89,8 +91,13 @@ class KernelOps:
     attention: AttentionSteps
     scratch: Scratch
 
-    def bind(self, op: Op) -> Call:
-        """The operation as launches."""
+    def bind_segment(self, segment: str) -> list[Call]:
+        """A segment's operations as launches, some of them together."""
+        return [self._bind(step) for step in launches(self.place.program, segment)]
+
+    def _bind(self, op: Op | HeadsToCache) -> Call:
+        if isinstance(op, HeadsToCache):
+            return self._heads(op)
         if op.kind is OpKind.LINEAR:
             return self._linear(op)
         launch = LAUNCHES[op.kind]
@@ -126,6 +133,29 @@ class KernelOps:
             bias=bias,
             workspace=self.scratch.workspace,
         )
+
+    def _heads(self, heads: HeadsToCache) -> Call:
+        place, norm = self.place, None
+        if heads.norms is not None:
+            q_weight, k_weight = (place.weights.plain[name] for name in heads.norms)
+            norm = head_kernels.HeadNorm(q_weight, k_weight, heads.eps)
+
+        def call(counts: Counts) -> None:
+            angles = None
+            if heads.rope is not None:
+                positions = place.step.rope_positions[: counts.tokens]
+                angles = head_kernels.Angles(*place.ropes[heads.rope], positions)
+            head_kernels.prepare_heads(
+                place.of(heads.q, counts),
+                place.of(heads.k, counts),
+                place.of(heads.v, counts),
+                place.pool().layer(heads.layer),
+                place.step.kv_slots[: counts.tokens],
+                angles=angles,
+                norm=norm,
+            )
+
+        return call
 
 
 def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:

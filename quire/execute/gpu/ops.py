@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,9 +57,10 @@ def num_rows(rows: Rows, counts: Counts) -> int:
     }[rows]
 
 
-def bind_plain(op: Op, place: Place) -> Call:
-    """The operation in plain PyTorch."""
-    return lambda counts: PLAIN[op.kind](op, place, counts)
+def bind_plain(segment: str, place: Place) -> list[Call]:
+    """A segment's operations in plain PyTorch."""
+    ops = place.program.segments.get(segment, ())
+    return [partial(PLAIN[op.kind], op, place) for op in ops]
 
 
 def _embed(op: Op, place: Place, counts: Counts) -> None:
