@@ -6,15 +6,16 @@ makes the same checks where it runs.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from quire.program.batch import ForwardBatch, Int32s
 
 
-def check_batch(batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_size: int) -> None:
-    """Raise ValueError where an index of the batch leads nowhere."""
+def check_batch(
+    batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_size: int, num_slots: int = 0
+) -> None:
+    """Raise ValueError where an index of the batch leads nowhere. num_slots: of how many slots the
+    last tokens are kept; 0 where nobody keeps them."""
     if num_blocks == 0:
         raise ValueError("the cache has not been allocated")
     rows = len(batch.token_ids)
@@ -27,14 +28,19 @@ def check_batch(batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_
     check_range("rope_positions", batch.rope_positions, 0, np.iinfo(np.int32).max)
     check_range("kv_slots", batch.kv_slots, -1, num_blocks * block_size)
     check_range("sample_rows", batch.sample_rows, 0, rows)
+    if len(batch.late_slots) not in (0, rows):
+        raise ValueError(f"late_slots has {len(batch.late_slots)} entries for {rows} rows")
+    check_range("late_slots", batch.late_slots, -1, num_slots)
     starts = batch.seq_starts
     if starts[0] != 0 or starts[-1] != rows or (np.diff(starts) < 0).any():
         raise ValueError(f"seq_starts {starts.tolist()} do not span {rows} token rows")
     if len(batch.block_tables) != len(starts) - 1:
         raise ValueError(f"{len(batch.block_tables)} block tables for {len(starts) - 1} sequences")
-    for table, (start, end) in zip(batch.block_tables, pairwise(starts), strict=True):
-        last = batch.positions[start:end].max(initial=-1)
-        check_range("block_tables", table[: last // block_size + 1], 0, num_blocks)
+    ends = starts[1:][np.diff(starts) > 0]  # positions of a sequence are consecutive
+    needed = np.zeros(len(starts) - 1, np.int32)
+    needed[np.diff(starts) > 0] = batch.positions[ends - 1] // block_size + 1
+    is_read = np.arange(columns) < needed[:, None]
+    check_range("block_tables", batch.block_tables[is_read], 0, num_blocks)
 
 
 def check_range(name: str, values: Int32s, low: int, end: int) -> None:

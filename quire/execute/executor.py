@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import WorkerError
 from quire.config.machine import MachineMemory
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Rows
@@ -26,6 +27,10 @@ from quire.weights.pack_cache import PackCache
 HEAD_ROWS = 64
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
+
+
+class StepMemoryError(WorkerError):
+    """The device lacks memory for what was asked for: the same rows may fit a few at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +131,19 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free threads and memory; further calls are errors."""
+
+
+@runtime_checkable
+class LateExecutor(Protocol):
+    """An Executor whose device works beside the host and keeps the last token of each slot: batches
+    may have late_slots, and calls return when the device has been told."""
+
+    def sample_later(
+        self, logits: NDArray[np.float32], batch: SampleBatch, slots: NDArray[np.int32]
+    ) -> Callable[[], TokenChoice]:
+        """As `sample` does, and keep each row's token as the last of its slot. The result is waited
+        for by calling what is returned. Not for rows that are chosen on the host: those with rare
+        parameters, and beams."""
+
+    def mark(self) -> Callable[[], None]:
+        """Called, what is returned waits until all that was told until now is done."""

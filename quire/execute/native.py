@@ -168,6 +168,10 @@ class NativeExecutor:
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         """Compute the trunk segment for all token rows of the batch, and with it the head of what
         is asked for next."""
+        if len(batch.late_slots):
+            raise ValueError(
+                "late_slots: the native executor keeps no tokens; their ids are needed"
+            )
         num_positions = int(batch.rope_positions.max(initial=-1)) + 1
         for index, table in enumerate(self._ropes):
             if table.num_positions < num_positions:

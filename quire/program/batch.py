@@ -6,12 +6,14 @@ C table columns, R sample rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
+NO_SLOTS: Int32s = np.empty(0, np.int32)
+NO_SLOTS.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,8 @@ class ForwardBatch:
     block * block_size + position % block_size, or -1 where nothing is stored. block_tables[s, c]
     is the pool block of positions c*block_size .. (c+1)*block_size-1; columns past the sequence's
     last position are not read. sample_rows index token rows, ascending.
+    late_slots, where it is not empty: row i takes the token that was chosen last for slot
+    late_slots[i], of which only the device knows yet, and token_ids[i] where that is -1.
     """
 
     token_ids: Int32s  # [T]
@@ -31,3 +35,4 @@ class ForwardBatch:
     seq_starts: Int32s  # [S + 1]
     block_tables: Int32s  # [S, C]
     sample_rows: Int32s  # [R]
+    late_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [T] or empty

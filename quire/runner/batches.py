@@ -9,6 +9,7 @@ sample.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,10 +26,15 @@ Int32s = NDArray[np.int32]
 Index = NDArray[np.intp]
 
 
-def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
-    """The token rows of `plan` [T], in the order of its rows. The plan has at least one row."""
+def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = True) -> ForwardBatch:
+    """The token rows of `plan` [T], in the order of its rows. The plan has at least one row.
+
+    knows_tokens: false where steps before it are not finished: a token that one of them chooses is
+    not in the table, and its row says whose it is in place of an id.
+    """
     if (plan.counts == 1).all():
-        return _one_token_each(plan, tables)
+        batch = _one_token_each(plan, tables)
+        return batch if knows_tokens else _with_late_slots(batch, plan.slots, tables)
     block_size = tables.block_size
     num_rows = len(plan.slots)
     seq_starts = np.zeros(num_rows + 1, np.int32)
@@ -41,7 +47,7 @@ def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
     kv_slots = tables.blocks[slots, columns] * np.int32(block_size) + positions % block_size
     kv_slots[positions < plan.store_from[row_of]] = -1
     num_columns = int((plan.starts + plan.counts - 1).max()) // block_size + 1
-    return ForwardBatch(
+    batch = ForwardBatch(
         token_ids=tables.tokens.tokens[slots, positions],
         positions=positions,
         rope_positions=positions,
@@ -49,6 +55,19 @@ def forward_batch(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
         seq_starts=seq_starts,
         block_tables=tables.blocks[plan.slots, :num_columns],
         sample_rows=seq_starts[1:][plan.samples] - np.int32(1),
+    )
+    return batch if knows_tokens else _with_late_slots(batch, slots, tables)
+
+
+def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> ForwardBatch:
+    """slots [T]: whose each row is."""
+    is_late = batch.positions >= tables.tokens.lengths[slots]
+    if not is_late.any():
+        return batch
+    return replace(
+        batch,
+        token_ids=np.where(is_late, np.int32(0), batch.token_ids),
+        late_slots=np.where(is_late, slots, np.int32(-1)),
     )
 
 

@@ -8,6 +8,7 @@ of the plan, S scored prompt tokens, R rows that sample, L listed ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -39,6 +40,11 @@ class ScoredRows:
     scores: PromptScores
 
 
+def scores_some(plan: StepPlan, tables: SlotTables) -> bool:
+    """Whether rows of `plan` compute what their requests want scored."""
+    return tables.num_scoring > 0 and bool(_to_score(plan, tables)[1].any())
+
+
 def score_prompts(
     plan: StepPlan,
     batch: ForwardBatch,
@@ -51,9 +57,7 @@ def score_prompts(
     if not tables.num_scoring:
         return None
     slots = plan.slots
-    firsts = np.maximum(plan.starts, tables.scores_from[slots])
-    ends = np.minimum(plan.starts + plan.counts, tables.tokens.prompt_lengths[slots] - 1)
-    counts = np.maximum(ends - firsts, 0)
+    firsts, counts = _to_score(plan, tables)
     row_of = np.repeat(np.arange(len(slots)), counts)  # [S]
     if not len(row_of):
         return None
@@ -108,6 +112,36 @@ def stacked(parts: list[NDArray[_Number]], fill: _Number) -> NDArray[_Number]:
         table[row : row + len(part), : part.shape[1]] = part
         row += len(part)
     return table
+
+
+def joined_scores(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> ScoredRows | None:
+    """Of the rows of several plans, so many of each, one after the other."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    counts = [
+        np.zeros(n, np.int32) if p is None else p.counts for p, n in zip(parts, sizes, strict=True)
+    ]
+    failed = [
+        np.zeros(n, np.bool_) if p is None else p.failed for p, n in zip(parts, sizes, strict=True)
+    ]
+    return ScoredRows(
+        counts=np.concatenate(counts),
+        failed=np.concatenate(failed),
+        scores=PromptScores(
+            logprobs=np.concatenate([part.scores.logprobs for part in found]),
+            ranks=np.concatenate([part.scores.ranks for part in found]),
+            top_ids=stacked([part.scores.top_ids for part in found], np.int32(-1)),
+            top_logprobs=stacked([part.scores.top_logprobs for part in found], np.float32(np.nan)),
+        ),
+    )
+
+
+def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
+    """The first position that each row scores, and how many."""
+    firsts = np.maximum(plan.starts, tables.scores_from[plan.slots])
+    ends = np.minimum(plan.starts + plan.counts, tables.tokens.prompt_lengths[plan.slots] - 1)
+    return firsts, np.maximum(ends - firsts, 0)
 
 
 def _kept(parts: list[Scores], counts: Int32s, row_of: NDArray[np.intp]) -> ScoredRows:

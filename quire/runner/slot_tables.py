@@ -40,6 +40,7 @@ class SlotTables:
     ) -> None:
         self.block_size = block_size
         self.changes = 0  # how often somebody came, went or branched off
+        self.tenancy = np.zeros(num_slots, np.int64)  # grows whenever a slot is given or given back
         self.tokens = TokenTable(num_slots, max_model_len)
         self.rare = RareTables(num_slots)
         self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
@@ -90,12 +91,14 @@ class SlotTables:
         self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
 
     def append(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> None:
-        """Put one sampled token a slot at its absolute position, its row's next."""
+        """Put one sampled token a slot at its absolute position, its row's next; what must follow
+        it may be there already."""
         self.tokens.tokens[slots, positions] = token_ids
-        self.tokens.lengths[slots] = positions + 1
+        self.tokens.lengths[slots] = np.maximum(self.tokens.lengths[slots], positions + 1)
 
     def _retire(self, slot: int) -> None:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
+        self.tenancy[slot] += 1
         self.rare.retire(slot)
         self.grammars.retire(slot)
         self.ends.retire(slot)
@@ -128,6 +131,7 @@ class SlotTables:
         slot, sampling = admission.slot, admission.sampling
         if sampling.seed is None:
             raise ValueError(f"request {admission.request_id} was planned without a seed")
+        self.tenancy[slot] += 1
         self.tokens.admit(slot, admission.token_ids, admission.num_prompt_tokens)
         self.rare.admit(admission)
         self.grammars.admit(admission)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from quire.execute.gpu.executor import TorchExecutor, TorchExecutorClass
 from quire.execute.gpu.graphs import Capture
 from quire.execute.gpu.load import IntWeight, Pack, load
+from quire.execute.gpu.stream import Stream
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -52,6 +53,7 @@ def torch_executor(
     blocks: int = 0,
     kernels: bool = False,
     capture: Capture | None = None,
+    stream: Stream | None = None,
 ) -> TorchExecutor:
     """With NaN in all buffers before each run, and cache for the model's whole length."""
     executor = TorchExecutor(
@@ -63,6 +65,7 @@ def torch_executor(
         poison=True,
         kernels=kernels,
         capture=capture,
+        stream=stream,
     )
     executor.allocate_cache(blocks or -(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor

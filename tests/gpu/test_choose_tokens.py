@@ -22,7 +22,7 @@ VOCABULARY = 2500
 def chosen(logits: NDArray[np.float32], batch: SampleBatch) -> list[int]:
     """By the kernels."""
     token_ids = torch.full((len(logits),), -7, dtype=torch.int32)
-    choose_tokens(torch.from_numpy(logits), Wishes.of(batch, "cpu"), token_ids)
+    choose_tokens(torch.from_numpy(logits), Wishes.of(batch), token_ids)
     return token_ids.tolist()
 
 

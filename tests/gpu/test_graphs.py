@@ -72,7 +72,7 @@ def test_a_size_is_computed_then_captured_then_replayed_until_all_is_forgotten()
     assert recorder.captured == 3
 
 
-def _decode(ids: list[int], depths: list[int]) -> ForwardBatch:
+def decode_batch(ids: list[int], depths: list[int]) -> ForwardBatch:
     """A step of one token for each of several sequences, at some depth of tables of their own."""
     count = len(ids)
     positions = np.array(depths, np.int32)
@@ -92,7 +92,7 @@ def _decode(ids: list[int], depths: list[int]) -> ForwardBatch:
 def _steps(executor: TorchExecutor, counts: list[int]) -> list[np.ndarray]:
     found = []
     for depth, count in enumerate(counts):
-        batch = _decode([3 + depth + 7 * row for row in range(count)], [depth] * count)
+        batch = decode_batch([3 + depth + 7 * row for row in range(count)], [depth] * count)
         executor.run_trunk(batch, head_rows=count)
         found.append(torch.as_tensor(executor.run_head(batch, 0, count)).clone().numpy())
     return found
@@ -113,7 +113,7 @@ def test_replayed_steps_give_the_bits_of_steps_that_are_launched(tmp_path: Path)
 def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
     folder = LLAMA.write(tmp_path)
     executor = torch_executor(folder, program_of(folder, DType.BF16), kernels=True)
-    batch = _decode([3, 4, 5], [0, 0, 0])
+    batch = decode_batch([3, 4, 5], [0, 0, 0])
     executor.run_trunk(batch)
     logits = executor.run_head(batch, 0, 3)
     assert isinstance(logits, torch.Tensor)

@@ -2,13 +2,13 @@
 
 The results are those of quire/sampling, bit for bit, whoever chose: kernels for all rows, and then
 the host again for those rows that wishes.rows_for_the_host names, from a copy of their logits.
-Knows no programs and no requests.
+Knows no programs and no requests. Always holds: until somebody waits, nothing does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,13 @@ from quire.execute.gpu.kernels.choose_tokens import choose_tokens
 from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.kernels.wishes import Wishes, rows_for_the_host
+from quire.execute.gpu.stream import CpuStream, Mark, Stream
 from quire.sampling import reference, scoring
 from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
+Keep = Callable[[torch.Tensor], None]
+CPU_STREAM = CpuStream()
 HostChoice = Callable[[NDArray[np.float32], SampleBatch], TokenChoice]
 # Ragged parts of a batch: starts, and what they are offsets into.
 RAGGED = {
@@ -36,60 +39,98 @@ RAGGED = {
 SHARED = ("masks", "prepared", "rare", "sequence_rows", "sequence_starts", "sequence_ids")
 
 
-def choose(logits: torch.Tensor, batch: SampleBatch, on_host: HostChoice) -> TokenChoice:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What the device was told to choose for R rows: it comes to the host behind a mark. scores: of
+    rows that ask, log-probabilities, best ids and theirs."""
+
+    batch: SampleBatch
+    ids: torch.Tensor
+    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    mark: Mark
+
+    def wait(self) -> TokenChoice:
+        """Until it is there."""
+        self.mark.wait()
+        batch, rows = self.batch, len(self.ids)
+        num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
+        logprobs = np.full(rows, np.nan, np.float32)
+        top_ids = np.full((rows, num_top), -1, np.int32)
+        top_logprobs = np.full((rows, num_top), np.nan, np.float32)
+        if self.scores is not None:
+            found, top_ids, top_logprobs = (part.numpy() for part in self.scores)
+            logprobs = np.where(batch.num_logprobs >= 0, found, logprobs)
+        return TokenChoice(
+            token_ids=self.ids.numpy(),
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            mus=np.zeros(rows if reference.has_mirostat(batch) else 0, np.float32),
+            candidates=_no_candidates(batch),
+        )
+
+
+def choose(
+    logits: torch.Tensor, batch: SampleBatch, on_host: HostChoice, stream: Stream = CPU_STREAM
+) -> TokenChoice:
     """A token for each row of logits f32 [R, V], side by side, which are only read."""
-    reference.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
-    rows = len(logits)
-    num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
-    if rows == 0:
+    if len(logits) == 0:
         return on_host(np.empty(tuple(logits.shape), np.float32), batch)
-    token_ids = torch.empty((rows,), dtype=torch.int32, device=logits.device)
-    edits, edited = Edits.of(batch, logits.device), None
-    if edits is not None:
-        edited = logits.clone()
-        edit_logits(edited, edits)
-    choose_tokens(logits, Wishes.of(batch, logits.device), token_ids, edited=edited)
-    logprobs = np.full(rows, np.nan, np.float32)
-    top_ids = np.full((rows, num_top), -1, np.int32)
-    top_logprobs = np.full((rows, num_top), np.nan, np.float32)
-    if (asking := batch.num_logprobs >= 0).any():
-        wanted = torch.from_numpy(np.maximum(batch.num_logprobs, 0)).to(logits.device)
-        scores = score_rows(logits, token_ids, wanted, most_top=num_top, needs_target=True)
-        logprobs[asking] = scores.logprobs.cpu().numpy()[asking]
-        top_ids, top_logprobs = scores.top_ids.cpu().numpy(), scores.top_logprobs.cpu().numpy()
-    choice = TokenChoice(
-        token_ids=token_ids.cpu().numpy(),
-        logprobs=logprobs,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        mus=np.zeros(rows if reference.has_mirostat(batch) else 0, np.float32),
-        candidates=_no_candidates(batch),
-    )
+    choice = choose_later(logits, batch, stream).wait()
     left = np.flatnonzero(rows_for_the_host(batch))
     if len(left):
-        places = torch.from_numpy(left).to(logits.device)
-        _put(choice, left, on_host(logits[places].cpu().numpy(), rows_of(batch, left)))
+        of_left = stream.to_host(logits[stream.to_device(left)])
+        stream.mark().wait()
+        _put(choice, left, on_host(of_left.numpy(), rows_of(batch, left)))
     return choice
 
 
-def score(logits: torch.Tensor, batch: ScoreBatch) -> Scores:
+def choose_later(
+    logits: torch.Tensor, batch: SampleBatch, stream: Stream, *, keep: Keep | None = None
+) -> Chosen:
+    """As `choose`, by kernels alone: rows that are for the host get any token. keep: told where the
+    device has the tokens."""
+    reference.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
+    token_ids = torch.empty((len(logits),), dtype=torch.int32, device=logits.device)
+    edits, edited = Edits.of(batch, stream.to_device), None
+    if edits is not None:
+        edited = logits.clone()
+        edit_logits(edited, edits)
+    choose_tokens(logits, Wishes.of(batch, stream.to_device), token_ids, edited=edited)
+    if keep is not None:
+        keep(token_ids)
+    scores = None
+    if (batch.num_logprobs >= 0).any():
+        wanted = stream.to_device(np.maximum(batch.num_logprobs, 0))
+        num_top = int(batch.num_logprobs.max())
+        found = score_rows(logits, token_ids, wanted, most_top=num_top, needs_target=True)
+        parts = found.logprobs, found.top_ids, found.top_logprobs
+        scores = tuple(stream.to_host(part) for part in parts)
+    ids = stream.to_host(token_ids)
+    return Chosen(batch=batch, ids=ids, scores=scores, mark=stream.mark())
+
+
+def score(logits: torch.Tensor, batch: ScoreBatch, stream: Stream = CPU_STREAM) -> Scores:
     """Scores of logits f32 [R, V], tokens side by side."""
     scoring.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
-    device = logits.device
 
     def moved(values: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.array(values, np.int32)).to(device)
+        return stream.to_device(np.array(values, np.int32))
 
     most = int(batch.num_top.max(initial=0))
     found = score_rows(logits, moved(batch.targets), moved(batch.num_top), most_top=most)
     listed_rows = np.repeat(np.arange(len(logits)), np.diff(batch.listed_starts))
     listed = score_listed(logits, found, moved(listed_rows), moved(batch.listed_ids))
+    parts = found.logprobs, found.ranks, found.top_ids, found.top_logprobs, listed
+    read = [stream.to_host(part) for part in parts]
+    stream.mark().wait()
+    logprobs, ranks, top_ids, top_logprobs, listed_logprobs = (part.numpy() for part in read)
     return Scores(
-        logprobs=found.logprobs.cpu().numpy(),
-        ranks=found.ranks.cpu().numpy(),
-        top_ids=found.top_ids.cpu().numpy(),
-        top_logprobs=found.top_logprobs.cpu().numpy(),
-        listed_logprobs=listed.cpu().numpy(),
+        logprobs=logprobs,
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        listed_logprobs=listed_logprobs,
     )
 
 

@@ -15,7 +15,8 @@ from importlib.util import find_spec
 
 import torch
 
-from quire.base.errors import DeviceLost, SettingError, WorkerError
+from quire.base.errors import DeviceLost, SettingError
+from quire.execute.executor import StepMemoryError
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products; Ampere
 FP8_CAPABILITY = (8, 9)  # products and conversions of e4m3; Ada and Hopper
@@ -107,12 +108,14 @@ def has_fp8(device: torch.device, machine: Machine) -> bool:
 
 @contextmanager
 def device_errors(doing: str) -> Iterator[None]:
-    """Turns PyTorch's errors into ours: memory that a step lacks fails the step, a device that is
+    """Turns PyTorch's errors into ours: memory that a step lacks makes it smaller, a device that is
     lost ends the engine."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise WorkerError(
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # what is free in pieces may be whole
+        raise StepMemoryError(
             f"{doing}: the device has no memory left for this step ({_first_line(error)}); lower "
             "--max-num-batched-tokens or --kv-cache-memory"
         ) from error

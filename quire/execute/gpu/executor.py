@@ -24,10 +24,12 @@ from quire.execute.gpu.device import device_errors
 from quire.execute.gpu.graphs import Capture, CudaCapture, Graphs
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kernels.cache_layout import CachePool
+from quire.execute.gpu.last_tokens import LastTokens
 from quire.execute.gpu.load import TORCH_TYPES, IntWeight, Loaded, Pack, load
 from quire.execute.gpu.memory import check_left, device_memory
 from quire.execute.gpu.ops import Call, Place, bind_plain
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
+from quire.execute.gpu.stream import Stream, stream_of
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -185,7 +187,7 @@ class TorchExecutor:
     """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
     NaN before each run, and kernels says whether they run, in Triton's interpreter where the device
     is the CPU: both for tests. capture: how steps of one token a sequence are captured, on a GPU as
-    CUDA graphs where nothing is given."""
+    CUDA graphs where nothing is given. stream: of the device, where a test has its own."""
 
     name = "torch"
 
@@ -200,7 +202,9 @@ class TorchExecutor:
         poison: bool = False,
         kernels: bool | None = None,
         capture: Capture | None = None,
+        stream: Stream | None = None,
     ) -> None:
+        self._stream = stream_of(device) if stream is None else stream
         self.recipe = recipe_of(device, exact=exact)
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
         self.ops_done = 0
@@ -215,6 +219,10 @@ class TorchExecutor:
             **_step_sizes(program, max_rows),
             device=device,
             others={} if self._attention is None else self._attention.sizes(),
+            stream=self._stream,
+        )
+        self._last = LastTokens(
+            max_rows[Rows.SEQUENCES], self._stream, device, by_kernels=runs_kernels
         )
         self._pool: CachePool | None = None
         self._place = Place(
@@ -266,9 +274,18 @@ class TorchExecutor:
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole pool blocks over all layers, in order."""
-        for source, target in zip(copy_from.tolist(), copy_to.tolist(), strict=True):
-            for part in self._pool_parts():
-                part[:, target] = part[:, source]
+        parts, pairs = (
+            self._pool_parts(),
+            list(zip(copy_from.tolist(), copy_to.tolist(), strict=True)),
+        )
+
+        def copy() -> None:
+            for source, target in pairs:
+                for part in parts:
+                    part[:, target] = part[:, source]
+
+        with device_errors("copies of blocks"):
+            self._stream.do(copy)
 
     @property
     def block_bytes(self) -> int:
@@ -277,6 +294,7 @@ class TorchExecutor:
 
     def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
         """Copy a pool block's raw bytes over all layers, values before scales, to out."""
+        self._stream.mark().wait()
         first = 0
         for part in self._pool_parts():
             raw = part[:, block].contiguous().view(torch.uint8).reshape(-1)
@@ -285,6 +303,7 @@ class TorchExecutor:
 
     def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
         """Make a pool block what export_block gave."""
+        self._stream.mark().wait()
         first = 0
         for part in self._pool_parts():
             of_block = part[:, block]
@@ -296,8 +315,7 @@ class TorchExecutor:
         """Compute the trunk segment for all token rows of the batch."""
         self._check(batch)
         if self._poison:
-            for buffer in self._place.buffers:
-                buffer.fill_(torch.nan)
+            self._stream.do(self._fill_with_nan)
         self._head_of = None
         with device_errors("a step"):
             if self._graphs is not None and len(batch.token_ids) == len(batch.seq_starts) - 1:
@@ -322,6 +340,7 @@ class TorchExecutor:
     def output(self, name: str) -> Float32s:
         """The rows of a named output of the trunk, copied."""
         assert self._counts is not None, "nothing has run"
+        self._stream.mark().wait()
         values: Float32s = (
             self._place.of(self._program.outputs[name], self._counts).float().cpu().numpy().copy()
         )
@@ -335,25 +354,63 @@ class TorchExecutor:
     def sample(self, logits: Any, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row of `logits`: by kernels where they lie on the device."""
         if isinstance(logits, np.ndarray):
+            self._stream.mark().wait()
             return choose_on_host(logits, batch)
         from quire.execute.gpu.choice import choose
 
         with device_errors("token choice"):
-            return choose(logits.float().contiguous(), batch, choose_on_host)
+            return choose(logits.float().contiguous(), batch, choose_on_host, self._stream)
+
+    def sample_later(
+        self, logits: Any, batch: SampleBatch, slots: Int32s
+    ) -> Callable[[], TokenChoice]:
+        """See LateExecutor."""
+        check_range("slots", slots, 0, len(self._last))
+        if isinstance(logits, np.ndarray):
+            return self._sample_plain_later(logits, batch, slots)
+        from quire.execute.gpu.choice import choose_later
+        from quire.execute.gpu.kernels.wishes import rows_for_the_host
+
+        if rows_for_the_host(batch).any():
+            raise ValueError("some of these rows are chosen on the host: sample does it")
+        with device_errors("token choice"):
+            chosen = choose_later(
+                logits.float().contiguous(),
+                batch,
+                self._stream,
+                keep=lambda token_ids: self._last.keep(slots, token_ids),
+            )
+
+        def wait() -> TokenChoice:
+            with device_errors("a step"):
+                return chosen.wait()
+
+        return wait
+
+    def mark(self) -> Callable[[], None]:
+        """See LateExecutor."""
+        mark = self._stream.mark()
+
+        def wait() -> None:
+            with device_errors("a step"):
+                mark.wait()
+
+        return wait
 
     def score(self, logits: Any, batch: ScoreBatch) -> Scores:
         """How likely known tokens are, by the rows of `logits` (which are only read)."""
         if isinstance(logits, np.ndarray):
+            self._stream.mark().wait()
             return score_on_host(logits, batch)
         from quire.execute.gpu.choice import score
 
         with device_errors("scores"):
-            return score(logits.float(), batch)
+            return score(logits.float(), batch, self._stream)
 
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
         self._calls, self._pool, self._counts = {}, None, None
-        del self._place, self._arena, self._step
+        del self._place, self._arena, self._step, self._last
 
     # ---- private
 
@@ -383,19 +440,48 @@ class TorchExecutor:
         counts = self._load(batch, num_rows=size).of_samples(size if has_head else 0)
 
         def body() -> None:
-            self._run("trunk", counts)
+            self._launch("trunk", counts)
             if has_head:
-                self._run("head", counts)
+                self._launch("head", counts)
 
-        graphs.run((size, has_head), body)
+        self._stream.do(lambda: graphs.run((size, has_head), body))
         if has_head:
             self._head_of = batch, rows
         return counts
 
     def _run(self, segment: str, counts: Counts) -> None:
+        """Have a segment computed."""
+        self._stream.do(lambda: self._launch(segment, counts))
+
+    def _launch(self, segment: str, counts: Counts) -> None:
+        if segment == "trunk":
+            self._last.take(self._step.token_ids, self._step.late_slots, counts.tokens)
         for call in self._calls[segment]:
             call(counts)
             self.ops_done += 1
+
+    def _fill_with_nan(self) -> None:
+        for buffer in self._place.buffers:
+            buffer.fill_(torch.nan)
+
+    def _sample_plain_later(
+        self, logits: Float32s, batch: SampleBatch, slots: Int32s
+    ) -> Callable[[], TokenChoice]:
+        """On CPU tensors: the device is this thread, sooner or later."""
+        found: list[TokenChoice] = []
+
+        def choose() -> None:
+            found.append(choose_on_host(logits, batch))
+            self._last.put(slots, found[0].token_ids)
+
+        self._stream.do(choose)
+        mark = self._stream.mark()
+
+        def wait() -> TokenChoice:
+            mark.wait()
+            return found[0]
+
+        return wait
 
     def _run_head(self, sample_rows: Int32s, counts: Counts) -> None:
         with device_errors("a step's head"):
@@ -420,6 +506,7 @@ class TorchExecutor:
             vocab_size=self._program.vocab_size,
             num_blocks=pool.num_blocks,
             block_size=int(pool.values.shape[-2]),
+            num_slots=len(self._last),
         )
         check_range("rope_positions", batch.rope_positions, 0, self._program.max_positions)
 

@@ -36,23 +36,30 @@ class Graphs:
         self._capture = capture
         self._sizes = ladder(most)
         self._replays: dict[Hashable, Callable[[], None]] = {}
+        self._is_full = False  # there was no memory for another
 
     def size_for(self, rows: int) -> int:
         """The size that a step of so many rows is launched as; rows are at most the ladder's."""
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
-        """Do what `body` does: the first time by itself, later by replaying it."""
+        """Do what `body` does: the first time by itself, later by replaying it, if there was memory
+        to capture it."""
         replay = self._replays.get(key)
         if replay is not None:
             replay()
             return
         body()
-        self._replays[key] = self._capture(body)
+        if not self._is_full:
+            try:
+                self._replays[key] = self._capture(body)
+            except torch.OutOfMemoryError:
+                self._is_full = True  # what was not captured is launched as usual
 
     def clear(self) -> None:
         """Forget all: addresses they hold are no longer true."""
         self._replays.clear()
+        self._is_full = False
 
 
 class CudaCapture:

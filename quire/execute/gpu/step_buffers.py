@@ -1,7 +1,8 @@
 """StepBuffers: the numbers of a ForwardBatch where the device reads them, at fixed addresses.
 
-One int32 array on the host (pinned where the device is a GPU) and one on the device, with a place
-for each field at its largest; a step is mirrored by one copy of what it uses. A captured graph
+One int32 array on the device with a place for each field at its largest, and where the device
+works beside the host two more there, used in turn: a step is mirrored by one copy of what it uses,
+and the next may be written while the device has not come to that copy. A captured graph
 reads these places again, so they never move. Rows beyond a step's, up to the size a graph was
 captured with, are made harmless: they store nothing and read the first position of block 0.
 Knows no program.
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.execute.gpu.stream import Mark, Stream, stream_of
 from quire.program.batch import ForwardBatch
 
 Int32s = NDArray[np.int32]
@@ -43,9 +45,9 @@ class Counts:
 
 
 class StepBuffers:
-    """Tensors int32: token_ids, positions, rope_positions, kv_slots [max_tokens], seq_starts
-    [max_sequences + 1], sample_rows [max_tokens], block_tables [max_sequences, max_columns], and
-    `others` by name, for what is planned from a batch."""
+    """Tensors int32: token_ids, late_slots, positions, rope_positions, kv_slots [max_tokens],
+    seq_starts [max_sequences + 1], sample_rows [max_tokens], block_tables [max_sequences,
+    max_columns], and `others` by name, for what is planned from a batch."""
 
     def __init__(
         self,
@@ -55,9 +57,11 @@ class StepBuffers:
         max_columns: int,
         device: torch.device,
         others: Mapping[str, int],
+        stream: Stream | None = None,
     ) -> None:
         sizes = {
             "token_ids": max_tokens,
+            "late_slots": max_tokens,
             "positions": max_tokens,
             "rope_positions": max_tokens,
             "kv_slots": max_tokens,
@@ -71,39 +75,46 @@ class StepBuffers:
         for name, size in sizes.items():
             self._first[name] = total
             total += -(-size // ALIGNMENT) * ALIGNMENT
-        on_gpu = device.type != "cpu"
-        self._host_tensor = torch.zeros(total, dtype=torch.int32, pin_memory=on_gpu)
-        self._host: Int32s = self._host_tensor.numpy()
+        self._stream = stream_of(device) if stream is None else stream
+        held = torch.zeros(total, dtype=torch.int32, device=device)
+        self._device, self._turn = held, 0
         # On the CPU there is one array: what is written is there.
-        self._device = torch.zeros_like(self._host_tensor, device=device) if on_gpu else None
-        held = self._host_tensor if self._device is None else self._device
+        self._hosts = [held]
+        if self._stream.is_beside:
+            zeros = torch.zeros(total, dtype=torch.int32)
+            self._hosts = [self._stream.pinned(zeros), self._stream.pinned(zeros.clone())]
+        self._marks: list[Mark | None] = [None] * len(self._hosts)
+        self._host: Int32s = self._hosts[0].numpy()
         parts = {name: held[self._first[name] :][:size] for name, size in sizes.items()}
-        self.token_ids, self.positions = parts["token_ids"], parts["positions"]
+        self.token_ids, self.late_slots = parts["token_ids"], parts["late_slots"]
+        self.positions = parts["positions"]
         self.rope_positions, self.kv_slots = parts["rope_positions"], parts["kv_slots"]
         self.sample_rows, self.seq_starts = parts["sample_rows"], parts["seq_starts"]
         self.block_tables = parts["block_tables"].view(max_sequences, max_columns)
         self.others = {name: parts[name] for name in others}
         self.max_columns = max_columns
-        self._copied = torch.cuda.Event() if on_gpu else None
 
     @staticmethod
     def num_bytes(*, max_tokens: int, max_sequences: int, max_columns: int) -> int:
         """Bytes on the device, at most."""
-        return 4 * (5 * max_tokens + max_sequences * (max_columns + 1) + 8 * ALIGNMENT)
+        return 4 * (6 * max_tokens + max_sequences * (max_columns + 1) + 9 * ALIGNMENT)
 
     def load(
         self, batch: ForwardBatch, *, num_rows: int = 0, others: Mapping[str, Int32s] = NOTHING
     ) -> Counts:
         """Mirror a batch, and what was planned from it; rows of one token each are padded to
         `num_rows`, if that is more."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy before has read the host's array
+        self._turn = (self._turn + 1) % len(self._hosts)
+        self._host = self._hosts[self._turn].numpy()
+        if (copied := self._marks[self._turn]) is not None:
+            copied.wait()  # of the step before the last: over, or there are three
         tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
         one_each = tokens == sequences
         padded = max(tokens, num_rows) if one_each else tokens
         for name in ("token_ids", "positions", "rope_positions", "sample_rows"):
             self._write(name, getattr(batch, name), padded, 0)
         self._write("kv_slots", batch.kv_slots, padded, -1)
+        self._write("late_slots", batch.late_slots, padded, -1)
         for name, values in others.items():
             self._write(name, values, len(values), 0)
         starts = self._host[self._first["seq_starts"] :]
@@ -115,10 +126,10 @@ class StepBuffers:
         by_row = tables.reshape(rows, self.max_columns)
         by_row[:sequences, :columns] = batch.block_tables
         by_row[sequences:, 0] = 0
-        if self._device is not None and self._copied is not None:
+        if self._stream.is_beside:
             used = self._first["block_tables"] + rows * self.max_columns
-            self._device[:used].copy_(self._host_tensor[:used], non_blocking=True)
-            self._copied.record()
+            self._stream.copy(self._hosts[self._turn][:used], self._device[:used])
+            self._marks[self._turn] = self._stream.mark()
         return Counts(
             tokens=padded,
             sequences=rows,
@@ -131,9 +142,8 @@ class StepBuffers:
 
     def load_samples(self, sample_rows: Int32s) -> None:
         """Put other sample rows in place, for a slice of the head."""
-        first = self._first["sample_rows"]
-        self.sample_rows[: len(sample_rows)].copy_(torch.from_numpy(np.array(sample_rows)))
-        self._host[first : first + len(sample_rows)] = sample_rows
+        given = self._stream.to_device(sample_rows)
+        self._stream.copy(given, self.sample_rows[: len(sample_rows)])
 
     def _write(self, name: str, values: Int32s, padded: int, filler: int) -> None:
         place = self._host[self._first[name] :][:padded]

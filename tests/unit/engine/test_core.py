@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.runner.scripted_executor import ScriptedExecutor
+from tests.unit.runner.test_in_parts import TOO_MUCH, Room, tight
 
 
 class Rig:
@@ -354,3 +356,32 @@ def test_the_loop_sets_aside_who_is_held_tells_it_once_and_goes_on_when_told() -
     outputs = [output for message in sent for output in message.outputs or ()]
     assert len(_token_ids(outputs)) == 9
     assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_memory_that_one_request_lacks_fails_it_and_never_the_engine(plans_in_flight: int) -> None:
+    rig = Rig(plans_in_flight=plans_in_flight)
+    rig.core.runner = ModelRunner(
+        tight(Room(2), overlap=plans_in_flight > 1),
+        num_slots=4,
+        max_model_len=64,
+        block_size=16,
+        max_samples=64,
+        overlap=plans_in_flight > 1,
+    )
+    for number in range(2 * MAX_FAILED_STEPS):  # more than the engine may fail in a row
+        big = replace(request(f"big{number}"), prompt_ids=np.array([TOO_MUCH], np.int32))
+        rig.core.add([replace(big, max_total_tokens=5)])
+    for name in "abc":
+        rig.core.add([request(name)])
+    outputs = rig.finish()
+    ends = {name: told[-1] for name, told in outputs.items()}
+    for name, end in ends.items():
+        if name.startswith("big"):
+            assert end.finish_reason is FinishReason.ERROR
+            assert "does not fit" in (end.error or "")
+        else:
+            assert end.finish_reason is FinishReason.LENGTH
+            assert _token_ids(outputs[name]) == [3, 4, 5, 6]
+    assert not rig.reports
+    assert rig.core.scheduler.check_integrity() == []

@@ -9,83 +9,26 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.base.records import Admission, StepPlan
-from quire.base.sampling_params import SamplingParams
-from quire.runner.model_runner import ROW_FAILED, ModelRunner
+from quire.runner.step_result import ROW_FAILED
+from tests.unit.runner.plans import BLOCK_SIZE, admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
-
-BLOCK_SIZE = 4
-
-
-def _runner(executor: ScriptedExecutor, **settings: Any) -> ModelRunner:
-    sizes = {"num_slots": 8, "max_model_len": 64, "block_size": BLOCK_SIZE, "max_samples": 64}
-    return ModelRunner(executor, **{**sizes, **settings})
-
-
-def _ints(*values: int) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
-
-
-def _admission(slot: int, token_ids: list[int], **settings: Any) -> Admission:
-    stop_ids = settings.pop("stop_ids", ())
-    num_prompt_tokens = settings.pop("num_prompt_tokens", len(token_ids))
-    return Admission(
-        slot=slot,
-        request_id=f"r{slot}",
-        stream=settings.pop("stream", 0),
-        token_ids=np.array(token_ids, np.int32),
-        num_prompt_tokens=num_prompt_tokens,
-        stop_ids=stop_ids,
-        sampling=SamplingParams(**{"seed": 7, **settings}),
-    )
-
-
-def _plan(
-    step: int,
-    rows: list[tuple[int, int, int, bool]],
-    *,
-    admissions: tuple[Admission, ...] = (),
-    blocks: dict[int, list[int]] | None = None,
-    store_from: list[int] | None = None,
-    **more: Any,
-) -> StepPlan:
-    """rows: (slot, start, count, samples). blocks: the slot's table from column 0 on."""
-    deltas = [
-        (slot, column, block)
-        for slot, ids in (blocks or {}).items()
-        for column, block in enumerate(ids)
-    ]
-    slots, columns, ids = zip(*deltas, strict=True) if deltas else ((), (), ())
-    return StepPlan(
-        step=step,
-        admissions=admissions,
-        table_slots=_ints(*slots),
-        table_columns=_ints(*columns),
-        table_blocks=_ints(*ids),
-        slots=_ints(*(row[0] for row in rows)),
-        starts=_ints(*(row[1] for row in rows)),
-        counts=_ints(*(row[2] for row in rows)),
-        samples=np.array([row[3] for row in rows], np.bool_),
-        store_from=_ints(*(store_from or [row[1] for row in rows])),
-        **more,
-    )
 
 
 def test_a_mixed_step_becomes_one_flat_batch() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor)
+    runner = runner_of(executor)
     runner.submit(
-        _plan(
+        plan_of(
             1,
             [(3, 0, 6, True), (1, 0, 3, False)],
             admissions=(
-                _admission(3, [10, 11, 12, 13, 14, 15]),
-                _admission(1, list(range(20, 30))),
+                admission_of(3, [10, 11, 12, 13, 14, 15]),
+                admission_of(1, list(range(20, 30))),
             ),
             blocks={3: [7, 2], 1: [5, 6, 8]},
         )
     )
-    runner.submit(_plan(2, [(3, 6, 1, True), (1, 3, 4, False)]))
+    runner.submit(plan_of(2, [(3, 6, 1, True), (1, 3, 4, False)]))
     first, second = executor.batches
     assert first.token_ids.tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22]
     assert first.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
@@ -106,15 +49,15 @@ def test_a_mixed_step_becomes_one_flat_batch() -> None:
 
 def test_rows_that_stay_ask_for_the_same_and_others_for_their_own() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor)
+    runner = runner_of(executor)
     both = [(0, 2, 1, True), (1, 2, 1, True)]
-    asked = (_admission(0, [1, 2], temperature=0.5), _admission(1, [3, 4], temperature=0.25))
-    runner.submit(_plan(1, [(0, 0, 2, True), (1, 0, 2, True)], admissions=asked))
-    runner.submit(_plan(2, both))
-    runner.submit(_plan(3, [(1, 3, 1, True)]))
-    later = _admission(0, [5, 6, 7], temperature=0.75, logit_bias={1: 1.0})
-    runner.submit(_plan(4, [(0, 2, 1, True), (1, 4, 1, True)], admissions=(later,)))
-    runner.submit(_plan(5, [(0, 3, 1, True), (1, 5, 1, True)]))
+    asked = (admission_of(0, [1, 2], temperature=0.5), admission_of(1, [3, 4], temperature=0.25))
+    runner.submit(plan_of(1, [(0, 0, 2, True), (1, 0, 2, True)], admissions=asked))
+    runner.submit(plan_of(2, both))
+    runner.submit(plan_of(3, [(1, 3, 1, True)]))
+    later = admission_of(0, [5, 6, 7], temperature=0.75, logit_bias={1: 1.0})
+    runner.submit(plan_of(4, [(0, 2, 1, True), (1, 4, 1, True)], admissions=(later,)))
+    runner.submit(plan_of(5, [(0, 3, 1, True), (1, 5, 1, True)]))
     temperatures = [batch.temperature.tolist() for batch in executor.samples]
     assert temperatures == [[0.5, 0.25], [0.5, 0.25], [0.25], [0.75, 0.25], [0.75, 0.25]]
     positions = [batch.positions.tolist() for batch in executor.samples]
@@ -127,35 +70,35 @@ def test_rows_that_stay_ask_for_the_same_and_others_for_their_own() -> None:
 
 def test_nothing_is_stored_before_store_from() -> None:
     executor = ScriptedExecutor()
-    plan = _plan(
+    plan = plan_of(
         1,
         [(0, 7, 1, True), (1, 2, 4, True)],
-        admissions=(_admission(0, list(range(8))), _admission(1, list(range(6)))),
+        admissions=(admission_of(0, list(range(8))), admission_of(1, list(range(6)))),
         blocks={0: [1, 2], 1: [3, 4]},
         store_from=[8, 4],
     )
-    _runner(executor).submit(plan)
+    runner_of(executor).submit(plan)
     assert executor.batches[0].kv_slots.tolist() == [-1, -1, -1, 16, 17]
 
 
 def test_a_row_of_one_token_stores_nothing_before_store_from() -> None:
     executor = ScriptedExecutor()
-    plan = _plan(
+    plan = plan_of(
         1,
         [(0, 7, 1, True), (1, 5, 1, False)],
-        admissions=(_admission(0, list(range(8))), _admission(1, list(range(6)))),
+        admissions=(admission_of(0, list(range(8))), admission_of(1, list(range(6)))),
         blocks={0: [1, 2], 1: [3, 4]},
         store_from=[8, 4],
     )
-    _runner(executor).submit(plan)
+    runner_of(executor).submit(plan)
     assert executor.batches[0].kv_slots.tolist() == [-1, 17]
 
 
 def test_plans_of_only_changes_compute_nothing() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor)
+    runner = runner_of(executor)
     result = runner.collect(
-        runner.submit(_plan(1, [], copy_from=_ints(1), copy_to=_ints(2), retired=_ints(3)))
+        runner.submit(plan_of(1, [], copy_from=ints(1), copy_to=ints(2), retired=ints(3)))
     )
     assert executor.batches == []
     assert executor.copies == [([1], [2])]
@@ -165,8 +108,10 @@ def test_plans_of_only_changes_compute_nothing() -> None:
 
 def test_a_chunk_that_samples_nothing_yields_no_token() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor)
-    plan = _plan(1, [(0, 0, 3, False)], admissions=(_admission(0, [1, 2, 3, 4]),), blocks={0: [0]})
+    runner = runner_of(executor)
+    plan = plan_of(
+        1, [(0, 0, 3, False)], admissions=(admission_of(0, [1, 2, 3, 4]),), blocks={0: [0]}
+    )
     result = runner.collect(runner.submit(plan))
     assert result.token_counts.tolist() == [0]
     assert result.token_ids.dtype == np.int32
@@ -175,12 +120,12 @@ def test_a_chunk_that_samples_nothing_yields_no_token() -> None:
 
 def test_the_head_runs_in_slices_and_alternatives_are_put_together() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor, max_samples=2)
+    runner = runner_of(executor, max_samples=2)
     admissions = tuple(
-        _admission(slot, [1] * (slot + 1), logprobs=[None, 0, 3, None, 1][slot])
+        admission_of(slot, [1] * (slot + 1), logprobs=[None, 0, 3, None, 1][slot])
         for slot in range(5)
     )
-    plan = _plan(
+    plan = plan_of(
         1,
         [(slot, 0, slot + 1, True) for slot in range(5)],
         admissions=admissions,
@@ -199,11 +144,11 @@ def test_a_failed_row_ends_alone() -> None:
         return np.where(positions == 2, -1, next_ids(positions)).astype(np.int32)
 
     executor = ScriptedExecutor(choose)
-    runner = _runner(executor)
-    plan = _plan(
+    runner = runner_of(executor)
+    plan = plan_of(
         1,
         [(0, 0, 3, True), (1, 0, 1, False), (2, 0, 2, True), (3, 0, 4, True)],
-        admissions=tuple(_admission(slot, [5] * 4) for slot in range(4)),
+        admissions=tuple(admission_of(slot, [5] * 4) for slot in range(4)),
         blocks={slot: [slot] for slot in range(4)},
     )
     result = runner.collect(runner.submit(plan))
@@ -216,13 +161,13 @@ def test_a_failed_row_ends_alone() -> None:
 
 def test_plain_rows_carry_no_history_bias_or_banned_ids() -> None:
     executor = ScriptedExecutor()
-    _runner(executor).submit(
-        _plan(
+    runner_of(executor).submit(
+        plan_of(
             1,
             [(0, 0, 2, True), (1, 0, 2, True)],
             admissions=(
-                _admission(0, [1, 2], top_k=-1, temperature=0.5, stop_ids=(4,)),
-                _admission(1, [3, 4], stream=2, seed=-5, top_p=0.5, min_p=0.25, logprobs=3),
+                admission_of(0, [1, 2], top_k=-1, temperature=0.5, stop_ids=(4,)),
+                admission_of(1, [3, 4], stream=2, seed=-5, top_p=0.5, min_p=0.25, logprobs=3),
             ),
             blocks={0: [0], 1: [1]},
         )
@@ -244,20 +189,20 @@ def test_plain_rows_carry_no_history_bias_or_banned_ids() -> None:
 
 def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor)
+    runner = runner_of(executor)
     runner.submit(
-        _plan(
+        plan_of(
             1,
             [(0, 0, 3, True), (1, 0, 2, True), (2, 0, 4, True)],
             admissions=(
-                _admission(0, [1, 2, 3], num_prompt_tokens=2, presence_penalty=0.5),
-                _admission(1, [4, 5], logit_bias={6: 1.0, 7: -2.0}),
-                _admission(2, [8, 9, 8, 9], num_prompt_tokens=3, min_tokens=2, stop_ids=(1, 2)),
+                admission_of(0, [1, 2, 3], num_prompt_tokens=2, presence_penalty=0.5),
+                admission_of(1, [4, 5], logit_bias={6: 1.0, 7: -2.0}),
+                admission_of(2, [8, 9, 8, 9], num_prompt_tokens=3, min_tokens=2, stop_ids=(1, 2)),
             ),
             blocks={0: [0], 1: [1], 2: [2]},
         )
     )
-    runner.submit(_plan(2, [(0, 3, 1, True), (2, 4, 1, True)], blocks={2: [2, 3]}))
+    runner.submit(plan_of(2, [(0, 3, 1, True), (2, 4, 1, True)], blocks={2: [2, 3]}))
     first, second = executor.samples
     assert first.history_starts.tolist() == [0, 3, 3, 3]
     assert first.history.tolist() == [1, 2, 3]
@@ -272,20 +217,20 @@ def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
 
 
 def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
-    runner = _runner(ScriptedExecutor())
-    asked = _admission(
+    runner = runner_of(ScriptedExecutor())
+    asked = admission_of(
         1, [1, 2], repetition_penalty=1.5, logit_bias={1: 1.0}, min_tokens=9, stop_ids=(3,)
     )
-    beside = _admission(2, [7, 7])
+    beside = admission_of(2, [7, 7])
     runner.submit(
-        _plan(
+        plan_of(
             1,
             [(1, 0, 2, True), (2, 0, 2, True)],
             admissions=(asked, beside),
             blocks={1: [5], 2: [6]},
         )
     )
-    runner.submit(_plan(2, [(2, 2, 1, True)], retired=_ints(1)))
+    runner.submit(plan_of(2, [(2, 2, 1, True)], retired=ints(1)))
     tables = runner.tables
     for name in ("has_penalty", "has_bias", "stops_from", "blocks"):
         assert not getattr(tables, name)[1].any(), name
@@ -299,13 +244,13 @@ def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
 
 def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor)
-    greedy = _admission(
+    runner = runner_of(executor)
+    greedy = admission_of(
         0, [1, 2], repetition_penalty=1.5, logit_bias={1: 1.0}, min_tokens=9, stop_ids=(3,)
     )
-    runner.submit(_plan(1, [(0, 0, 2, True)], admissions=(greedy,), blocks={0: [0]}))
-    plain = _admission(0, [4])
-    runner.submit(_plan(2, [(0, 0, 1, True)], admissions=(plain,), retired=_ints(0)))
+    runner.submit(plan_of(1, [(0, 0, 2, True)], admissions=(greedy,), blocks={0: [0]}))
+    plain = admission_of(0, [4])
+    runner.submit(plan_of(2, [(0, 0, 1, True)], admissions=(plain,), retired=ints(0)))
     batch = executor.samples[1]
     assert len(batch.history) == len(batch.bias_ids) == len(batch.banned_ids) == 0
     assert batch.positions.tolist() == [1]
@@ -314,13 +259,13 @@ def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_fails_is_told_when_collected_and_the_next_one_runs(overlap: bool) -> None:
     executor = ScriptedExecutor()
-    runner = _runner(executor, overlap=overlap)
+    runner = runner_of(executor, overlap=overlap)
     executor.fail_next_trunk = RuntimeError("no memory")
-    plan = _plan(1, [(0, 0, 1, True)], admissions=(_admission(0, [1]),), blocks={0: [0]})
+    plan = plan_of(1, [(0, 0, 1, True)], admissions=(admission_of(0, [1]),), blocks={0: [0]})
     handle = runner.submit(plan)
     with pytest.raises(RuntimeError, match="no memory"):
         runner.collect(handle)
-    plan = _plan(2, [(1, 0, 2, True)], admissions=(_admission(1, [5, 6]),), blocks={1: [3]})
+    plan = plan_of(2, [(1, 0, 2, True)], admissions=(admission_of(1, [5, 6]),), blocks={1: [3]})
     result = runner.collect(runner.submit(plan))
     assert result.token_ids.tolist() == [2]
     runner.close()
@@ -335,9 +280,9 @@ def test_with_overlap_submit_returns_at_once_and_plans_run_in_order() -> None:
         return next_ids(positions)
 
     executor = ScriptedExecutor(choose)
-    runner = _runner(executor, overlap=True)
-    plan = _plan(1, [(0, 0, 2, True)], admissions=(_admission(0, [1, 2]),), blocks={0: [0]})
-    handles = [runner.submit(plan), runner.submit(_plan(2, [(0, 2, 1, True)]))]
+    runner = runner_of(executor, overlap=True)
+    plan = plan_of(1, [(0, 0, 2, True)], admissions=(admission_of(0, [1, 2]),), blocks={0: [0]})
+    handles = [runner.submit(plan), runner.submit(plan_of(2, [(0, 2, 1, True)]))]
     may_run.set()
     assert [runner.collect(handle).step for handle in handles] == [1, 2]
     assert executor.batches[1].token_ids.tolist() == [2]  # what step 1 sampled
@@ -349,7 +294,7 @@ def test_random_steps_agree_with_a_loop_over_rows(most: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         executor = ScriptedExecutor()
-        runner = _runner(executor)
+        runner = runner_of(executor)
         num_rows = int(rng.integers(1, 8))
         slots = rng.permutation(8)[:num_rows].tolist()
         counts = rng.integers(1, most + 1, num_rows).tolist()
@@ -357,10 +302,10 @@ def test_random_steps_agree_with_a_loop_over_rows(most: int) -> None:
         tables = {slot: rng.integers(0, 99, 16).tolist() for slot in slots}
         tokens = {slot: rng.integers(0, 50, 60).tolist() for slot in slots}
         samples = (rng.random(num_rows) < 0.5).tolist()
-        plan = _plan(
+        plan = plan_of(
             1,
             list(zip(slots, starts, counts, samples, strict=True)),
-            admissions=tuple(_admission(slot, tokens[slot]) for slot in slots),
+            admissions=tuple(admission_of(slot, tokens[slot]) for slot in slots),
             blocks=tables,
         )
         runner.submit(plan)
@@ -392,7 +337,7 @@ def _check(
 
 
 def test_a_request_without_a_seed_is_our_mistake_and_is_told() -> None:
-    runner = _runner(ScriptedExecutor())
-    plan = _plan(1, [], admissions=(_admission(0, [1], seed=None),))
+    runner = runner_of(ScriptedExecutor())
+    plan = plan_of(1, [], admissions=(admission_of(0, [1], seed=None),))
     with pytest.raises(ValueError, match="planned without a seed"):
         runner.tables.apply(plan)

@@ -9,7 +9,8 @@ import pytest
 
 from quire.base.records import Admission, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.runner.model_runner import ROW_FAILED, ModelRunner
+from quire.runner.model_runner import ModelRunner
+from quire.runner.step_result import ROW_FAILED
 from tests.unit.runner.scripted_executor import FAILS, ScriptedExecutor
 
 

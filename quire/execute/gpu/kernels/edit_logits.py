@@ -17,6 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from quire.execute.gpu.kernels.launch import EXACT
+from quire.execute.gpu.kernels.wishes import ToDevice
 from quire.sampling.batch import SampleBatch
 
 AT_ONCE = 256
@@ -36,7 +37,7 @@ class Edits:
     masks: torch.Tensor
 
     @classmethod
-    def of(cls, batch: SampleBatch, device: torch.device | str) -> Edits | None:
+    def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> Edits | None:
         """Those of a batch, or None where there are none."""
         entries = entries_of(batch)
         rows = np.flatnonzero(batch.mask_rows >= 0).astype(np.int32)
@@ -44,9 +45,9 @@ class Edits:
             return None
         masked = np.stack([rows, batch.mask_rows[rows]]) if len(rows) else np.empty((2, 0))
         return cls(
-            entries=torch.from_numpy(entries).to(device),
-            masked=torch.from_numpy(masked.astype(np.int32)).to(device),
-            masks=torch.from_numpy(np.array(batch.masks).view(np.int32)).to(device),
+            entries=to_device(entries),
+            masked=to_device(masked.astype(np.int32)),
+            masks=to_device(np.array(batch.masks).view(np.int32)),
         )
 
 

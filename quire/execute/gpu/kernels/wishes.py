@@ -6,7 +6,9 @@ asks for is dropped: what kernels here do not do is named by `rows_for_the_host`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from quire.sampling.rare import SMALLEST_SHARE
 from quire.sampling.reference import MIROSTAT
 
 WORDS = 8  # 32-bit numbers a row
+# Takes an array to where the logits are.
+ToDevice = Callable[[NDArray[Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +37,13 @@ class Wishes:
     seeds: torch.Tensor
 
     @classmethod
-    def of(cls, batch: SampleBatch, device: torch.device | str) -> Wishes:
-        """Those of a batch, on a device."""
-        wishes = cls.empty(len(batch.temperature), device)
-        wishes.words.copy_(torch.from_numpy(words_of(batch)))
-        return wishes
+    def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> Wishes:
+        """Those of a batch."""
+        return cls.seen_in(to_device(words_of(batch)))
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device | str) -> Wishes:
-        """Room for `rows`, at addresses that stay: words_of() is what is copied to `words`."""
-        words = torch.zeros((WORDS, rows), dtype=torch.int32, device=device)
+    def seen_in(cls, words: torch.Tensor) -> Wishes:
+        """What words_of() gave, int32 [WORDS, R]."""
         return cls(
             words=words,
             seeds=words[:2].view(-1).view(torch.int64),

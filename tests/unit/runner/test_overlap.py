@@ -1,0 +1,168 @@
+"""Overlap: steps on a device that does nothing before it is waited for. What is told when, and that
+nothing is read before it is there; tests/exact/test_overlap.py has whole engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.errors import WorkerError
+from quire.base.records import StepResult
+from quire.runner.model_runner import ModelRunner
+from tests.unit.runner.deferred_executor import DeferredExecutor
+from tests.unit.runner.plans import admission_of, ints, plan_of, runner_of
+from tests.unit.runner.scripted_executor import ScriptedExecutor
+
+
+class World:
+    """A runner over a deferred device whose choices are position + 20."""
+
+    def __init__(self, **settings: Any) -> None:
+        scripted = ScriptedExecutor(lambda positions: (positions + 20).astype(np.int32))
+        self.device = DeferredExecutor(scripted)
+        self.scripted = scripted
+        self.runner: ModelRunner = runner_of(self.device, overlap=True, **settings)
+
+    def told(self) -> list[str]:
+        """What the device was told since this was asked last, waits among it."""
+        said = [entry[0] for entry in self.device.log]
+        self.device.log.clear()
+        return said
+
+    def tokens(self, slot: int) -> list[int]:
+        table = self.runner.tables.tokens
+        return table.tokens[slot, : table.lengths[slot]].tolist()
+
+    def result(self, handle: Any) -> StepResult:
+        return self.runner.collect(handle)
+
+
+def test_the_next_step_is_told_before_the_tokens_of_this_one_are_read() -> None:
+    world = World()
+    first = world.runner.submit(
+        plan_of(1, [(0, 0, 2, True)], admissions=(admission_of(0, [1, 2]),), blocks={0: [3, 4]})
+    )
+    second = world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
+    assert world.told() == ["trunk", "head", "choose"] * 2
+    assert world.tokens(0) == [1, 2]
+    assert world.result(first).token_ids.tolist() == [22]
+    third = world.runner.submit(plan_of(3, [(0, 3, 1, True)]))
+    assert world.told() == ["wait", "trunk", "head", "choose"]
+    assert [world.result(handle).token_ids.tolist() for handle in (second, third)] == [[23], [24]]
+    assert world.tokens(0) == [1, 2, 22, 23, 24]
+    assert [batch.token_ids.tolist() for batch in world.device.batches] == [[1, 2], [22], [23]]
+
+
+def test_a_token_that_is_read_already_comes_from_the_host() -> None:
+    world = World()
+    some = plan_of(1, [(0, 0, 1, True)], admissions=(admission_of(0, [1]),), blocks={0: [3]})
+    world.result(world.runner.submit(some))
+    world.runner.submit(plan_of(2, [(0, 1, 1, True)]))
+    assert [entry for entry in world.device.log if entry[0] == "trunk"] == [("trunk", 1, 0)] * 2
+
+
+def test_what_a_stopped_request_had_coming_touches_nobody_who_has_its_slot_now() -> None:
+    """It ended with step 1; step 2 has a row of it; step 3 gives its slot to another."""
+    world = World()
+    one = admission_of(0, [1, 2])
+    first = world.runner.submit(plan_of(1, [(0, 0, 2, True)], admissions=(one,), blocks={0: [3]}))
+    second = world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
+    assert world.result(first).token_ids.tolist() == [22]
+    other = admission_of(0, [7, 8, 9])
+    third = world.runner.submit(
+        plan_of(3, [(0, 0, 3, True)], admissions=(other,), retired=ints(0), blocks={0: [5]})
+    )
+    assert world.result(second).token_counts.tolist() == [1]  # nobody is told of it
+    assert world.tokens(0) == [7, 8, 9]
+    assert world.result(third).token_ids.tolist() == [23]
+    assert world.tokens(0) == [7, 8, 9, 23]
+
+
+def test_rows_with_penalties_are_chosen_when_the_tokens_before_are_there() -> None:
+    world = World()
+    penal = admission_of(0, [1, 2], repetition_penalty=1.5)
+    first = world.runner.submit(
+        plan_of(1, [(0, 0, 2, True)], admissions=(penal,), blocks={0: [3, 4]})
+    )
+    second = world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
+    assert world.told() == ["trunk", "head", "choose", "trunk"]
+    world.result(first)
+    assert world.told() == ["wait", "head", "choose"]
+    third = world.runner.submit(plan_of(3, [(0, 3, 1, True)]))
+    world.result(second)
+    world.result(third)
+    histories = [batch.history.tolist() for batch in world.scripted.samples]
+    assert histories == [[1, 2], [1, 2, 22], [1, 2, 22, 23]]
+
+
+@pytest.mark.parametrize(
+    "asks", [{"typical_p": 0.5}, {"logprob_token_ids": (3,)}], ids=["rare", "listed"]
+)
+def test_rows_that_are_chosen_on_the_host_end_the_overlap_for_their_step(
+    asks: dict[str, Any],
+) -> None:
+    world = World()
+    rare = admission_of(0, [1, 2], **asks)
+    first = world.runner.submit(plan_of(1, [(0, 0, 2, True)], admissions=(rare,), blocks={0: [3]}))
+    assert world.told() == ["trunk"]
+    second = world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
+    assert world.told()[-1] == "trunk"  # behind the choice of the first
+    assert world.tokens(0) == [1, 2, 22]
+    assert world.result(second).token_ids.tolist() == [23]
+    assert world.result(first).token_ids.tolist() == [22]
+    assert all(len(batch.late_slots) == 0 for batch in world.device.batches)
+
+
+def test_a_plan_that_copies_tokens_between_slots_waits_for_them() -> None:
+    world = World()
+    both = (admission_of(0, [1, 2]), admission_of(1, [5]))
+    first = world.runner.submit(
+        plan_of(1, [(0, 0, 2, True)], admissions=both, blocks={0: [3], 1: [4]})
+    )
+    branch = {"branch_from": ints(0), "branch_to": ints(1), "known_slots": ints(1)}
+    second = world.runner.submit(plan_of(2, [(1, 2, 1, True)], **branch, known_ids=ints(30)))
+    assert world.tokens(1) == [1, 2, 30]
+    assert world.result(first).token_ids.tolist() == [22]
+    assert world.result(second).token_ids.tolist() == [23]
+    assert world.tokens(0) == [1, 2, 22]
+
+
+def test_a_step_without_tokens_to_choose_is_waited_for_like_others() -> None:
+    world = World()
+    first = world.runner.submit(
+        plan_of(1, [(0, 0, 2, False)], admissions=(admission_of(0, [1, 2, 3]),), blocks={0: [3]})
+    )
+    second = world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
+    assert not world.device.batches
+    assert world.result(first).token_counts.tolist() == [0]
+    assert len(world.device.batches) == 1
+    assert world.result(second).token_ids.tolist() == [23]
+
+
+@pytest.mark.parametrize("what", ["trunk", "head", "choose"])
+def test_a_step_that_fails_is_told_when_collected_and_others_go_on(what: str) -> None:
+    world = World()
+    two = (admission_of(0, [1]), admission_of(1, [5, 6]))
+    blocks = {0: [3], 1: [4]}
+    first = world.runner.submit(plan_of(1, [(0, 0, 1, True)], admissions=two, blocks=blocks))
+    world.device.fail_next[what] = RuntimeError("broken")
+    second = world.runner.submit(plan_of(2, [(0, 1, 1, True)]))
+    assert world.result(first).token_ids.tolist() == [21]
+    third = world.runner.submit(plan_of(3, [(1, 0, 2, True)]))
+    with pytest.raises(RuntimeError, match="broken"):
+        world.result(second)
+    assert world.result(third).token_ids.tolist() == [22]
+    with pytest.raises(RuntimeError, match="broken"):
+        world.result(second)  # as often as it is asked for
+
+
+def test_a_plan_that_cannot_be_applied_is_told_by_its_outcome() -> None:
+    world = World()
+    without_seed = plan_of(1, [(0, 0, 1, True)], admissions=(admission_of(0, [1], seed=None),))
+    with pytest.raises(ValueError, match="planned without a seed"):
+        world.result(world.runner.submit(without_seed))
+    moves = plan_of(2, [], tier_copies=np.empty(0))
+    with pytest.raises(WorkerError, match="moves 0 blocks"):
+        world.result(world.runner.submit(moves))
