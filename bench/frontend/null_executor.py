@@ -116,6 +116,10 @@ class NullExecutorClass:
         """The machine's, as of the native executor."""
         return machine_memory()
 
+    def plans_in_flight(self) -> int:
+        """One, as of the native executor."""
+        return 1
+
     def full_step_tokens(self) -> int:
         """As many as a fast machine's."""
         return _STEP_TOKENS

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from bench.gpu.batches import BLOCK_SIZE, columns_for
 from bench.gpu.limits import device_limits
+from bench.gpu.loop import GREEDY, Idle, run
 from bench.gpu.models import LLAMA, executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.base.records import Admission, StepPlan
-from quire.base.sampling_params import SamplingParams
 from quire.program.cost import StepShape, step_cost
+from quire.program.program import Program
 from quire.runner.model_runner import ModelRunner
-
-GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ class Slots:
             samples=starts + counts >= self.load.prompt,
         )
 
-    def advance(self, plan: StepPlan) -> int:
-        """Count what a plan computes, and free those it finishes; tokens it answers."""
+    def advance(self, plan: StepPlan) -> None:
+        """Count what a plan computes, and free those it finishes."""
         for slot, start, count in zip(
             plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True
         ):
@@ -99,7 +100,6 @@ class Slots:
             if start + count >= self.load.prompt + self.load.answer - 1:
                 del self.computed[slot]
                 self.free.append(slot)
-        return int(plan.samples.sum())
 
     def _admission(self, slot: int) -> Admission:
         rng = np.random.default_rng(self.waiting)
@@ -137,31 +137,45 @@ def requests(stage: Stage) -> None:
             max_model_len=load.prompt + load.answer,
             block_size=BLOCK_SIZE,
             max_samples=load.running,
+            overlap=True,
         )
         slots = Slots(load, columns, load.requests, free=deque(range(load.running)))
-        answered, floor_s, step, began = 0, 0.0, 0, time.perf_counter()
-        while stage.has_time() and (plan := slots.plan(step)) is not None:
-            runner.collect(runner.submit(plan))
-            answered += slots.advance(plan)
-            shape = StepShape(plan.counts.tolist(), plan.starts.tolist())
-            cost = step_cost(program, shape)
-            floor_s += max(
-                cost.memory_bytes / limits["copy_bytes_per_s"],
-                cost.operations / limits["bf16_ops_per_s"],
-            )
-            step += 1
+        computed: list[StepPlan] = []
+
+        def plans(slots: Slots = slots, computed: list[StepPlan] = computed) -> Iterator[StepPlan]:
+            """A plan needs no token: who is done when is known beforehand."""
+            while stage.has_time() and (plan := slots.plan(len(computed))) is not None:
+                slots.advance(plan)
+                computed.append(plan)
+                yield plan
+
+        idle, began = Idle(stage), time.perf_counter()
+        answered = sum(
+            len(result.token_ids) for result in run(runner, plans(), plans_in_flight=2, idle=idle)
+        )
+        stage.settle()
         seconds = time.perf_counter() - began
+        floor_s = sum(_floor_s(program, plan, limits) for plan in computed)
         runner.close()
         stage.tell(
             "exact" if exact else "fast",
             {
                 "is_whole": answered == load.requests * load.answer,
                 "seconds": seconds,
-                "steps": step,
+                "steps": len(computed),
+                "idle_between_steps_s": idle.seconds(),
                 "answered_tokens_per_s": answered / seconds,
                 "share_of_floor": floor_s / seconds,
             },
         )
+
+
+def _floor_s(program: Program, plan: StepPlan, limits: dict[str, Any]) -> float:
+    cost = step_cost(program, StepShape(plan.counts.tolist(), plan.starts.tolist()))
+    return max(
+        cost.memory_bytes / limits["copy_bytes_per_s"],
+        cost.operations / limits["bf16_ops_per_s"],
+    )
 
 
 def peer(stage: Stage) -> None:

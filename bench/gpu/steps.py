@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.limits import device_limits
+from bench.gpu.loop import decode, warm_tokens, what_waits
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
@@ -29,7 +30,8 @@ DECODED = (
 
 
 def decode_one(stage: Stage) -> None:
-    """One request at a depth of 512: tokens a second on the device, and with the host."""
+    """One request from a depth of 512 on: tokens a second as the engine makes them, two plans out;
+    beside it one plan at a time, and a step without token choice on the device alone."""
     limits = device_limits(stage)
     for name, precision in DECODED:
         for exact in (False, True):
@@ -89,19 +91,25 @@ def exact_price(stage: Stage) -> None:
 
 def _decode(
     stage: Stage, name: str, precision: str, limits: dict[str, Any], *, exact: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     program = program_of(stage, name, precision=precision)
-    depth = 20 if stage.is_dry else 512
-    executor = _open(stage, program, depth + 1, exact=exact)
+    depth, tokens = (20, 2) if stage.is_dry else (512, 128)
+    executor = _open(stage, program, depth + warm_tokens(stage) + tokens, exact=exact)
+    overlapped = decode(stage, executor, depth=depth, tokens=tokens, plans_in_flight=2)
+    with_host_s = overlapped["seconds_a_token"]
+    one_by_one = decode(stage, executor, depth=depth, tokens=tokens, plans_in_flight=1)
+    waits = what_waits(stage, executor, depth=depth)
     batch = _batch(program, [1], [depth])
-    with_host_s = stage.wall_seconds(lambda: _step(executor, batch))
     device_s = stage.seconds(lambda: _step(executor, batch))
     cost = step_cost(program, StepShape([1], [depth]))
     floor_s = cost.memory_bytes / limits["copy_bytes_per_s"]
     executor.close()
     return {
         "seconds_with_host": with_host_s,
-        "seconds_on_device": device_s,
+        "of_these_idle_between_steps": overlapped["idle_between_steps_s"],
+        "seconds_one_step_at_a_time": one_by_one["seconds_a_token"],
+        "seconds_on_device": device_s,  # without token choice
+        "waits_before_the_next_step": waits,
         "tokens_per_s": 1 / with_host_s,
         "floor_tokens_per_s": 1 / floor_s,
         "share_of_floor": floor_s / with_host_s,

@@ -158,8 +158,10 @@ class SchedulerConfig:
         "most tokens computed in one step; default: what fills the kernels and no more (256 with "
         "AMX, else 128), and two for each of --max-num-seqs",
     )
-    plans_in_flight: int = setting(
-        1, "plans handed out before the first one's result is back: 1, or 2 to overlap"
+    plans_in_flight: int | None = setting(
+        None,
+        "plans handed out before the first one's result is back: 1, or 2 to overlap; default: 2 "
+        "on a GPU, else 1",
     )
     max_queued_requests: int = setting(
         1024, "requests that may wait; further ones are refused with 503"
@@ -212,7 +214,8 @@ class SchedulerConfig:
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _at_least("policy_aging", self.policy_aging, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
+        if self.plans_in_flight is not None:
+            _one_of("plans_in_flight", self.plans_in_flight, (1, 2))
         _at_least("max_queued_requests", self.max_queued_requests, 1)
         _at_least("step_budget_ms", self.step_budget_ms, 0)
         if self.queue_timeout_s is not None:

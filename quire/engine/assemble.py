@@ -140,6 +140,7 @@ def _assembled(
         num_blocks=memory.num_blocks,
         max_model_len=memory.max_model_len,
         step_tokens=step_tokens,
+        plans_in_flight=make.plans_in_flight(),
     )
     tier = None
     if tier_folder is not None:
@@ -156,7 +157,7 @@ def _assembled(
         max_model_len=memory.max_model_len,
         block_size=config.cache.block_size,
         max_samples=max_samples,
-        overlap=config.scheduler.plans_in_flight > 1,
+        overlap=limits.plans_in_flight > 1,
         mover=None if tier is None else tier.mover,
         matchers=compiler,
         watches=texts,

@@ -22,14 +22,20 @@ from quire.scheduler.speed import SpeedEstimate
 
 
 def scheduler_limits(
-    config: SchedulerConfig, *, num_blocks: int, max_model_len: int, step_tokens: int
+    config: SchedulerConfig,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    step_tokens: int,
+    plans_in_flight: int = 1,
 ) -> SchedulerLimits:
-    """The numbers to keep to. step_tokens: most token rows of one step."""
+    """The numbers to keep to. step_tokens: most token rows of one step. plans_in_flight: where
+    nobody asked for another number."""
     return SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, num_blocks),
         max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
-        plans_in_flight=config.plans_in_flight,
+        plans_in_flight=config.plans_in_flight or plans_in_flight,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         step_budget_ms=config.step_budget_ms,

@@ -62,6 +62,9 @@ class ExecutorClass(Protocol):
         """Rows from which a step computes about as many a second as any larger one. Raises
         SettingError where the machine lacks the instruction set that was asked for."""
 
+    def plans_in_flight(self) -> int:
+        """How many plans are best out at once."""
+
     def __call__(
         self,
         program: Program,

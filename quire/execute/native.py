@@ -286,6 +286,11 @@ class NativeExecutor:
         return machine_memory()
 
     @staticmethod
+    def plans_in_flight() -> int:
+        """See ExecutorClass: a step takes all cores, so that a second one would wait."""
+        return 1
+
+    @staticmethod
     def full_step_tokens() -> int:
         """See ExecutorClass."""
         try:

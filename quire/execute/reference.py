@@ -188,6 +188,11 @@ class ReferenceExecutor:
         return machine_memory()
 
     @staticmethod
+    def plans_in_flight() -> int:
+        """See ExecutorClass: a step takes all cores, so that a second one would wait."""
+        return 1
+
+    @staticmethod
     def full_step_tokens() -> int:
         """See ExecutorClass."""
         return 128

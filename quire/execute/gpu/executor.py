@@ -136,6 +136,10 @@ class TorchExecutorClass:
         """See ExecutorClass."""
         return device_memory(self.device)
 
+    def plans_in_flight(self) -> int:
+        """See ExecutorClass: a GPU is told the next step while it computes one."""
+        return 1 if self.device.type == "cpu" else 2
+
     def full_step_tokens(self) -> int:
         """See ExecutorClass."""
         return 128 if self.device.type == "cpu" else FULL_STEP_TOKENS

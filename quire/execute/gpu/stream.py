@@ -97,6 +97,8 @@ class GpuStream:
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
         """See Stream."""
+        if not values.size:
+            return torch.from_numpy(values.copy()).to(self._device)
         pinned = torch.from_numpy(values.copy()).pin_memory()
         return pinned.to(self._device, non_blocking=True)
 

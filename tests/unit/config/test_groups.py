@@ -26,7 +26,7 @@ from quire.config.groups import (
         (CacheConfig, "kv_cache_memory_bytes", (1, None), (0, -5)),
         (SchedulerConfig, "max_num_seqs", (1, 512), (0, -1)),
         (SchedulerConfig, "max_num_batched_tokens", (64, None), (0, 63)),
-        (SchedulerConfig, "plans_in_flight", (1, 2), (0, 3)),
+        (SchedulerConfig, "plans_in_flight", (1, 2, None), (0, 3)),
         (SchedulerConfig, "max_queued_requests", (1,), (0,)),
         (SchedulerConfig, "queue_timeout_s", (0.001, None), (0, -1, float("nan"))),
         (SchedulerConfig, "tenants", ("t.toml", None), ("",)),

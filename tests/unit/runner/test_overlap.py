@@ -166,3 +166,13 @@ def test_a_plan_that_cannot_be_applied_is_told_by_its_outcome() -> None:
     moves = plan_of(2, [], tier_copies=np.empty(0))
     with pytest.raises(WorkerError, match="moves 0 blocks"):
         world.result(world.runner.submit(moves))
+
+
+def test_tokens_that_must_follow_stay_known_when_the_first_of_them_is_chosen() -> None:
+    world = World()
+    tables = world.runner.tables
+    world.runner.submit(plan_of(1, [], admissions=(admission_of(0, [1, 2]),)))
+    tables.append(ints(0), ints(2), ints(7))
+    tables.tokens.tokens[0, 3:5], tables.tokens.lengths[0] = [8, 9], 5  # as GrammarRows does
+    tables.append(ints(0), ints(3), ints(8))
+    assert world.tokens(0) == [1, 2, 7, 8, 9]

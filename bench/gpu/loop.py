@@ -1,0 +1,165 @@
+"""Steps through the runner as the engine has them on a GPU: two plans out, tokens on the device.
+
+The scheduler needs the compiled module, so plans are made here, of requests whose lengths are known
+beforehand. Knows no model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.batches import BLOCK_SIZE, columns_for
+from bench.gpu.stage import Stage
+from quire.base.records import Admission, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.execute.gpu.executor import TorchExecutor
+from quire.runner.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def warm_tokens(stage: Stage) -> int:
+    """Before those that are timed: kernels are compiled, graphs captured."""
+    return 1 if stage.is_dry else 8
+
+
+class Idle:
+    """How long the device had nothing to do between steps: from the last it was told of one to the
+    first it was told of the next. Within a step it is not looked for."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._is_dry = stage.is_dry
+        self._places: list[tuple[Any, Any]] = []
+
+    def told(self, runner: ModelRunner, plan: StepPlan) -> Any:
+        """Hand in a plan between two places in the device's order."""
+        if self._is_dry:
+            return runner.submit(plan)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        handle = runner.submit(plan)
+        last.record()
+        self._places.append((first, last))
+        return handle
+
+    def seconds(self) -> float:
+        """In all, once the device has done everything."""
+        pairs = zip(self._places, self._places[1:], strict=False)
+        return sum(before[1].elapsed_time(after[0]) for before, after in pairs) / 1e3
+
+
+def run(
+    runner: ModelRunner, plans: Iterable[StepPlan], *, plans_in_flight: int, idle: Idle
+) -> Iterator[StepResult]:
+    """Results of plans, so many of them out at a time. Raises RuntimeError where a row fails."""
+    out: deque[Any] = deque()
+
+    def oldest() -> StepResult:
+        result = runner.collect(out.popleft())
+        if result.errors:
+            raise RuntimeError(f"step {result.step}: {result.errors[0].message}")
+        return result
+
+    for plan in plans:
+        out.append(idle.told(runner, plan))
+        if len(out) == plans_in_flight:
+            yield oldest()
+    while out:
+        yield oldest()
+
+
+def decode(
+    stage: Stage, executor: TorchExecutor, *, depth: int, tokens: int, plans_in_flight: int
+) -> dict[str, Any]:
+    """One request answers `tokens` tokens from a depth on: seconds a token as the host's clock has
+    them, and of those the device's idle ones."""
+    warm = warm_tokens(stage)
+    runner = _runner(executor, depth + warm + tokens, plans_in_flight)
+    plans = _plans(depth, warm + tokens)
+    _warm_up(stage, runner, islice(plans, warm), plans_in_flight)
+    stage.settle()
+    idle, began, seen = Idle(stage), time.perf_counter(), 0
+    for _ in run(runner, plans, plans_in_flight=plans_in_flight, idle=idle):
+        seen += 1
+    stage.settle()
+    seconds = time.perf_counter() - began
+    runner.end_thread()
+    return {"seconds_a_token": seconds / seen, "idle_between_steps_s": idle.seconds() / seen}
+
+
+def what_waits(stage: Stage, executor: TorchExecutor, *, depth: int) -> str:
+    """What PyTorch says of the first call that waits for the device before the next step is told,
+    or that there is none. Waiting for a mark, as reading a step's tokens does, is not meant."""
+    if stage.is_dry:
+        return "not on a GPU"
+    warm = warm_tokens(stage)
+    runner = _runner(executor, depth + 2 * warm, 2)
+    plans = _plans(depth, 2 * warm)
+    _warm_up(stage, runner, islice(plans, warm), 2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in run(runner, plans, plans_in_flight=2, idle=Idle(stage)):
+            pass
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        runner.end_thread()
+    return "nothing"
+
+
+def _warm_up(
+    stage: Stage, runner: ModelRunner, plans: Iterable[StepPlan], plans_in_flight: int
+) -> None:
+    for _ in run(runner, plans, plans_in_flight=plans_in_flight, idle=Idle(stage)):
+        pass
+
+
+def _runner(executor: TorchExecutor, longest: int, plans_in_flight: int) -> ModelRunner:
+    return ModelRunner(
+        executor,
+        num_slots=1,
+        max_model_len=longest + 1,
+        block_size=BLOCK_SIZE,
+        max_samples=1,
+        overlap=plans_in_flight > 1,
+    )
+
+
+def _plans(depth: int, tokens: int) -> Iterator[StepPlan]:
+    """Of one request with room for all of them, whose `depth` first positions are there."""
+    columns = np.arange(columns_for(depth + tokens + 1), dtype=np.int32)
+    prompt = np.random.default_rng(0).integers(0, 100, depth + 1).astype(np.int32)
+    admission = Admission(
+        slot=0,
+        request_id="one",
+        stream=0,
+        token_ids=prompt,
+        num_prompt_tokens=depth + 1,
+        stop_ids=(),
+        sampling=GREEDY,
+    )
+    first: dict[str, Any] = {
+        "admissions": (admission,),
+        "table_slots": np.zeros_like(columns),
+        "table_columns": columns,
+        "table_blocks": columns,
+    }
+    for step in range(tokens):
+        start = np.array([depth + step], np.int32)
+        yield StepPlan(
+            step=step,
+            **(first if step == 0 else {}),
+            slots=np.zeros(1, np.int32),
+            starts=start,
+            counts=np.ones(1, np.int32),
+            store_from=start,
+            samples=np.ones(1, np.bool_),
+        )
