@@ -177,6 +177,9 @@ class MadeUpTensors:
     def quantized_rows(self, name: str, *, transposed: bool) -> None:
         """Nothing is quantized here."""
 
+    def fp8(self, name: str) -> None:
+        """Nothing is in fp8 here."""
+
     def read_f32(self, name: str, rows: slice = WHOLE) -> Float32s:
         """A copy of the tensor, or of some rows."""
         return self._values(name)[rows].copy()

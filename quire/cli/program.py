@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 from quire.base.errors import InvalidParameter
-from quire.base.gguf_model import find_gguf
 from quire.config.groups import DTYPE_NAMES
-from quire.engine.precision import with_precision
+from quire.engine.precision import weights_if_there, with_precision
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
@@ -21,7 +20,6 @@ from quire.program.ops import DType
 from quire.program.quantize import AUTO
 from quire.program.table import format_program
 from quire.quant.scheme import scheme_names
-from quire.weights.checkpoint import open_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(AUTO, *scheme_names()),
         default=AUTO,
         help="precision the weights of products are brought to (default: as a quantized GGUF file "
-        "has them, else none)",
+        "or a checkpoint in fp8 has them, else none)",
     )
     parser.add_argument(
         "--head-precision", default="auto", help="the same for the head (default auto)"
@@ -79,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table. Raises ConfigError, SettingError or InvalidParameter."""
     path = args.model or box_path()
-    spec, gguf = open_model(path), find_gguf(path)
+    spec = open_model(path)
     limit = spec.max_positions
     for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):
         _check(name, value, low, limit if name == "tokens" else 1_000_000)
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     program = with_precision(
         program,
         args.quantization,
-        None if gguf is None else open_checkpoint(gguf),
+        weights_if_there(path),
         head=args.head_precision,
         keep=args.keep,
     )

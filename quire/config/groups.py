@@ -53,7 +53,8 @@ class ModelConfig:
         "auto",
         "precision the weights of products are brought to while they load: int8, or int4 in groups "
         "of 32 (also plain int4), 64 or 128, -zp with zero points; on GPUs fp8, a scale a row, or "
-        "fp8-block; none: --dtype; auto: as a quantized GGUF file has them, else none",
+        "fp8-block; none: --dtype; auto: as a quantized GGUF file, or a checkpoint in fp8, has "
+        "them, else none",
     )
     head_precision: str = setting(
         "auto", "the same for the product that gives the logits; auto: int8 where the rest is int4"

@@ -8,22 +8,38 @@ precision made for its types, or multiplied out; they are never brought to anoth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from quire.base.errors import SettingError
+from quire.base.errors import SettingError, WeightsError
+from quire.base.gguf_model import find_gguf
 from quire.base.log import Log
-from quire.program.ops import WeightForm
+from quire.program.ops import Weight, WeightForm
 from quire.program.program import Program
 from quire.program.quantize import AUTO, quantize
-from quire.weights.checkpoint import Checkpoint
+from quire.quant.scheme import ACTIVATION_GROUP
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
 
 # Q4_0 is 4 bits with a scale for 32 elements, and so is int4-g32: codes stay, only scales are
 # rounded (to bf16, 0.2 % of an element at most). All others go into 8 bits with a scale a row,
 # whose error is small beside what their own rounding lost. docs/gguf.md has the numbers.
 FOUR_BITS = "Q4_0"
 MOST_ALIKE: Mapping[bool, str] = {True: "int4-g32", False: "int8"}
+# Fp8 stays what it is: the codes and their scales.
+FP8, FP8_BLOCK = "fp8", "fp8-block"
 # Share of a weight's rows that 8 bits may be too coarse for before it is worth a warning.
 MOST_COARSE_ROWS = 0.01
 MOST_NAMED = 6
+
+
+def weights_if_there(model: Path) -> Checkpoint | None:
+    """What a model's weights have their precision in, None where they are not there, or not whole:
+    for who counts and prints, and loads nothing."""
+    try:
+        return open_checkpoint(model)
+    except WeightsError:
+        if find_gguf(model) is not None:
+            raise
+        return None
 
 
 def with_precision(
@@ -41,11 +57,7 @@ def with_precision(
     quantize weights a second time.
     """
     types = {} if checkpoint is None else _types_of_products(program, checkpoint)
-    stored = {
-        name: MOST_ALIKE[found == {FOUR_BITS}]
-        for name, found in types.items()
-        if found and "" not in found
-    }
+    stored = {name: _as_stored(program.weights[name], found) for name, found in types.items()}
     made = quantize(program, quantization, head=head, keep=keep, stored=stored)
     twice = {
         kind
@@ -82,6 +94,20 @@ def warn_of_coarse(log: Log, program: Program, coarse_rows: Mapping[str, int]) -
         weights=", ".join(shown[:MOST_NAMED]) + (f" and {more} more" if more > 0 else ""),
         instead=" ".join(f"--keep {name}=none" for name in names[:MOST_NAMED]),
     )
+
+
+def _as_stored(weight: Weight, types: set[str]) -> str:
+    """The scheme that is nearest to what a weight's parts are stored in, "" where there is none:
+    parts of plain numbers, of several kinds of fp8, or that begin inside a block."""
+    if not types or "" in types:
+        return ""
+    if not types & {FP8, FP8_BLOCK}:
+        return MOST_ALIKE[types == {FOUR_BITS}]
+    is_aligned = all(part.first_row % ACTIVATION_GROUP == 0 for part in weight.parts) and all(
+        part.rows % ACTIVATION_GROUP == 0 for part in weight.parts[:-1]
+    )
+    kind = next(iter(types)) if len(types) == 1 else ""
+    return "" if kind == FP8_BLOCK and not is_aligned else kind
 
 
 def _types_of_products(program: Program, checkpoint: Checkpoint) -> dict[str, set[str]]:

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.program.ops import Weight
-from quire.quant.fp8 import Fp8Matrix, quantize_fp8
+from quire.quant.fp8 import OF_CODES, Fp8Matrix, quantize_fp8
 from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.weights.binding import Binding
+from quire.weights.fp8_checkpoint import Fp8Stored
 
 Float32s = NDArray[np.float32]
 
@@ -26,8 +27,25 @@ def read_f32(weight: Weight, binding: Binding) -> Float32s:
 
 def in_few_bits(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Matrix, int]:
     """A weight with a scheme, and how many of its rows 8 bits are too coarse for."""
-    scheme, values = weight.quantized, read_f32(weight, binding)
+    scheme = weight.quantized
     assert scheme is not None, f"{weight.name} has no scheme"
+    if (stored := stored_fp8(weight, binding)) is not None:
+        values = OF_CODES[np.concatenate([part.codes for part in stored])]
+        return Fp8Matrix(scheme=scheme, values=values, scales=stored_scales(stored)), 0
+    values = read_f32(weight, binding)
     if scheme.is_float:
         return quantize_fp8(values, scheme), 0
     return quantize_matrix(values, scheme), coarse_rows(values) if scheme.bits == 8 else 0
+
+
+def stored_fp8(weight: Weight, binding: Binding) -> list[Fp8Stored] | None:
+    """The weight's parts where its scheme is fp8 and the checkpoint has all of them in it."""
+    if weight.quantized is None or not weight.quantized.is_float or weight.offset:
+        return None
+    parts = [stored for part in weight.parts if (stored := binding.fp8(part)) is not None]
+    return parts if len(parts) == len(weight.parts) else None
+
+
+def stored_scales(parts: list[Fp8Stored]) -> Float32s:
+    """Their scales as Fp8Matrix has them."""
+    return np.concatenate([part.scales_as_kept() for part in parts])

@@ -369,8 +369,8 @@ def _weight_problems(program: Program) -> Iterator[str]:
     if names:
         yield (
             f"{len(names)} of its weights are kept in fp8 ({names[0]} and so on), which CPUs have "
-            "no instructions for and --executor torch multiplies; --quantization int8 takes as "
-            "much memory, and none brings them to --dtype"
+            "no instructions for and --executor torch multiplies; --quantization none brings them "
+            "to --dtype, and int8, where the checkpoint itself is not in fp8, takes as much memory"
         )
 
 

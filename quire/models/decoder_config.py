@@ -13,8 +13,9 @@ from typing import Any
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
+from quire.models.fp8_config import read_quantization
 from quire.models.passed_over import FIXED, PASSED_OVER, SAMPLING_DEFAULTS, SAMPLING_ELSEWHERE
-from quire.models.refusals import code_problem, quantization_problem
+from quire.models.refusals import code_problem
 from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import ModelSpec
 
@@ -65,9 +66,7 @@ def read_decoder(
         config.require(key, allowed, reason)
     for key, allowed in SAMPLING_DEFAULTS.items():
         config.require(key, allowed, SAMPLING_ELSEWHERE)
-    for key in ("quantization_config", "quantization", "compression_config"):
-        if problem := quantization_problem(key, config.take(key)):
-            config.note(problem)
+    read_quantization(config)
     if problem := code_problem(config.take("auto_map"), architecture):
         config.note(problem)
 

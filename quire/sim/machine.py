@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.base.errors import SettingError
-from quire.base.gguf_model import SUFFIX
 from quire.config.groups import EngineConfig
 from quire.config.memory import mib
 from quire.engine.model_files import model_folder, model_name
+from quire.engine.precision import weights_if_there
 from quire.engine.programs import engine_program
 from quire.models.registry import open_model
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost
 from quire.sim.cost import RooflineCost, StepCost
-from quire.weights.checkpoint import open_checkpoint
 
 # Memory of the KV cache where nobody says: a table must not depend on what this machine has free.
 DEFAULT_KV_BYTES = 4 * 2**30
@@ -67,8 +66,7 @@ def planned_program(config: EngineConfig) -> Program:
     Raises ModelError or SettingError. Loads no weights: a folder needs its config.json only.
     """
     folder = model_folder(config.model)
-    checkpoint = open_checkpoint(folder) if folder.suffix == SUFFIX else None
-    return engine_program(config, open_model(folder), checkpoint)
+    return engine_program(config, open_model(folder), weights_if_there(folder))
 
 
 def described_machine(

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,9 @@ from quire.program.program import Program
 from quire.weights.checkpoint import Checkpoint, RowReader
 from quire.weights.dtypes import NUMPY_TYPES
 from quire.weights.safetensors import StoredTensor, raise_problems
+
+if TYPE_CHECKING:
+    from quire.weights.fp8_checkpoint import Fp8Stored
 
 TIED_COPY = "lm_head.weight"
 COMPARED_ROWS = 4_096
@@ -96,6 +100,11 @@ class Binding:
         if part.transposed:
             return np.ascontiguousarray(self.checkpoint.read_f32(name)[:, rows].T)
         return self.checkpoint.read_f32(name, rows)
+
+    def fp8(self, part: WeightPart) -> Fp8Stored | None:
+        """The part's rows, where its tensor is stored in fp8."""
+        stored = None if part.transposed else self.checkpoint.fp8(self._names[part.source])
+        return None if stored is None else stored.rows(part.first_row, part.rows)
 
     def release(self, part: WeightPart) -> None:
         """Drop the pages of the tensor that `part` is cut from."""

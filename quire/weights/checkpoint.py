@@ -1,9 +1,9 @@
 """A checkpoint: all tensors of a model by name, whether in one file or in shards.
 
-Safetensors, or GGUF (gguf_checkpoint.py, which is loaded where it is wanted): pickles are refused
-because loading one runs whatever code it holds. What always holds: each name lies in exactly one
-shard, the one the index says, and no path leaves the folder. Knows no model; binding.py compares
-names and shapes with a program.
+Safetensors, in fp8 too (fp8_checkpoint.py), or GGUF (gguf_checkpoint.py); both of these are loaded
+where they are wanted. Pickles are refused because loading one runs whatever code it holds. What
+always holds: each name lies in exactly one shard, the one the index says, and no path leaves the
+folder. Knows no model; binding.py compares names and shapes with a program.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 from quire.base.errors import WeightsError
 from quire.base.gguf_model import find_gguf
 from quire.base.strict_json import parse_object
-from quire.weights.dtypes import from_bf16_bits
+from quire.weights.dtypes import FP8, from_bf16_bits
 from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
+
+if TYPE_CHECKING:
+    from quire.weights.fp8_checkpoint import Fp8Stored
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -75,6 +78,9 @@ class Checkpoint(Protocol):
         """The rows of a quantized matrix, or of what it is transposed, if these lie in the file
         row by row. None: take the tensor as a whole."""
 
+    def fp8(self, name: str) -> Fp8Stored | None:
+        """The codes and scales of a matrix in fp8, None of any other tensor."""
+
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
         """A fresh float32 copy of the tensor, or of a slice of its first axis."""
 
@@ -112,7 +118,7 @@ class SafetensorsCheckpoint:
         return stored.dtype, stored.shape
 
     def block_type(self, name: str) -> str:
-        """Safetensors that are quantized are refused where their config.json is read."""
+        """Those that are in fp8 have a face of their own; others are refused by config.json."""
         return ""
 
     def tensor(self, name: str) -> StoredTensor:
@@ -128,6 +134,9 @@ class SafetensorsCheckpoint:
 
     def quantized_rows(self, name: str, *, transposed: bool) -> None:
         """Nothing is quantized here."""
+
+    def fp8(self, name: str) -> None:
+        """Nothing is in fp8 here."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
         """A fresh float32 copy of the tensor, or of a slice of its first axis."""
@@ -170,7 +179,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open_single(path: Path, file_path: Path) -> Checkpoint:
     file = SafetensorsFile(file_path)
-    return SafetensorsCheckpoint(path, dict.fromkeys(file.names, file))
+    return _with_fp8(SafetensorsCheckpoint(path, dict.fromkeys(file.names, file)))
+
+
+def _with_fp8(checkpoint: SafetensorsCheckpoint) -> Checkpoint:
+    if all(checkpoint.describe(name)[0] != FP8 for name in checkpoint.names):
+        return checkpoint
+    from quire.weights.fp8_checkpoint import Fp8Checkpoint
+
+    return Fp8Checkpoint(checkpoint)
 
 
 def _open_shards(folder: Path) -> Checkpoint:
@@ -197,7 +214,8 @@ def _open_shards(folder: Path) -> Checkpoint:
             elif weight_map[name] != file_name and name in _names(files, weight_map[name]):
                 problems.append(f"{name} is in {file_name} and in {weight_map[name]}")
     raise_problems(str(folder / INDEX_FILE), problems)
-    return SafetensorsCheckpoint(folder, {name: files[file] for name, file in weight_map.items()})
+    holders = {name: files[file] for name, file in weight_map.items()}
+    return _with_fp8(SafetensorsCheckpoint(folder, holders))
 
 
 def _names(files: dict[str, SafetensorsFile], file_name: str) -> tuple[str, ...]:

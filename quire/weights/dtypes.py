@@ -20,7 +20,8 @@ Uint16s = NDArray[np.uint16]
 NUMPY_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
 )
-MASK_BYTES = 1  # of an element of the types that only masks have
+FP8 = "f8_e4m3"
+BYTE_TYPE_BYTES = 1  # of an element of fp8, and of the types that only masks have
 
 
 def bf16_bits(values: Float32s) -> Uint16s:

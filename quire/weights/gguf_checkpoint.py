@@ -111,6 +111,9 @@ class GgufCheckpoint:
         is_turned = held.placed.order is Order.TRANSPOSED
         return self.quantized(name) if len(held.shape) == 2 and is_turned == transposed else None
 
+    def fp8(self, name: str) -> None:
+        """No type of blocks is fp8."""
+
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
         """A fresh float32 copy of the tensor, or of a slice of its first axis."""
         if (quantized := self.quantized_rows(name, transposed=False)) is not None:

@@ -3,8 +3,9 @@
 Format (huggingface/safetensors): 8 bytes little-endian header length, a JSON object naming each
 tensor's dtype, shape and data_offsets (relative to the end of the header), then the data. What
 always holds after opening: tensors cover the data without gap or overlap, each has exactly the
-bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, or those of masks that old
-files carry, which nobody computes with. Values are not looked at.
+bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, fp8 (whose values need scales:
+fp8_checkpoint.py), or those of masks that old files carry, which nobody computes with. Values are
+not looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.strict_json import parse_object
-from quire.weights.dtypes import MASK_BYTES, NUMPY_TYPES
+from quire.weights.dtypes import BYTE_TYPE_BYTES, FP8, NUMPY_TYPES
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
@@ -30,7 +31,7 @@ MAX_SHOWN_PROBLEMS = 20
 LENGTH_BYTES = 8
 LFS_POINTER = b"version https://git-lfs"
 
-DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "U8": "u8", "BOOL": "bool"}
+DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": FP8, "U8": "u8", "BOOL": "bool"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ class StoredTensor:
     """A tensor as it lies in the file: `raw` uint8 [bytes], read-only, a view of the mapping.
 
     `dtype` is "f32", "f16" or "bf16"; `array` views the same bytes typed and shaped (bf16 as
-    uint16). A mask is "u8" or "bool" and has no `array`. The start need not be aligned to the
-    element size.
+    uint16). A mask is "u8" or "bool" and has no `array`, nor has fp8, "f8_e4m3". The start need not
+    be aligned to the element size.
     """
 
     name: str
@@ -153,7 +154,7 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
         return None
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        problems.append(f"{name}: dtype is {dtype!r}; F32, F16 and BF16 can be read")
+        problems.append(f"{name}: dtype is {dtype!r}; F32, F16, BF16 and F8_E4M3 can be read")
         return None
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         problems.append(
@@ -165,7 +166,9 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
         problems.append(f"{name}: data_offsets is {offsets!r}; [start, end] is allowed")
         return None
     kind = DTYPES[dtype]
-    needed = prod(shape) * (MASK_BYTES if kind not in NUMPY_TYPES else NUMPY_TYPES[kind].itemsize)
+    needed = prod(shape) * (
+        BYTE_TYPE_BYTES if kind not in NUMPY_TYPES else NUMPY_TYPES[kind].itemsize
+    )
     if offsets[1] - offsets[0] != needed:
         problems.append(
             f"{name}: {dtype} {shape} needs {needed} bytes, but data_offsets {offsets} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from quire.engine.precision import with_precision  # noqa: E402
+from quire.execute.few_bits import in_few_bits  # noqa: E402
+from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
+from quire.weights.binding import bind  # noqa: E402
+from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.fp8_checkpoints import KINDS, write_fp8_of  # noqa: E402
 from tests.gpu.opened import program_of, reference_executor, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import CASES  # noqa: E402
@@ -63,6 +70,29 @@ def test_the_fast_mode_agrees_as_well(dtype: DType, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", list(DType))
 def test_weights_in_few_bits_agree(precision: str, dtype: DType, tmp_path: Path) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, precision)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_in_fp8_agree_and_keep_their_codes(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    plain = replace(LLAMA, changes=sizes | heads)
+    folder = write_fp8_of(plain.write(tmp_path / "plain"), tmp_path / "fp8", kind=kind)
+    spec, checkpoint = open_model(folder), open_checkpoint(folder)
+    built = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+    program = with_precision(built, "auto", checkpoint)
+    ids = plain.token_ids[:NUM_TOKENS]
+    right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
+    executor = torch_executor(folder, program)
+    found = logits_of(executor, ids, max_positions=program.max_positions)
+    assert _differ(found, right) <= OF_INTEGERS
+    name = "layers.0.gate_up"
+    kept, (matrix, _) = (
+        executor.weights.few[name],
+        in_few_bits(program.weights[name], bind(program, checkpoint)),
+    )
+    assert np.array_equal(kept.values.float().numpy(), matrix.values)
+    assert np.array_equal(kept.scales.numpy().reshape(matrix.scales.shape), matrix.scales)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "bf16", "fp8"])

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quire.execute.executor import Progress
-from quire.execute.few_bits import in_few_bits
-from quire.execute.gpu.plain import quantize_fp8
+from quire.execute.few_bits import in_few_bits, stored_fp8, stored_scales
+from quire.execute.gpu.plain import E4M3, quantize_fp8
 from quire.program.ops import DType, Weight, WeightForm, WeightPart
 from quire.program.program import Program
 from quire.quant.int_weights import IntMatrix
@@ -136,7 +136,18 @@ def load(
 
 
 def _fp8(weight: Weight, scheme: Scheme, binding: Binding, device: torch.device) -> Fp8Weight:
-    """From the checkpoint's own elements, whatever the program computes in."""
+    """The checkpoint's own codes and scales; or made from its elements, whatever the program
+    computes in."""
+    if (stored := stored_fp8(weight, binding)) is not None:
+        codes = torch.empty((weight.rows, weight.columns), dtype=torch.uint8, device=device)
+        first = 0
+        for part in stored:
+            # PyTorch has no read-only tensors, so mapped bytes are copied once, on the host.
+            codes[first : first + len(part.codes)].copy_(torch.from_numpy(np.array(part.codes)))
+            first += len(part.codes)
+        scales = torch.from_numpy(stored_scales(stored)).to(device)
+        kept = scales if scheme.group else scales[:, 0].contiguous()
+        return Fp8Weight(scheme=scheme, values=codes.view(E4M3), scales=kept)
     is_bf16 = all(binding.content(part).dtype == "bf16" for part in weight.parts)
     dtype = DType.BF16 if is_bf16 and not weight.offset else DType.F32
     return Fp8Weight.of(_plain(replace(weight, dtype=dtype), binding, device), scheme)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import ModelError, SettingError
+from quire.base.errors import ModelError, SettingError, WeightsError
 from quire.base.sampling_params import SamplingParams
+from quire.cli.main import main
 from quire.config.groups import ModelConfig
 from quire.engine.llm import LLM
+from quire.engine.precision import weights_if_there
 from quire.quant.scheme import INT_SCHEMES, scheme_names
+from tests.fp8_checkpoints import KINDS, write_fp8_of
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
@@ -83,7 +86,9 @@ def test_mistakes_are_told_before_anything_is_loaded(
 def test_fp8_is_refused_by_the_native_executor_and_runs_in_the_reference(
     folders: dict[str, Path], scheme: str
 ) -> None:
-    with pytest.raises(ModelError, match=r"9 of its weights are kept in fp8 .* --quantization int"):
+    with pytest.raises(
+        ModelError, match=r"9 of its weights are kept in fp8 .* --quantization none"
+    ):
         LLM(folders["untied"], quantization=scheme)
     tokens, told, _ = answer(folders["tied"], quantization=scheme, executor="reference")
     assert len(tokens) == 12
@@ -105,6 +110,51 @@ def test_a_file_that_is_quantized_already_is_refused_by_what_it_is(
     assert answer(quantized, quantization="none")[1] == "none"
     kept = answer(quantized, keep=["layers.0.*=none"], head_precision="int8")
     assert kept[1] == "int8 (layers.0.qkv and 3 more: none)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_in_fp8_stays_so_or_is_multiplied_out(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    plain = write_tiny_llama(tmp_path / "plain", seed=1, dtype="bf16", **sizes, **heads)
+    folder = write_fp8_of(plain, tmp_path / "fp8", kind=kind)
+    scheme = "fp8-block" if kind == "block" else "fp8"
+    tokens, told, fingerprint = answer(folder, executor="reference")
+    assert (len(tokens), told) == (12, f"{scheme} (head: none)")
+    assert answer(folder, executor="reference", quantization=scheme)[2] != fingerprint  # the head
+    with pytest.raises(ModelError, match=r"8 of its weights are kept in fp8 .* --quantization no"):
+        LLM(folder)
+    multiplied_out = answer(folder, quantization="none")
+    assert multiplied_out[1] == "none"
+    reference = answer(folder, quantization="none", executor="reference")
+    assert multiplied_out[:2] == reference[:2]
+    for settings in ({"quantization": "int8"}, {"keep": ["layers.0.*=int4"]}):
+        with pytest.raises(SettingError, match=rf"quantized already \({scheme}\); "):
+            LLM(folder, **settings)
+
+
+def test_who_only_counts_sees_fp8_where_weights_are_there(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_fp8_of(folders["untied"], tmp_path / "fp8", kind="channel")
+    assert main(["program", str(folder)]) == 0
+    assert "layers.0.o [60 x 80] fp8" in capsys.readouterr().out
+    (folder / "model.safetensors").unlink()
+    assert main(["program", str(folder)]) == 0
+    assert "layers.0.o [60 x 80] f32" in capsys.readouterr().out
+    gguf = write_gguf_of(folders["untied"], tmp_path / "tiny.F32.gguf")
+    gguf.write_bytes(gguf.read_bytes()[:-40])
+    with pytest.raises(WeightsError):
+        weights_if_there(gguf)
+
+
+def test_parts_that_begin_inside_a_block_are_multiplied_out(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 160, "intermediate_size": 256, "head_dim": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = write_tiny_llama(tmp_path / "plain", seed=1, dtype="bf16", **sizes, **heads)
+    folder = write_fp8_of(plain, tmp_path / "fp8", kind="block", style="compressed")
+    told = answer(folder, executor="reference")[1]
+    assert told == "fp8-block (head and 2 more: none)"
 
 
 def test_the_settings_names_are_those_of_the_schemes() -> None:

@@ -13,6 +13,7 @@ from quire.models.registry import FAMILIES, box_path, build_program, open_model
 from quire.models.spec import ModelSpec, RopeSettings
 from quire.program.ops import DType
 from tests.data import outside
+from tests.fp8_checkpoints import KINDS, config_of
 from tests.tiny_models import tiny_config, write_tiny_llama
 
 HUGE = 10**30
@@ -360,7 +361,12 @@ def test_sampling_that_is_asked_for_in_the_wrong_file_is_refused(tmp_path: Path)
     [
         ("quantization_config", {"quant_method": "awq", "bits": 4}, "quantized (awq)"),
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantized (gptq)"),
-        ("quantization_config", {"quant_method": "fp8"}, "quantized (fp8)"),
+        ("quantization_config", {"quant_method": "fbgemm_fp8"}, "quantized (fbgemm_fp8)"),
+        (
+            "quantization_config",
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "quantized (compressed-tensors)",
+        ),
         ("quantization_config", {"load_in_8bit": True}, "quantized (load_in_8bit)"),
         ("quantization_config", {"bits": 4}, "quantized (a way of its own)"),
         ("quantization_config", "yes", "quantized (a way of its own)"),
@@ -373,6 +379,52 @@ def test_quantized_checkpoints_are_refused_by_their_method_with_the_ways_out(
     message = refused(tmp_path, **{key: value})
     assert said in message
     assert "take the checkpoint they were made from" in message
+
+
+@pytest.mark.parametrize("style", ["fp8", "compressed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_is_read_as_public_checkpoints_say_it(kind: str, style: str, tmp_path: Path) -> None:
+    assert read(tmp_path, quantization_config=config_of(kind, style)) == read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("style", "changes", "said"),
+    [
+        ("fp8", {"fmt": "e5m2"}, 'fmt is "e5m2": weights of e4m3 are read'),
+        ("fp8", {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64]; blocks of [128,"),
+        ("fp8", {"activation_scheme": "none"}, 'activation_scheme is "none"'),
+        ("fp8", {"odd": 1}, "unknown key 'odd' (value 1)"),
+        ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        ("compressed", {"sparsity_config": {"format": "dense"}}, "sparsity_config is"),
+        ("compressed", {"config_groups": None}, "config_groups is null; an object of objects"),
+    ],
+)
+def test_fp8_of_another_kind_is_refused_by_what_is_read(
+    style: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    message = refused(tmp_path, quantization_config=config_of("channel", style) | changes)
+    assert "quantization_config: " in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "said"),
+    [
+        ("weights", {"num_bits": 4}, "num_bits is 4: 8 bits are read"),
+        ("weights", {"strategy": "group"}, 'strategy is "group": a scale a tensor, channel or'),
+        ("input_activations", {"type": "int"}, 'type is "int": floats are read'),
+        ("input_activations", None, "input_activations is missing; both weights and"),
+    ],
+)
+def test_compressed_tensors_are_read_where_both_factors_are_fp8(
+    part: str, changes: dict[str, Any] | None, said: str, tmp_path: Path
+) -> None:
+    config = config_of("channel", "compressed")
+    group = config["config_groups"]["group_0"]
+    group[part] = None if changes is None else group[part] | changes
+    message = refused(tmp_path, quantization_config=config)
+    assert "config_groups.group_0: " in message
+    assert said in message
 
 
 def test_unknown_keys_are_refused_by_name_with_their_value(tmp_path: Path) -> None:

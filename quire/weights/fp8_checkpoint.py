@@ -1,0 +1,207 @@
+"""A safetensors checkpoint whose products are in fp8 (e4m3), with the face of `Checkpoint`.
+
+`X.weight` in F8_E4M3 belongs to `X.weight_scale` (one number, or one a row) or `X.weight_scale_inv`
+(one for a block of 128 by 128; both names may hold either), by which its values are multiplied:
+so Qwen, DeepSeek, AutoFP8 and compressed-tensors write it. `X.input_scale`, a fixed scale for what
+is multiplied, is known and not read: rows get scales of their own, which err less. Always holds:
+each fp8 tensor is a matrix with scales of one of these shapes, and the digest covers these too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.quant.fp8 import OF_CODES
+from quire.weights.checkpoint import WHOLE, SafetensorsCheckpoint
+from quire.weights.dtypes import FP8, NUMPY_TYPES
+from quire.weights.safetensors import StoredTensor, raise_problems
+
+Float32s = NDArray[np.float32]
+
+BLOCK = 128
+WEIGHT = ".weight"
+SCALES = (".weight_scale", ".weight_scale_inv")
+INPUT_SCALE = ".input_scale"
+# What precision.py calls them, as quire/quant/scheme.py does.
+BY_ROW, BY_BLOCK = "fp8", "fp8-block"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Stored:
+    """Rows of a matrix: codes uint8 [R, K], and scales of the whole matrix [row blocks, column
+    blocks], each for `block` rows and columns; the rows begin at its row `first_row`. scheme: what
+    holds it as it is, BY_ROW or BY_BLOCK."""
+
+    codes: NDArray[np.uint8]
+    scales: Float32s
+    block: tuple[int, int]
+    scheme: str
+    first_row: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return int(self.codes.shape[1])
+
+    def rows(self, first: int, count: int) -> Fp8Stored:
+        """Some of the rows."""
+        codes = self.codes[first : first + count]
+        return replace(self, codes=codes, first_row=self.first_row + first)
+
+    def scales_as_kept(self) -> Float32s:
+        """[R, 1] by row; or [blocks of rows, blocks of columns], where rows begin with a block."""
+        if self.scheme == BY_ROW:
+            return self._of_rows(0, len(self.codes))
+        assert self.first_row % BLOCK == 0, "rows begin inside a block"
+        first = self.first_row // BLOCK
+        return self.scales[first : first + -(-len(self.codes) // BLOCK)]
+
+    def to_f32(self, rows: slice = WHOLE) -> Float32s:
+        """The values of some rows [rows, columns]. Called from any thread."""
+        start, stop, _ = rows.indices(len(self.codes))
+        by_column = self._of_rows(start, stop)[:, np.arange(self.columns) // self.block[1]]
+        return np.multiply(OF_CODES[self.codes[start:stop]], by_column, dtype=np.float32)
+
+    def _of_rows(self, start: int, stop: int) -> Float32s:
+        """Each row's scales."""
+        numbers = np.arange(self.first_row + start, self.first_row + stop)
+        found: Float32s = self.scales[numbers // self.block[0]]
+        return found
+
+
+class Fp8Checkpoint:
+    """Tensors by name; those in fp8 without their scales, which belong to them."""
+
+    described_by = "config.json"
+
+    def __init__(self, inner: SafetensorsCheckpoint) -> None:
+        self.path: Path = inner.path
+        self._inner = inner
+        self._scales: dict[str, str] = {}  # a weight's scales, by its name
+        belonging: set[str] = set()
+        problems: list[str] = []
+        for name in inner.names:
+            if inner.describe(name)[0] != FP8:
+                continue
+            base = name.removesuffix(WEIGHT)
+            held = [base + ending for ending in SCALES if base + ending in inner.names]
+            problem = self._problem(name, held)
+            if problem:
+                problems.append(problem)
+            else:
+                self._scales[name] = held[0]
+            belonging |= {*held, base + INPUT_SCALE}
+        raise_problems(f"{inner.path}: weights in fp8", problems)
+        self._names = tuple(name for name in inner.names if name not in belonging)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names but those of scales."""
+        return self._names
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return self._inner.total_bytes
+
+    @property
+    def files(self) -> Mapping[Path, os.stat_result]:
+        """The files, and what the system knew of them when they were opened."""
+        return self._inner.files
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape; fp8 is handed out as f32."""
+        dtype, shape = self._inner.describe(name)
+        return ("f32" if name in self._scales else dtype), shape
+
+    def block_type(self, name: str) -> str:
+        """ "fp8" or "fp8-block", "" of a plain tensor."""
+        stored = self.fp8(name)
+        return "" if stored is None else stored.scheme
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor as stored, or multiplied out."""
+        stored = self.fp8(name)
+        if stored is None:
+            return self._inner.tensor(name)
+        values = stored.to_f32()
+        raw = values.reshape(-1).view(np.uint8)
+        return StoredTensor(name=name, dtype="f32", shape=values.shape, raw=raw)
+
+    def content(self, name: str) -> StoredTensor:
+        """The tensor as stored; the dtype of fp8 names its scales by their digest."""
+        stored = self._inner.tensor(name)
+        if name not in self._scales:
+            return stored
+        scales = self._inner.tensor(self._scales[name])
+        kind = f"{scales.dtype} {list(scales.shape)}"
+        digest = hashlib.blake2b(scales.raw.tobytes(), digest_size=16).hexdigest()
+        return replace(stored, dtype=f"{FP8} by {kind} {digest}")
+
+    def quantized_rows(self, name: str, *, transposed: bool) -> Fp8Stored | None:
+        """The rows of a matrix in fp8; see Checkpoint."""
+        return None if transposed else self.fp8(name)
+
+    def fp8(self, name: str) -> Fp8Stored | None:
+        """The codes and scales of a matrix in fp8, None of any other tensor."""
+        if name not in self._scales:
+            return None
+        stored = self._inner.tensor(name)
+        scales = self._inner.read_f32(self._scales[name])
+        shared = _shared(stored.shape, scales.shape)
+        assert shared is not None, "looked at when it was opened"
+        scheme, block = shared
+        return Fp8Stored(
+            codes=stored.raw.reshape(stored.shape),
+            scales=scales.reshape(-1, -(-stored.shape[1] // block[1])),
+            block=block,
+            scheme=scheme,
+        )
+
+    def read_f32(self, name: str, rows: slice = WHOLE) -> Float32s:
+        """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+        stored = self.fp8(name)
+        return self._inner.read_f32(name, rows) if stored is None else stored.to_f32(rows)
+
+    def release(self, name: str) -> None:
+        """Drop the tensor's pages from memory; views stay valid and read the file again."""
+        self._inner.release(name)
+
+    def _problem(self, name: str, held: list[str]) -> str:
+        """What is wrong with a tensor in fp8 and its scales, "" if nothing."""
+        _, shape = self._inner.describe(name)
+        if not name.endswith(WEIGHT) or len(shape) != 2:
+            return f"{name} is fp8 {list(shape)}; only matrices X{WEIGHT} with scales are read"
+        if len(held) != 1:
+            base = name.removesuffix(WEIGHT)
+            return f"{name} needs {' or '.join(base + ending for ending in SCALES)}; it has " + (
+                "both" if held else "neither"
+            )
+        dtype, scales = self._inner.describe(held[0])
+        if dtype not in NUMPY_TYPES or _shared(shape, scales) is None:
+            blocks = [-(-size // BLOCK) for size in shape]
+            return (
+                f"{held[0]} is {dtype} {list(scales)}; for {name} {list(shape)} it is one number, "
+                f"[{shape[0]}, 1] by row or {blocks} by blocks of {BLOCK} x {BLOCK}"
+            )
+        return ""
+
+
+def _shared(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[str, tuple[int, int]] | None:
+    """The scheme, and the rows and columns that share a scale; None where scales are of no such
+    shape."""
+    rows, columns = shape
+    if scales == (-(-rows // BLOCK), -(-columns // BLOCK)):
+        return BY_BLOCK, (BLOCK, BLOCK)
+    if all(size == 1 for size in scales):
+        return BY_ROW, (rows, columns)
+    if scales in ((rows,), (rows, 1)):
+        return BY_ROW, (1, columns)
+    return None

@@ -1,0 +1,41 @@
+"""Weights in few bits: of a checkpoint in fp8 the codes and scales stay what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.engine.precision import with_precision
+from quire.execute.few_bits import in_few_bits, read_f32
+from quire.models.registry import build_program, open_model
+from quire.program.ops import DType
+from quire.quant.fp8 import Fp8Matrix
+from quire.weights.binding import bind
+from quire.weights.checkpoint import open_checkpoint
+from tests.fp8_checkpoints import KINDS, write_fp8_of
+from tests.tiny_models import write_tiny_llama
+
+SIZES = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fused_weight_is_its_parts_as_they_are_stored(kind: str, tmp_path: Path) -> None:
+    plain = write_tiny_llama(tmp_path / "plain", seed=2, dtype="bf16", **SIZES, **HEADS)
+    folder = write_fp8_of(plain, tmp_path / "fp8", kind=kind)
+    spec, checkpoint = open_model(folder), open_checkpoint(folder)
+    made = build_program(spec, dtype=DType.BF16, max_positions=64)
+    program = with_precision(made, "auto", checkpoint)
+    binding = bind(program, checkpoint)
+    for name in ("layers.0.qkv", "layers.1.gate_up", "layers.1.down"):
+        weight = program.weights[name]
+        matrix, coarse = in_few_bits(weight, binding)
+        assert isinstance(matrix, Fp8Matrix)
+        assert coarse == 0
+        assert matrix.scheme.name == ("fp8-block" if kind == "block" else "fp8")
+        np.testing.assert_array_equal(matrix.dequantized(), read_f32(weight, binding))
+        # Rounded again, every row's largest would be 448.
+        largest = np.abs(matrix.values).max(axis=1)
+        assert (largest == 448).all() == (kind == "channel")
