@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from quire.base.beam_checks import BEAMS_OFF, check_beams
@@ -129,14 +130,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.temperature is DEFAULT_TEMPERATURE:
             self._settle("temperature", 0.0 if self.use_beam_search is True else 1.0)
-        # Several of these are made a request, nearly all of values that need no more than a look.
-        for name, low, high in WHOLE_NUMBERS:
+        # Several of these are made a request, most without anything rare: one look at all of that.
+        rare = _rare_values(self)
+        is_plain = tuple(map(type, rare)) == _RARE_TYPES and rare == _RARE
+        for name, low, high in _USUAL_WHOLE_NUMBERS if is_plain else WHOLE_NUMBERS:
             value = getattr(self, name)
             if type(value) is int and low <= value <= high:
                 continue
             if value is not None or name not in _MAY_BE_NONE:
                 self._settle(name, whole(name, value, low, high))
-        for name, least, most in NUMBERS:
+        for name, least, most in _USUAL_NUMBERS if is_plain else NUMBERS:
             value, open_low = getattr(self, name), name in MUST_BE_ABOVE
             if not (type(value) is float and least < value <= most):
                 self._settle(name, number(name, value, least, most, open_low=open_low))
@@ -153,10 +156,11 @@ class SamplingParams:
                 "lower min_tokens",
                 param="min_tokens",
             )
-        self._check_stops()
+        if not is_plain:
+            self._check_stops()
+            self._check_logprob_token_ids()
+            self._check_words_and_ids()
         self._check_logit_bias()
-        self._check_logprob_token_ids()
-        self._check_words_and_ids()
         self._check_mirostat_and_xtc()
         self._check_best_of()
         if not isinstance(self.structured_outputs, Grammar | None):
@@ -313,17 +317,18 @@ class SamplingParams:
         """Whether fewer streams are told than are computed, the best of them, at the end."""
         return self.num_sequences > self.n and not self.use_beam_search
 
-    def changed(self, **fields: Any) -> SamplingParams:
-        """A copy with `fields` replaced, as a caller does who names only some.
+    def changed(self, **named: Any) -> SamplingParams:
+        """A copy with these fields replaced, as a caller does who names only some.
 
         Where they ask for mirostat or beams, what these cannot go with and they do not name is
         switched off: a model's defaults (top_k and the like) must not forbid it. Raises
         InvalidParameter.
         """
-        off: Mapping[str, Any] = FILTERS_OFF if fields.get("mirostat") == 2 else {}
-        if fields.get("use_beam_search") is True:
+        off: Mapping[str, Any] = FILTERS_OFF if named.get("mirostat") == 2 else {}
+        if named.get("use_beam_search") is True:
             off = BEAMS_OFF
-        return replace(self, **{**off, **fields})
+        own = dict(zip(_NAMES, _values(self), strict=True))
+        return SamplingParams(**{**own, **off, **named})
 
     def resolve(self) -> SamplingParams:
         """Return a copy that has a seed; one without is given a random seed."""
@@ -386,3 +391,25 @@ NUMBERS = (
     ("mirostat_eta", 0.0, 10.0),
     ("length_penalty", -10.0, 10.0),
 )
+
+# What a request or a model's defaults often name is looked at by itself, the rest together.
+_USUAL = frozenset(
+    {"n", "temperature", "top_k", "top_p", "seed", "max_tokens", "min_tokens", "logprobs"}
+)
+_USUAL_WHOLE_NUMBERS = tuple(row for row in WHOLE_NUMBERS if row[0] in _USUAL)
+_USUAL_NUMBERS = tuple(row for row in NUMBERS if row[0] in _USUAL)
+_NAMES = tuple(entry.name for entry in fields(SamplingParams))
+_values = attrgetter(*_NAMES)
+_RARE_NAMES = (
+    *(name for name, _, _ in (*WHOLE_NUMBERS, *NUMBERS) if name not in _USUAL),
+    "stop",
+    "stop_token_ids",
+    "logprob_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "dry_sequence_breakers",
+)
+_rare_values = attrgetter(*_RARE_NAMES)
+_DEFAULTS = {entry.name: entry.default for entry in fields(SamplingParams)}
+_RARE = tuple(_DEFAULTS[name] for name in _RARE_NAMES)
+_RARE_TYPES = tuple(map(type, _RARE))

@@ -240,3 +240,35 @@ def test_beams_have_no_temperature_where_none_is_named() -> None:
     with pytest.raises(InvalidParameter, match=r"temperature is 1\.0"):
         SamplingParams(use_beam_search=True, temperature=1.0)
     assert drawn.changed(use_beam_search=True) == SamplingParams(use_beam_search=True, n=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mirostat", False),
+        ("min_p", False),
+        ("top_n_sigma", "0.0"),
+        ("dry_allowed_length", 2.0),
+        ("length_penalty", True),
+        ("stop", 5),
+        ("bad_words", {"a": 1}),
+        ("dry_sequence_breakers", "\n"),
+        ("prompt_logprobs", False),
+        ("top_k", False),
+        ("n", True),
+    ],
+)
+def test_a_value_that_only_equals_a_default_is_refused_all_the_same(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=name):
+        SamplingParams(**{name: value})
+    with pytest.raises(InvalidParameter, match=name):
+        SamplingParams().changed(**{name: value})
+
+
+def test_values_of_other_types_are_kept_in_the_field_s_own() -> None:
+    made = SamplingParams(min_p=0, stop=[], bad_words=(word for word in ()), top_n_sigma=-1)  # type: ignore[arg-type]
+    assert repr(made) == repr(SamplingParams())
+    named: dict[str, Any] = {"top_k": 7, "min_p": 0.5, "stop": "x", "seed": 3}
+    assert SamplingParams(top_p=0.5).changed(**named) == SamplingParams(top_p=0.5, **named)
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams().changed(top_q=1)
