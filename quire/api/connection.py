@@ -34,6 +34,7 @@ class Connection(HttpToolsProtocol):
     _deaf = False
     _waits_since_s = 0.0
     _head_timer: asyncio.TimerHandle | None = None
+    _gone: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The time for the first head begins."""
@@ -46,6 +47,7 @@ class Connection(HttpToolsProtocol):
         """Nothing is waited for any more."""
         self._stop_timer()
         super().connection_lost(exc)
+        self._tell_gone()
 
     def data_received(self, piece: bytes) -> None:
         """Refuse a head that is too large before the parser has put it together."""
@@ -67,7 +69,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is there: begin its request, unless another is still being answered."""
-        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        num_bytes = len(self.url)
+        for name, value in self.headers:
+            num_bytes += len(name) + len(value)
         if not self._deaf and num_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         if self._deaf:
@@ -77,6 +81,9 @@ class Connection(HttpToolsProtocol):
             self._deaf, self.cycle.keep_alive = True, False
             return
         self._in_head = False
+        # How a request learns that its caller has left, without a task that waits for that.
+        self._gone = self.loop.create_future()
+        self.scope["quire.gone"] = self._gone  # type: ignore[typeddict-unknown-key]
         # How a response ends a connection whose other end does not read: a close would wait for it.
         self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         # How a stream writes an event without a message through every layer.
@@ -93,6 +100,7 @@ class Connection(HttpToolsProtocol):
         if not self._deaf:
             self._in_head, self._head_bytes = True, 0
             super().on_message_complete()
+            self.flow.resume_reading()  # a long body may have stopped it: nobody would see an end
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's refusal of what is not HTTP, in the form of our errors."""
@@ -101,6 +109,10 @@ class Connection(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _tell_gone(self) -> None:
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
 
     def _write_part(self, body: bytes) -> bool:
         """Write a part of the response that is under way, as `send` would; False where it would
@@ -150,6 +162,7 @@ class Connection(HttpToolsProtocol):
             # Its own body is broken: it ends as if its caller had left.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._tell_gone()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
         head = (

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from quire.api.answers import Answers, Choice, Prompt, Usage
 from quire.api.events import Chunks, Events
 from quire.api.fields import flag
-from quire.api.gone import until_gone
+from quire.api.gone import leaving_of, until_gone
 from quire.api.live import Asker, Live, Progress
 from quire.api.opening import Opened, opened
 from quire.api.serving import Engine, Serving
@@ -125,7 +125,11 @@ async def generate(
 
     try:
         done = await until_gone(
-            answered(), request.receive, over=serving.over, deadline=deadline, cut=live.cut
+            answered(),
+            leaving_of(request.scope, request.receive),
+            over=serving.over,
+            deadline=deadline,
+            cut=live.cut,
         )
     except BaseException as error:
         serving.live.end(live, error if isinstance(error, QuireError) else QuireError("gone"))

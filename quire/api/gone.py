@@ -7,11 +7,11 @@ ended, and everything it held (the engine's generators among it) has been closed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from types import coroutine
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from quire.base.errors import QuireError, ShuttingDown, TimedOut
 
@@ -23,6 +23,10 @@ BODY_TIME_S = 60.0
 
 class ClientGone(Exception):
     """The caller closed the connection; nobody is left to answer."""
+
+
+class _Late(Exception):
+    """Time is over."""
 
 
 class Deadline:
@@ -39,9 +43,18 @@ class Deadline:
         return max(0.0, self.limit_s - (asyncio.get_running_loop().time() - self._began_s))
 
 
+def leaving_of(scope: Scope, receive: Receive) -> asyncio.Future[None]:
+    """Set when a request's caller leaves. The request's body must have been read before.
+
+    Our own connections tell it (connection.py); of any other's a task waits for its word.
+    """
+    told: asyncio.Future[None] | None = scope.get("quire.gone")
+    return asyncio.ensure_future(_disconnected(receive)) if told is None else told
+
+
 async def until_gone(
     work: Coroutine[Any, Any, T],
-    receive: Receive | None,
+    gone: asyncio.Future[None] | None,
     *,
     over: asyncio.Future[None],
     deadline: Deadline,
@@ -50,16 +63,18 @@ async def until_gone(
     """The result of `work`, cancelled when the caller leaves, `over` is set, or time is over.
 
     Raises ClientGone, ShuttingDown and TimedOut for these three, the error that `cut` is set to,
-    else what `work` raises. The request's body must have been read before. receive: None where
-    nobody is there to leave.
+    else what `work` raises. gone: of leaving_of; None where nobody is there to leave.
     """
-    watch = None if receive is None else asyncio.ensure_future(_disconnected(receive))
-    late = (
-        f"the request ran for its whole time limit of {deadline.limit_s} s (--request-timeout); "
-        "ask for fewer tokens, or try again when less is asked"
-    )
-    left_s = deadline.left_s()
-    return await _first_of(work, watch, over=over, limit_s=left_s, late=late, cut=cut)
+    try:
+        return await _until(work, gone, over=over, limit_s=deadline.left_s(), cut=cut)
+    except _Late:
+        raise TimedOut(
+            f"the request ran for its whole time limit of {deadline.limit_s} s "
+            "(--request-timeout); ask for fewer tokens, or try again when less is asked"
+        ) from None
+    finally:
+        if isinstance(gone, asyncio.Task):
+            gone.cancel()
 
 
 async def body_in_time(
@@ -79,8 +94,12 @@ async def body_in_time(
         work = _rest(work, waits_for)
     left_s = deadline.left_s()
     limit_s = BODY_TIME_S if left_s is None else min(left_s, BODY_TIME_S)
-    late = f"the request's body did not come within {limit_s:g} s; send it faster, or send less"
-    return await _first_of(work, None, over=leaving, limit_s=limit_s, late=late)
+    try:
+        return await _until(work, None, over=leaving, limit_s=limit_s)
+    except _Late:
+        raise TimedOut(
+            f"the request's body did not come within {limit_s:g} s; send it faster, or send less"
+        ) from None
 
 
 async def _rest(work: Coroutine[Any, Any, T], waits_for: Any) -> T:
@@ -103,34 +122,57 @@ def _steps(work: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, 
         return result
 
 
-async def _first_of(
+async def _until(
     work: Coroutine[Any, Any, T],
-    watch: asyncio.Future[None] | None,
+    gone: asyncio.Future[None] | None,
     *,
     over: asyncio.Future[None],
     limit_s: float | None,
-    late: str,
     cut: asyncio.Future[QuireError] | None = None,
 ) -> T:
-    task = asyncio.ensure_future(work)
-    waiting: list[asyncio.Future[Any]] = [task] if watch is None else [task, watch]
-    ends: set[asyncio.Future[Any]] = {*waiting, over} if cut is None else {*waiting, over, cut}
+    """`work`, in the task we are in, which is cancelled to end it: a request needs no other."""
+    task = asyncio.current_task()
+    assert task is not None, "coroutines run in tasks"
+    cancelling, ended_by, is_over = task.cancelling(), list[BaseException](), False
+
+    def end(why: BaseException) -> None:
+        # A callback may be under way when all is over; what is being closed is left to that.
+        if not (ended_by or is_over or task.cancelling() > cancelling):
+            ended_by.append(why)
+            task.cancel()
+
+    def on_gone(_: object) -> None:
+        end(ClientGone())
+
+    def on_over(_: object) -> None:
+        end(ShuttingDown("the server is shutting down and ended this request; try again"))
+
+    def on_cut(cut: asyncio.Future[QuireError]) -> None:
+        end(cut.result())
+
+    ends: list[tuple[asyncio.Future[Any], Callable[[Any], None]]] = [(over, on_over)]
+    if cut is not None:
+        ends.append((cut, on_cut))
+    if gone is not None:
+        ends.append((gone, on_gone))
+    for future, tell in ends:
+        future.add_done_callback(tell)
+    timer = None
+    if limit_s is not None:
+        timer = asyncio.get_running_loop().call_later(limit_s, end, _Late())
     try:
-        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if cut is not None and cut.done():
-            raise cut.result()
-        if over.done():
-            raise ShuttingDown("the server is shutting down and ended this request; try again")
-        if watch is not None and watch.done():
-            raise ClientGone
-        raise TimedOut(late)
+        return await work
+    except BaseException:
+        # Cancelled by us, unless somebody else wants this task ended too.
+        if ended_by and task.uncancel() <= cancelling:
+            raise ended_by[0] from None
+        raise
     finally:
-        if watch is not None or not task.done():  # else all has ended, and was told above
-            for future in waiting:
-                future.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        is_over = True
+        if timer is not None:
+            timer.cancel()
+        for future, tell in ends:
+            future.remove_done_callback(tell)
 
 
 async def _disconnected(receive: Receive) -> None:

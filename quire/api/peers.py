@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.gone import Deadline, until_gone
+from quire.api.gone import Deadline, leaving_of, until_gone
 from quire.api.job import PEER_NAME, socket_path
 from quire.api.relay import Exchange, PeerGone
 
@@ -158,7 +158,8 @@ class _Passed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            await until_gone(self._pass(send), receive, over=never, deadline=Deadline(None))
+            gone = leaving_of(scope, receive)
+            await until_gone(self._pass(send), gone, over=never, deadline=Deadline(None))
         except PeerGone:
             abort = scope.get("quire.abort")
             if abort is not None:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.errors import ReadElsewhere, ResumeGone, SlowReader
 from quire.api.events import HEARTBEAT, Events
-from quire.api.gone import Deadline, until_gone
+from quire.api.gone import Deadline, leaving_of, until_gone
 from quire.api.live import Live
 from quire.api.serving import Serving
 from quire.api.telling import Telling
@@ -145,7 +145,7 @@ class EventStream(_Paced):
         try:
             await until_gone(
                 self._events.tell(put),
-                receive,
+                leaving_of(scope, receive),
                 over=self._serving.over,
                 deadline=self._deadline,
                 cut=self._live.cut,
@@ -195,7 +195,7 @@ class FollowStream(_Paced):
         try:
             await until_gone(
                 self._follow(send),
-                receive,
+                leaving_of(scope, receive),
                 over=self._telling.never,
                 deadline=Deadline(None),
                 cut=self._cut,

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from quire.api.conversations import rendered
 from quire.api.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
-from quire.api.gone import until_gone
+from quire.api.gone import leaving_of, until_gone
 from quire.api.opening import Opened, opened
 from quire.api.prompts import check_text_bytes
 from quire.api.serving import Engine, Serving
@@ -50,7 +50,10 @@ class Texts:
     ) -> Response:
         begun = await opened(self._serving, request, honoured=honoured, prefix=prefix)
         content = await until_gone(
-            read(begun), request.receive, over=self._serving.over, deadline=begun.deadline
+            read(begun),
+            leaving_of(request.scope, request.receive),
+            over=self._serving.over,
+            deadline=begun.deadline,
         )
         return Response(content, headers=begun.headers(), media_type="application/json")
 

@@ -59,11 +59,13 @@ def test_blocks_of_a_stream_left_open_come_back_within_a_few_steps(
     assert steps <= sent + FEW_STEPS
 
 
+@pytest.mark.parametrize("spare_bytes", [0, 90_000])
 def test_a_caller_who_leaves_while_waiting_for_a_whole_answer_frees_its_blocks(
-    server: RunningServer,
+    server: RunningServer, spare_bytes: int
 ) -> None:
     before = counts(server)
-    raw = json.dumps(long_request(COMPLETIONS)).encode()
+    # A long body stops the reading of its connection while it comes.
+    raw = json.dumps(long_request(COMPLETIONS)).encode() + b" " * spare_bytes
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = (
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
