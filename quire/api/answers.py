@@ -108,6 +108,7 @@ class Answers:
         self._last: dict[tuple[int, int], TextDelta] = {}
         self._num_open = sum(prompt.sampling.n for prompt in prompts)
         self._cached = [0] * len(prompts)
+        self._final: Usage | None = None
         self._cache_uses: dict[int, CacheUse] = {}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -155,7 +156,9 @@ class Answers:
     def usage(self) -> Usage:
         """Tokens so far. Prompt tokens count once a prompt, however many choices it has; tokens
         of sequences that best_of computed and does not tell count as completion tokens."""
-        return Usage(
+        if self._final is not None:
+            return self._final
+        usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(
                 delta.num_output_tokens + delta.num_unseen_tokens for delta in self._last.values()
@@ -164,6 +167,9 @@ class Answers:
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
             timings=self._timings() if self._tells_timings else None,
         )
+        if self._num_open == 0:  # asked for by the answer, the log and whoever looks at requests
+            self._final = usage
+        return usage
 
     def _timings(self) -> Timings | None:
         times = [delta.times for delta in self._last.values() if delta.times is not None]

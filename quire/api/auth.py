@@ -143,4 +143,6 @@ def _check_admin(caller: Caller, *, is_here: bool) -> None:
 
 
 def _is_below(path: str, tops: tuple[str, ...]) -> bool:
+    if not path.startswith(tops):
+        return False
     return any(path == top or path.startswith(f"{top}/") for top in tops)

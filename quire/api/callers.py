@@ -10,6 +10,7 @@ keys nothing is refused here, because a page does not have them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from quire.api.errors import ForeignPage
@@ -44,8 +45,12 @@ class Callers:
         """
         if not self._is_open:
             return
-        found = {name: value.decode("latin-1").strip().lower() for name, value in headers}
-        host, origin = found.get(b"host"), found.get(b"origin")
+        host = origin = None
+        for name, value in headers:  # of several, the last counts
+            if name == b"host":
+                host = value.decode("latin-1").strip().lower()
+            elif name == b"origin":
+                origin = value.decode("latin-1").strip().lower()
         is_local = self._is_local or is_guarded
         if host is not None and is_local and not self._is_ours(host):
             raise ForeignPage(
@@ -53,8 +58,9 @@ class Callers:
                 "as localhost or by its loopback address only; ask it so, or start it with "
                 "--api-key"
             )
-        own = [scheme + (host or "") for scheme in _SCHEMES]
-        if origin is not None and origin not in own and not may_ask:
+        if origin is None or may_ask:
+            return
+        if origin not in [scheme + (host or "") for scheme in _SCHEMES]:
             raise ForeignPage(
                 f"the request comes from a page of {show(origin)}; this server has no key and "
                 "answers no pages but its own; start it with --api-key to let pages with the key "
@@ -62,8 +68,16 @@ class Callers:
             )
 
     def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit("//" + host).hostname or ""
-        except ValueError:
+        name = _name_of(host)
+        if name is None:
             return False
         return is_loopback(name) or name == self._host or name.endswith(".localhost")
+
+
+@lru_cache(maxsize=64)
+def _name_of(host: str) -> str | None:
+    """The name in a Host header, without its port; None where it is none."""
+    try:
+        return urlsplit("//" + host).hostname or ""
+    except ValueError:
+        return None

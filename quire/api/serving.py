@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -117,6 +117,7 @@ class Serving:
         self.idle.set()
         self._engine: Engine | None = None
         self._num_open = 0
+        self._counted = _Counted(self._hold, self._let_go)
 
     def fingerprint(self, card: ModelCard) -> str:
         """The engine's; where this server was set to answer otherwise, of those settings too."""
@@ -263,17 +264,31 @@ class Serving:
         """All metrics as text."""
         return self.metrics.text()
 
-    @contextmanager
-    def request(self, *, counts: bool) -> Iterator[None]:
+    def request(self, *, counts: bool) -> AbstractContextManager[None]:
         """Held while a request is open; draining waits for those that count."""
-        if not counts:
-            yield
-            return
+        return self._counted if counts else _UNCOUNTED
+
+    def _hold(self) -> None:
         self._num_open += 1
         self.idle.clear()
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if self._num_open == 0:
-                self.idle.set()
+
+    def _let_go(self) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            self.idle.set()
+
+
+class _Counted:
+    """Entered by each request that counts, however many are in it."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+
+_UNCOUNTED = nullcontext()

@@ -11,10 +11,12 @@ reader went away) is lost: what is reported on goes on.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import TextIO
 
 from quire.base.report import Field
@@ -22,6 +24,8 @@ from quire.base.report import Field
 # From what is worth the least.
 LEVELS = ("debug", "info", "warning", "error")
 USUAL_LEVEL = "info"
+# Most values: printable ASCII but for a space, '"' and "=".
+_PLAIN = re.compile("[!#-<>-~]+")
 
 
 class Log:
@@ -77,15 +81,22 @@ class Log:
 
 
 def _stamp() -> str:
-    now_s = time.time()
-    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
-    return f"{seconds}.{int(now_s * 1000) % 1000:03d}Z"
+    now_ms = int(time.time() * 1000)
+    return f"{_second(now_ms // 1000)}.{now_ms % 1000:03d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second(now_s: int) -> str:
+    """A second written out; many lines have the same."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
 
 
 def _show(value: Field) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
     plain = text != "" and text.isprintable() and not any(c in text for c in ' ="')
     return text if plain else _escaped(json.dumps(text, ensure_ascii=False))
 

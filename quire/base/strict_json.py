@@ -23,12 +23,10 @@ def parse_object(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
     if len(raw) > limit_bytes:
         raise ValueError(f"it has {len(raw)} bytes; at most {limit_bytes} are allowed")
     try:
-        document = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_int=_whole,
-        )
+        text = raw.decode("utf-8")
+        if text.startswith("\ufeff"):
+            raise ValueError("it is not JSON: it begins with a byte order mark; leave that out")
+        document = _DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
@@ -70,3 +68,8 @@ def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"it holds a number of {len(digits)} digits; at most {MAX_DIGITS}")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_int=_whole
+)

@@ -8,6 +8,7 @@ the records' own checks.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -65,7 +66,7 @@ def _array_to_wire(value: object) -> object:
 
 
 def _array_from_wire(expected: Any, value: Any) -> Any:
-    if get_origin(expected) is not np.ndarray and expected is not np.ndarray:
+    if not _is_array(expected):
         raise NotImplementedError(f"{expected} cannot be received")
     dtype_name, shape, payload = value
     dtype = np.dtype(dtype_name)
@@ -76,6 +77,12 @@ def _array_from_wire(expected: Any, value: Any) -> Any:
     return array
 
 
+@cache
+def _is_array(annotation: Any) -> bool:
+    return get_origin(annotation) is np.ndarray or annotation is np.ndarray
+
+
+@cache
 def _dtype_of(annotation: Any) -> np.dtype[Any] | None:
     arguments = get_args(annotation)
     return np.dtype(get_args(arguments[1])[0]) if len(arguments) == 2 else None

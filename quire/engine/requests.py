@@ -150,7 +150,7 @@ def _prompt(
             "gets one from its tokenizer)",
             param="prompt",
         )
-    for token_id in prompt_ids:
+    for token_id in () if set(map(type, prompt_ids)) == {int} else prompt_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
             raise InvalidParameter(
                 f"the prompt holds {token_id!r}; token ids are whole numbers", param="prompt"

@@ -55,6 +55,7 @@ class Metrics:
         self._sees_steps = sees_steps
         self._stats = EngineStats()
         self._last_step = 0
+        self._labelled: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, buckets=buckets, registry=registry)
@@ -180,15 +181,15 @@ class Metrics:
     ) -> None:
         """A choice ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
         tenant = terms.tenant or "default"
-        self._tenant_prompt_tokens.labels(tenant).inc(prompt_tokens)
-        self._tenant_generated_tokens.labels(tenant).inc(output_tokens)
+        self._of(self._tenant_prompt_tokens, tenant).inc(prompt_tokens)
+        self._of(self._tenant_generated_tokens, tenant).inc(output_tokens)
         missed = missed_objectives(terms, times, output_tokens, finish_reason)
         for objective in missed:
             self._missed.labels(objective).inc()
         if not missed and finish_reason in _COMPLETED:
             self._good_requests.inc()
             self._good_tokens.inc(output_tokens)
-        self._finished.labels(finish_reason).inc()
+        self._of(self._finished, finish_reason).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._generated_tokens.inc(output_tokens)
         if times is None:
@@ -227,7 +228,15 @@ class Metrics:
     def answered(self, *, route: str, status: int) -> None:
         """An HTTP request that was opened is over. `route` is a pattern, never a raw path."""
         self._open.dec()
-        self._responses.labels(route, str(status)).inc()
+        self._of(self._responses, route, str(status)).inc()
+
+    def _of(self, counter: Counter, *labels: str) -> Counter:
+        """A labelled counter, found without its library's checks where it has counted before."""
+        key = (counter, labels)
+        found = self._labelled.get(key)
+        if found is None:
+            found = self._labelled[key] = counter.labels(*labels)
+        return found
 
     def see(self, stats: EngineStats) -> None:
         """The engine's latest counters. Each step is observed at most once."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
+
 from quire.base.clock import Clock
 from quire.base.log import Log
 
@@ -25,6 +27,21 @@ def test_values_with_spaces_quotes_and_line_ends_stay_on_the_line() -> None:
     Log("api", stream).error("failed", why='a "b"\nc', empty="")
     assert stream.getvalue().endswith('error api: failed why="a \\"b\\"\\nc" empty=""\n')
     assert stream.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["a=b", "a b", 'a"', "", "a\x7f", "a\n", "=", "é b"])
+def test_what_would_be_taken_for_something_else_stands_in_quotes(text: str) -> None:
+    stream = io.StringIO()
+    Log("api", stream).event("x", value=text)
+    told = stream.getvalue().partition("value=")[2].removesuffix("\n")
+    assert told[0] == told[-1] == '"'
+
+
+@pytest.mark.parametrize("text", ["a", "!#<>~", "é", "/v1/x?y", "a'b\\c"])
+def test_what_cannot_be_mistaken_stands_as_it_is(text: str) -> None:
+    stream = io.StringIO()
+    Log("api", stream).event("x", value=text)
+    assert stream.getvalue().endswith(f" value={text}\n")
 
 
 def test_an_event_is_one_line_whatever_its_words_hold() -> None:
