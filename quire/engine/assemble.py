@@ -43,7 +43,7 @@ from quire.program.kv_cache import kv_cache_text
 from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.program.quantize import precision_text
-from quire.runner.fingerprint import system_fingerprint
+from quire.runner.fingerprint import block_fingerprint, system_fingerprint
 from quire.runner.model_runner import ModelRunner
 from quire.runner.touch_ahead import TouchAhead
 from quire.structured.compiler import GrammarCompiler
@@ -142,11 +142,26 @@ def _assembled(
         step_tokens=step_tokens,
         plans_in_flight=make.plans_in_flight(),
     )
+    of_blocks = block_fingerprint(
+        program,
+        executor=executor.name,
+        recipe=executor.recipe,
+        weights_digest=executor.weights_digest,
+        block_size=config.cache.block_size,
+        block_bytes=executor.block_bytes,
+    )
     tier = None
     if tier_folder is not None:
         from quire.engine.tier import open_tier  # only where there is one: a megabyte
 
-        tier = open_tier(tier_folder, config.cache, executor, program, clock=clock, report=report)
+        tier = open_tier(
+            tier_folder,
+            config.cache,
+            executor,
+            fingerprint=of_blocks,
+            clock=clock,
+            report=report,
+        )
     texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
     compiler = GrammarCompiler(
         lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.eos_ids), now_ms=clock.now_ms
@@ -178,7 +193,7 @@ def _assembled(
         config,
         limits,
         num_blocks=memory.num_blocks,
-        fingerprint=card.fingerprint,
+        fingerprint=of_blocks.hex(),
         hash_key=os.urandom(16) if tier is None else tier.hash_key,
         cost=cost,
         prices=first_prices(program),

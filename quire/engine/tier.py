@@ -1,12 +1,11 @@
 """From a folder and an executor to a tier: who may read its blocks, what it holds, who moves them.
 
-A part of the wiring, like assemble.py. The fingerprint is of all that the bytes of a block depend
-on: weights, program, instruction set, layout, block size; blocks of any other are never read.
+A part of the wiring, like assemble.py. Always holds: blocks of another fingerprint than our own
+(block_fingerprint in runner/fingerprint.py) are never read.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from quire.base.clock import Clock
@@ -14,15 +13,11 @@ from quire.base.report import Report
 from quire.cache.tier_map import TierMap
 from quire.config.groups import CacheConfig
 from quire.execute.executor import Executor
-from quire.program.program import Program
-from quire.program.serialize import digest as program_digest
 from quire.runner.tier_mover import TierMover, num_buffers
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
 from quire.transfer.read_ahead import BUFFERS
 
-# Changes with what lies in a block's bytes where the program does not tell.
-LAYOUT_VERSION = 1
 # What a disk is thought to read in a millisecond, until that is measured.
 _BYTES_A_MS = 500_000
 
@@ -43,18 +38,21 @@ def open_tier(
     folder: TierFolder,
     config: CacheConfig,
     executor: Executor,
-    program: Program,
     *,
+    fingerprint: bytes,
     clock: Clock,
     report: Report,
 ) -> OpenTier:
-    """The tier in `folder`, for an executor whose cache is allocated. Raises SettingError."""
+    """The tier in `folder`, for an executor whose cache is allocated. fingerprint: of its blocks.
+
+    Raises SettingError.
+    """
     block_bytes = executor.block_bytes
     store = DiskStore(
         folder,
         max_bytes=config.kv_tier_bytes,
         block_bytes=block_bytes,
-        fingerprint=block_fingerprint(executor, program, config.block_size),
+        fingerprint=fingerprint,
     )
     tier = TierMap(store.num_blocks)
     tier.load(store.held())
@@ -71,22 +69,6 @@ def open_tier(
             + (f"; {folder.note}" if folder.note else "")
         ),
     )
-
-
-def block_fingerprint(executor: Executor, program: Program, block_size: int) -> bytes:
-    """32 bytes over all that a block's bytes depend on beside its tokens."""
-    digest = hashlib.blake2b(digest_size=32)
-    for part in (
-        str(LAYOUT_VERSION),
-        executor.name,
-        executor.recipe,
-        executor.weights_digest,
-        program_digest(program),
-        str(block_size),
-        str(executor.block_bytes),
-    ):
-        digest.update(part.encode() + b"\0")
-    return digest.digest()
 
 
 def buffer_bytes(block_bytes: int) -> int:

@@ -1,11 +1,15 @@
-"""system_fingerprint: a digest of all an answer depends on beside the request itself.
+"""Fingerprints: digests of all an answer depends on beside the request, and of all KV depend on.
 
-Every byte of the weights (as the executor digested them), the files of a model's folder that
-decide how text becomes tokens and back and what is asked by default (of a GGUF file: its metadata),
-the chat template where another than the model's own is in force, the program that runs with the
-numerics version, the executor's recipe (instruction set), the parallel degree, the KV dtype and the
-context length. Two engines with one fingerprint give one answer. What a server adds (ceilings,
-parsers of answers) is in quire/api/serving.py.
+system_fingerprint, of an answer: every byte of the weights (as the executor digested them), the
+files of a model's folder that decide how text becomes tokens and back and what is asked by default
+(of a GGUF file: its metadata), the chat template where another than the model's own is in force,
+the program that runs with the numerics version, the executor's recipe (instruction set), the
+parallel degree, the KV dtype and the context length. Two engines with one fingerprint give one
+answer. What a server adds (ceilings, parsers of answers) is in quire/api/serving.py.
+
+block_fingerprint, of a block of keys and values: what computes them and how they lie. Tokens are
+ids, so no tokenizer, template or default is part of it: where only these have changed, blocks are
+found again, on disk too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from quire.base.gguf_open import open_gguf
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
+# Changes with what lies in a block's bytes where the program does not tell, and with what the
+# digests begin with by which blocks are found.
+LAYOUT_VERSION = 2
 # Of a model's folder, beside weights: what the config, tokenizer and template readers open.
 FILES = (
     "config.json",
@@ -62,6 +69,34 @@ def system_fingerprint(
     if chat_template is not None:
         digest.update(b"template\0" + chat_template.encode("utf-8", "surrogatepass"))
     return f"fp_{digest.hexdigest()}"
+
+
+def block_fingerprint(
+    program: Program,
+    *,
+    executor: str,
+    recipe: str,
+    weights_digest: str,
+    block_size: int,
+    block_bytes: int,
+) -> bytes:
+    """32 bytes over all that a block's bytes depend on beside the tokens before and in it.
+
+    executor, recipe, weights_digest: the executor's own words. The program holds the numerics
+    version, the angles of positions (as the served context length settles them) and the KV dtype.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (
+        str(LAYOUT_VERSION),
+        executor,
+        recipe,
+        weights_digest,
+        program_digest(program),
+        str(block_size),
+        str(block_bytes),
+    ):
+        digest.update(part.encode() + b"\0")
+    return digest.digest()
 
 
 def files_digest(folder: Path) -> str:

@@ -109,6 +109,34 @@ def test_another_models_blocks_are_not_found(model: Path, tmp_path: Path) -> Non
     assert stats.tier_fetched_blocks_total == 0
 
 
+def test_blocks_are_found_where_only_what_makes_tokens_has_changed(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tier"
+    first, _ = answered(model, folder, is_saved)
+    (model / "chat_template.jinja").write_text("{{ messages }} anew")
+    (model / "generation_config.json").write_text('{"temperature": 0.5}')
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }} by another")
+    for more in ({}, {"chat_template": str(template)}):
+        again, stats = answered(model, folder, **more)
+        assert again == first
+        assert stats.tier_fetched_blocks_total == 6
+
+
+@pytest.mark.parametrize(
+    "more", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"block_size": 32}]
+)
+def test_blocks_of_another_precision_or_size_are_not_found(
+    model: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    answered(model, tmp_path / "tier", is_saved)
+    alone, _ = answered(model, None, **more)
+    got, stats = answered(model, tmp_path / "tier", **more)
+    assert got == alone
+    assert stats.tier_fetched_blocks_total == 0
+
+
 def test_a_folder_in_use_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
     folder = TierFolder(tmp_path / "tier")
     with pytest.raises(SettingError, match="in use by another engine"):

@@ -1,4 +1,4 @@
-"""system_fingerprint: equal for equal engines, different for whatever changes an answer."""
+"""Fingerprints: equal for equal engines, different for whatever changes an answer, or a block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.models.registry import build_program, open_model
 from quire.program import serialize
 from quire.program.ops import DType
 from quire.program.program import Program
-from quire.runner.fingerprint import FILES, system_fingerprint
+from quire.runner.fingerprint import FILES, block_fingerprint, system_fingerprint
 from tests.tiny_models import write_tiny_llama
 
 PLAIN: dict[str, Any] = {"weights_digest": "w", "recipe": "avx512", "max_model_len": 64}
@@ -104,3 +104,45 @@ def test_every_file_the_readers_of_text_know_counts() -> None:
     assert "*.tiktoken" in read
     assert {name for name in read if name != "*.jinja"} <= set(FILES)
     assert "additional_chat_templates/*.jinja" in FILES
+
+
+OF_BLOCKS: dict[str, Any] = {
+    "executor": "native",
+    "recipe": "avx512",
+    "weights_digest": "w",
+    "block_size": 16,
+    "block_bytes": 4096,
+}
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_blocks_are_of_what_computes_them(folder: Path, name: str) -> None:
+    program = _program(folder)
+    before = block_fingerprint(program, **OF_BLOCKS)
+    assert len(before) == 32
+    assert before == block_fingerprint(_program(folder), **OF_BLOCKS)
+    other = 7 if isinstance(OF_BLOCKS[name], int) else "other"
+    assert before != block_fingerprint(program, **{**OF_BLOCKS, name: other})
+    assert before != block_fingerprint(_program(folder, dtype=DType.BF16), **OF_BLOCKS)
+
+
+def test_blocks_are_the_same_whatever_makes_tokens_and_however_long_the_context(
+    folder: Path,
+) -> None:
+    before = block_fingerprint(_program(folder), **OF_BLOCKS)
+    for pattern in FILES[2:]:  # the configuration says what runs
+        (folder / pattern.replace("*", "some")).write_text('{"a": 1}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert before == block_fingerprint(_program(folder, max_positions=128), **OF_BLOCKS)
+
+
+def test_angles_of_positions_and_the_numerics_count_for_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = _program(folder)
+    before = block_fingerprint(program, **OF_BLOCKS)
+    rope = program.ropes[0]
+    turned = replace(rope, inv_freq=tuple(angle / 2 for angle in rope.inv_freq))
+    assert before != block_fingerprint(replace(program, ropes=(turned,)), **OF_BLOCKS)
+    monkeypatch.setattr(serialize, "NUMERICS_VERSION", -1)
+    assert before != block_fingerprint(program, **OF_BLOCKS)
