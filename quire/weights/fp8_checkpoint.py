@@ -198,6 +198,8 @@ def _shared(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[str, tuple
     """The scheme, and the rows and columns that share a scale; None where scales are of no such
     shape."""
     rows, columns = shape
+    if not rows or not columns:
+        return None
     if scales == (-(-rows // BLOCK), -(-columns // BLOCK)):
         return BY_BLOCK, (BLOCK, BLOCK)
     if all(size == 1 for size in scales):

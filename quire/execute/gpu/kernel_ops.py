@@ -1,10 +1,10 @@
 """Which kernels an operation is, on a GPU (or, to prove it without one, in Triton's interpreter).
 
 Each operation becomes a call on tensors at fixed addresses, as in ops.py, and some that follow one
-another become one (fused.py). Products of bf16 are the
-vendor library's in fast mode and fixed tiles in exact mode; what has no kernel yet is plain
-PyTorch on the device. Always holds: a call launches the same kernels for the same counts, and asks
-nothing of the device, so calls can be captured.
+another become one (fused.py). Products of bf16 are the vendor library's in fast mode and fixed
+tiles in exact mode; what has no kernel yet is plain PyTorch on the device. Always holds: a call
+launches the same kernels for the same counts, and asks nothing of the device, so calls can be
+captured.
 """
 
 from __future__ import annotations

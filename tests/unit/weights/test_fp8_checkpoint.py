@@ -90,6 +90,16 @@ def test_scales_of_another_shape_are_told_with_those_that_are_read(tmp_path: Pat
     assert "only matrices X.weight with scales are read" in _refused(write(1, name="a.bias"))
 
 
+@pytest.mark.parametrize("shape", [[0, 3], [3, 0]])
+def test_a_matrix_of_nothing_is_refused(shape: list[int], tmp_path: Path) -> None:
+    header = {
+        "a.weight": {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [0, 0]},
+        "a.weight_scale": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
+    }
+    write_raw(tmp_path / "model.safetensors", json.dumps(header).encode(), b"1234")
+    assert f"a.weight_scale is f32 []; for a.weight {shape}" in _refused(tmp_path)
+
+
 def test_the_digest_covers_scales(plain: Path, tmp_path: Path) -> None:
     def digest(folder: Path) -> str:
         checkpoint, found = open_checkpoint(folder), WeightsDigest()
