@@ -18,7 +18,7 @@ from bench.gpu.batches import batch_of
 from bench.gpu.models import LLAMA, TINY
 from bench.gpu.stage import Stage
 from quire.engine.precision import with_precision
-from quire.execute.gpu.executor import TorchExecutorClass
+from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.graphs import ladder
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType

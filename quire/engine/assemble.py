@@ -280,7 +280,7 @@ def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
 def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
     try:
         from quire.execute.gpu.device import choose, has_fp8, look
-        from quire.execute.gpu.executor import TorchExecutorClass
+        from quire.execute.gpu.executor_class import TorchExecutorClass
     except ModuleNotFoundError as error:
         raise SettingError(
             f"executor is torch and {error.name} is not installed; install the extra: "

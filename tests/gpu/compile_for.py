@@ -20,12 +20,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from quire.execute.gpu.kernels import attention as kernels
+from quire.execute.gpu.kernels import block_copy, store_kv
+from quire.execute.gpu.kernels import rows as row_kernels
+from quire.execute.gpu.kernels.activation import activation
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
+from quire.execute.gpu.kernels.cache_layout import CachePool
+from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
+from quire.execute.gpu.kernels.grouped import Groups
+from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
+from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
+from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
+from quire.execute.gpu.kernels.lora import adapt
+from quire.execute.gpu.kernels.moe import experts
+from quire.execute.gpu.kernels.norm import norm
+from quire.execute.gpu.kernels.wishes import Wishes
+
+F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.float32: "*fp32",
@@ -122,13 +143,243 @@ def report(title: str, launch: Callable[[], Any]) -> list[Report]:
     return [{"case": title} | found for found in reports]
 
 
+# ---- attention and the cache: heads of an 8B model
+
+LAYERS, BLOCKS, KV_HEADS, GROUP = 2, 64, 8, 4
+
+
+def _pool(precision: str, head_dim: int, block_size: int = 16) -> CachePool:
+    return CachePool.zeros(
+        precision,
+        layers=LAYERS,
+        blocks=BLOCKS,
+        kv_heads=KV_HEADS,
+        block_size=block_size,
+        head_dim=head_dim,
+        device="meta",
+    )
+
+
+def attention(
+    *,
+    precision: str = "bf16",
+    head_dim: int = 128,
+    exact: bool = False,
+    wide: bool = False,
+    block_size: int = 16,
+    sinks: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    """Wide tiles, or narrow ones cut into items and merged."""
+    dtype = F32 if precision == "f32" else torch.bfloat16
+    size = dtype.itemsize
+    rows = kernels.narrow_rows(GROUP, is_exact=exact, itemsize=size)
+    if wide:
+        rows = kernels.wide_rows(GROUP, head_dim, itemsize=size)
+    q = tensor(64, KV_HEADS * GROUP * head_dim, dtype=dtype)
+    room = {"kv_heads": KV_HEADS, "rows": GROUP, "head_dim": head_dim, "device": "meta"}
+    kernels.attention(
+        q,
+        _pool(precision, head_dim, block_size).layer(0),
+        q,
+        tiles=kernels.DeviceTiles(
+            rows=rows,
+            items=tensor(64, 6, dtype=I32),
+            merges=tensor(64, 3, dtype=I32),
+            partials=None if wide else kernels.Partials.empty(64, **room),
+        ),
+        positions=tensor(64, dtype=I32),
+        tables=tensor(64, 128, dtype=I32),
+        scale=0.088,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=tensor(KV_HEADS * GROUP, dtype=F32) if sinks else None,
+    )
+
+
+def _heads(precision: str) -> None:
+    dtype = F32 if precision == "f32" else torch.bfloat16
+    q, k = (tensor(64, heads * 128, dtype=dtype) for heads in (KV_HEADS * GROUP, KV_HEADS))
+    slots, table, weight = (
+        tensor(64, dtype=I32),
+        tensor(4096, 64, dtype=F32),
+        tensor(128, dtype=F32),
+    )
+    angles, norm = store_kv.Angles(table, table, slots), store_kv.HeadNorm(weight, weight, 1e-6)
+    cache = _pool(precision, 128).layer(0)
+    store_kv.prepare_heads(q, k, k, cache, slots, angles=angles, norm=norm)
+    store_kv.store_kv(k, k, cache, slots)
+    store_kv.rope(q, angles, head_dim=128)
+
+
+def _blocks() -> None:
+    pool, listed = _pool("bf16", 128), tensor(2, dtype=I32)
+    block_copy.copy_blocks(pool, np.array([0], np.int32), np.array([1], np.int32))
+    raw = tensor(2, pool.block_bytes, dtype=torch.uint8)
+    block_copy.export_blocks(pool, listed, raw)
+    block_copy.import_blocks(pool, listed, raw)
+
+
+ATTENTION: dict[str, Callable[[], Any]] = {
+    "decode attention": lambda: attention(),
+    "decode attention, fp8": lambda: attention(precision="fp8"),
+    "prefill attention": lambda: attention(wide=True),
+    "prefill attention, window, cap and sinks": lambda: attention(
+        wide=True, window=1024, soft_cap=30.0, sinks=True
+    ),
+    "heads into int8": lambda: _heads("int8"),
+    "heads into fp8": lambda: _heads("fp8"),
+    "blocks": _blocks,
+}
+
+
+# ---- all else: layers of an 8B model, for one row and for many
+
+WIDTH, MIDDLE = 4096, 14336
+
+
+def _linear(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    x, y = tensor(rows, columns, dtype=dtype), tensor(rows, WIDTH)
+    workspace = Workspace.of(2**24, "meta")
+    linear(x, tensor(WIDTH, columns, dtype=dtype), y, workspace=workspace)
+
+
+def _int8(rows: int) -> None:
+    x = quantize_rows(tensor(rows, WIDTH), ByteRows.empty(rows, WIDTH, "meta"))
+    values, scales = tensor(MIDDLE, WIDTH, dtype=torch.int8), tensor(MIDDLE, dtype=F32)
+    linear_bytes(x, ByteWeight(values, scales), tensor(rows, MIDDLE))
+
+
+def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool = True) -> None:
+    groups, x = WIDTH // group, tensor(rows, WIDTH)
+    weight = Int4Weight(
+        packed=tensor(MIDDLE // 64, WIDTH // 128, 64, 64, dtype=torch.uint8),
+        scales=tensor(groups, MIDDLE),
+        zeros=tensor(groups, MIDDLE, dtype=torch.uint8) if has_zeros else None,
+        group=group,
+        columns=WIDTH,
+    )
+    values = quantize_rows(x, ByteRows.empty(rows, WIDTH, "meta")) if by_integers else x
+    linear_int4(values, weight, tensor(rows, MIDDLE))
+
+
+VOCABULARY = 128256
+
+
+def _wishes(rows: int) -> Wishes:
+    """Without memory, whose bits cannot be seen as another type's."""
+    numbers = {name: tensor(rows, dtype=F32) for name in ("temperature", "top_p", "min_p")}
+    ints = {name: tensor(rows, dtype=I32) for name in ("top_k", "streams", "positions")}
+    seeds = tensor(rows, dtype=torch.int64)
+    return Wishes(words=tensor(8, rows, dtype=I32), seeds=seeds, **numbers, **ints)
+
+
+def _scores() -> None:
+    logits, ids = tensor(4, VOCABULARY, dtype=F32), tensor(4, dtype=I32)
+    score_listed(logits, score_rows(logits, ids, ids, most_top=20), ids, ids)
+
+
+def _last_tokens() -> None:
+    ids, last = tensor(8, dtype=I32), tensor(256, dtype=I32)
+    take_last_tokens(ids, ids, last)
+    keep_last_tokens(last, ids, ids)
+
+
+def _edits() -> None:
+    words = -(-VOCABULARY // 32)
+    entries, masked = tensor(8, 100, dtype=I32), tensor(2, 3, dtype=I32)
+    edits = Edits(entries=entries, masked=masked, masks=tensor(3, words, dtype=I32))
+    edit_logits(tensor(4, VOCABULARY, dtype=F32), edits)
+
+
+def _fp8(rows: int, *, by_block: bool) -> None:
+    room = ByteRows.empty(rows, WIDTH, "meta", dtype=E4M3, scaled="block" if by_block else "token")
+    shape = (MIDDLE // 128, WIDTH // 128) if by_block else (MIDDLE,)
+    weight = ByteWeight(tensor(MIDDLE, WIDTH, dtype=E4M3), tensor(*shape, dtype=F32))
+    linear_bytes(quantize_rows(tensor(rows, WIDTH), room), weight, tensor(rows, MIDDLE))
+
+
+def _experts(rows: int) -> None:
+    ids, shares = tensor(rows, 8, dtype=I32), tensor(rows, 8, dtype=F32)
+    x, gate_up, down = tensor(rows, 2048), tensor(128, 2 * 768, 2048), tensor(128, 2048, 768)
+    experts(x, gate_up, down, ids, shares, tensor(rows, 2048, dtype=F32))
+
+
+def _adapt(rows: int) -> None:
+    groups = Groups.of(tensor(rows, dtype=I32), 8)
+    shrink, expand, y = tensor(8, 16, WIDTH), tensor(8, MIDDLE, 16), tensor(rows, MIDDLE)
+    adapt(tensor(rows, WIDTH), shrink, expand, tensor(8, dtype=F32), groups, y)
+
+
+CASES: dict[str, Callable[[], Any]] = ATTENTION | {
+    "norm with residual": lambda: norm(
+        tensor(8, WIDTH, dtype=F32),
+        tensor(8, WIDTH),
+        weight=tensor(WIDTH, dtype=F32),
+        delta=tensor(8, WIDTH),
+        eps=1e-5,
+    ),
+    "activation": lambda: activation(
+        tensor(8, MIDDLE), tensor(8, MIDDLE), tensor(8, MIDDLE), form="gelu_tanh"
+    ),
+    "gather": lambda: row_kernels.gather_rows(
+        tensor(128256, WIDTH), tensor(8, dtype=I32), tensor(8, WIDTH, dtype=F32)
+    ),
+    "gather of fp8": lambda: row_kernels.gather_rows(
+        tensor(128256, WIDTH, dtype=E4M3),
+        tensor(8, dtype=I32),
+        tensor(8, WIDTH, dtype=F32),
+        scales=tensor(128256, dtype=F32),
+    ),
+    "soft cap": lambda: row_kernels.soft_cap(tensor(8, 128256, dtype=F32), 30.0),
+    "exact bf16, 1 row": lambda: _linear(1, MIDDLE),
+    "exact bf16, 33 rows": lambda: _linear(33, MIDDLE),
+    "exact bf16, 2048 rows": lambda: _linear(2048, MIDDLE),
+    "exact bf16, 2048 rows of 1024": lambda: _linear(2048, 1024),
+    "exact f32, 2048 rows": lambda: _linear(2048, WIDTH, F32),
+    "token choice": lambda: choose_tokens(
+        tensor(4, VOCABULARY, dtype=F32), _wishes(4), tensor(4, dtype=I32)
+    ),
+    "scores": _scores,
+    "last tokens": _last_tokens,
+    "edits of logits": _edits,
+    "fp8 by block, 1 row": lambda: _fp8(1, by_block=True),
+    "fp8 by block, 2048 rows": lambda: _fp8(2048, by_block=True),
+    "fp8 by channel, 2048 rows": lambda: _fp8(2048, by_block=False),
+    "experts, 4 rows": lambda: _experts(4),
+    "experts, 4096 rows": lambda: _experts(4096),
+    "adapters, 4 rows": lambda: _adapt(4),
+    "int8, 1 row": lambda: _int8(1),
+    "int8, 33 rows": lambda: _int8(33),
+    "int8, 2048 rows": lambda: _int8(2048),
+    "int4-g32 by int8, 1 row": lambda: _int4(1, 32),
+    "int4-g32 by int8, 2048 rows": lambda: _int4(2048, 32),
+    "int4-g128-zp by int8, 1 row": lambda: _int4(1, 128, has_zeros=True),
+    "int4-g64 by bf16, 1 row": lambda: _int4(1, 64, by_integers=False),
+    "int4-g128 by bf16, 2048 rows": lambda: _int4(2048, 128, by_integers=False),
+}
+# By name only: what differs little from those.
+MORE: dict[str, Callable[[], Any]] = {
+    "decode attention, blocks of 64": lambda: attention(block_size=64),
+    "decode attention, exact": lambda: attention(exact=True),
+    "decode attention, heads of 64": lambda: attention(head_dim=64),
+    "decode attention, heads of 256": lambda: attention(head_dim=256),
+    "decode attention, int8": lambda: attention(precision="int8"),
+    "decode attention, f32": lambda: attention(precision="f32", head_dim=64),
+    "prefill attention, blocks of 64": lambda: attention(wide=True, block_size=64),
+    "prefill attention, heads of 80": lambda: attention(wide=True, head_dim=80),
+    "prefill attention, heads of 256": lambda: attention(wide=True, head_dim=256),
+    "prefill attention, int8": lambda: attention(wide=True, precision="int8"),
+    "heads into bf16": lambda: _heads("bf16"),
+    "heads into f32": lambda: _heads("f32"),
+}
+
+
 def main(titles: list[str]) -> None:
     """Print what these cases compile to, or all that are tested."""
-    from tests.gpu import compile_attention, compile_cases
-
-    cases = compile_attention.CASES | compile_cases.CASES
-    known = cases | compile_attention.MORE
-    for title in titles or cases:
+    known = CASES | MORE
+    for title in titles or CASES:
         for found in report(title, known[title]):
             print(json.dumps(found), flush=True)
 

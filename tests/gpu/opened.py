@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.execute.gpu.executor import TorchExecutor, TorchExecutorClass
+from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.graphs import Capture
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.stream import Stream

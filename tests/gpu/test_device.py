@@ -25,7 +25,7 @@ from quire.execute.gpu.device import (  # noqa: E402
     has_fp8,
     look,
 )
-from quire.execute.gpu.executor import TorchExecutorClass  # noqa: E402
+from quire.execute.gpu.executor_class import TorchExecutorClass  # noqa: E402
 from quire.execute.gpu.memory import (  # noqa: E402
     GPU_RESERVE_BYTES,
     DeviceMemory,

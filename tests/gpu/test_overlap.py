@@ -24,6 +24,7 @@ from torch import Tensor  # noqa: E402
 from quire.base.records import FinishReason  # noqa: E402
 from quire.execute.executor import Executor, LateExecutor  # noqa: E402
 from quire.execute.gpu.last_tokens import LastTokens  # noqa: E402
+from quire.execute.gpu.step_buffers import Counts  # noqa: E402
 from quire.execute.gpu.stream import CpuStream, Mark  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
 from tests.exact.rig import Model, Stream, run_case  # noqa: E402
@@ -219,3 +220,28 @@ def test_a_slot_whose_last_token_nobody_keeps_is_refused(tmp_path: Path) -> None
     batch = replace(decode_batch([3], [0]), late_slots=np.array([16], np.int32))
     with pytest.raises(ValueError, match=r"late_slots\[0\] is 16"):
         executor.run_trunk(batch)
+
+
+def test_a_step_that_lacks_memory_is_computed_in_parts(
+    models: tuple[Model, SlowModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator fails for every step of more than one sequence."""
+    at_once, _ = models
+    drawn = plain(draw_case(0, num_models=1, vocab_size=VOCAB_SIZE), reads_tokens=False)
+    case = with_settings(drawn, plans_in_flight=1, max_samples=8)
+    wanted = run_case(at_once, case).streams
+    executor: Any = at_once.executor(1)
+    launch, failures = executor._launch, []
+
+    def launch_little(segment: str, counts: Counts) -> None:
+        if counts.sequences > 1:
+            failures.append(counts.sequences)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        launch(segment, counts)
+
+    monkeypatch.setattr(executor, "_launch", launch_little)
+    found = run_case(at_once, case).streams
+    assert max(failures) > 2
+    assert {name: stream.tokens for name, stream in found.items()} == {
+        name: stream.tokens for name, stream in wanted.items()
+    }

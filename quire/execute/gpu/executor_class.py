@@ -1,0 +1,187 @@
+"""TorchExecutorClass: what is said of a program before it is loaded, and how an executor is made.
+
+Knows a device and a mode; no steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quire.base.errors import CapacityError, ModelError, SettingError
+from quire.config.machine import MachineMemory
+from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
+from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.held import step_sizes
+from quire.execute.gpu.load import IntWeight, Pack, load
+from quire.execute.gpu.memory import device_memory
+from quire.execute.gpu.step_buffers import StepBuffers
+from quire.execute.layout import lay_out
+from quire.execute.rope_table import rope_bytes
+from quire.program.ops import FP8_CACHE, OpKind, Rows
+from quire.program.program import Program
+from quire.weights.binding import bind
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.pack_cache import PackCache
+
+FORMS = ("silu", "gelu", "gelu_tanh", "relu")
+FULL_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExecutorClass:
+    """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
+
+    exact: products whose bits a row has whatever rows are beside it. has_fp8: its kernels know it.
+    """
+
+    device: torch.device
+    exact: bool = True
+    has_fp8: bool = True
+
+    def check_program(self, program: Program) -> None:
+        """Raise ModelError listing what cannot be held, before anything is loaded."""
+        problems = []
+        if len(program.caches) != 1:
+            problems.append(f"it has {len(program.caches)} KV caches; one is held")
+        forms = {
+            op.attrs["form"]
+            for ops in program.segments.values()
+            for op in ops
+            if op.kind is OpKind.ACTIVATION
+        }
+        problems += [
+            f"its activation is {form!r}; {', '.join(FORMS)} are known"
+            for form in sorted(forms - set(FORMS))
+        ]
+        if self.device.type != "cpu" and any(_is_gathered_in_groups(program)):
+            problems.append(
+                "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
+                "not gathered from on a GPU (--head-precision int8, fp8 or none)"
+            )
+        if not self.has_fp8 and _uses_fp8(program):
+            problems.append(
+                f"its weights, or keys and values, are kept in fp8, which {self.device} cannot "
+                "compute with: compute capability 8.9 and newer can (Ada, Hopper); --quantization "
+                "int8 and --kv-cache-dtype int8 take as much memory"
+            )
+        if problems:
+            raise ModelError(
+                f"{program.name}: the torch executor cannot hold this model "
+                "(--executor reference can):" + "".join(f"\n  - {problem}" for problem in problems)
+            )
+
+    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+        """Weights and cache as the program says; buffers share one arena."""
+        return ExecutorMemory(
+            weights_bytes=self._weight_bytes(program),
+            step_bytes=lay_out(program, max_rows).arena_bytes
+            + rope_bytes(program)
+            + StepBuffers.num_bytes(**step_sizes(program, max_rows))
+            + self._kernel_bytes(program, max_rows),
+            token_bytes=sum(cache.token_bytes for cache in program.caches),
+        )
+
+    def _weight_bytes(self, program: Program) -> int:
+        """As the program says; plain PyTorch holds integers of 4 bits in a byte each."""
+        if self.device.type != "cpu":
+            return program.weight_bytes
+        return sum(
+            weight.num_bytes
+            if weight.ints is None
+            else weight.rows * (weight.columns + 4 * weight.ints.num_groups(weight.columns))
+            for weight in program.weights.values()
+        )
+
+    def _kernel_bytes(self, program: Program, max_rows: Mapping[Rows, int]) -> int:
+        if self.device.type == "cpu":
+            return 0
+        from quire.execute.gpu.attention_steps import partial_bytes
+        from quire.execute.gpu.kernel_ops import Scratch
+
+        partials = partial_bytes(program, max_rows, exact=self.exact)
+        return partials + Scratch.num_bytes(program, max_rows)
+
+    def head_rows(self, max_sequences: int) -> int:
+        """On a GPU all sequences' at once: their step and its head are one graph."""
+        return HEAD_ROWS if self.device.type == "cpu" else max(HEAD_ROWS, max_sequences)
+
+    def available_memory(self) -> MachineMemory:
+        """See ExecutorClass."""
+        return device_memory(self.device)
+
+    def plans_in_flight(self) -> int:
+        """See ExecutorClass: a GPU is told the next step while it computes one."""
+        return 1 if self.device.type == "cpu" else 2
+
+    def full_step_tokens(self) -> int:
+        """See ExecutorClass."""
+        return 128 if self.device.type == "cpu" else FULL_STEP_TOKENS
+
+    def __call__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        max_sequences: int,
+        num_threads: int = 1,
+        progress: Progress | None = None,
+        pack_cache: PackCache | None = None,
+    ) -> TorchExecutor:
+        if pack_cache is not None:
+            raise SettingError(
+                "pack_cache: the torch executor packs nothing; leave it out, or take the native "
+                "executor"
+            )
+        self.check_program(program)
+        if self.device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        try:
+            pack = _pack(runs_kernels=self.device.type != "cpu")
+            binding = bind(program, checkpoint)
+            weights = load(program, binding, self.device, progress, pack=pack)
+            return TorchExecutor(
+                program,
+                weights,
+                device=self.device,
+                exact=self.exact,
+                max_rows={
+                    Rows.TOKENS: max_tokens,
+                    Rows.SAMPLES: max_samples,
+                    Rows.SEQUENCES: max_sequences,
+                },
+            )
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
+                f"{max_tokens} tokens do not fit into the memory of {self.device}; lower "
+                "--max-num-batched-tokens or take a smaller model"
+            ) from error
+
+
+def _pack(*, runs_kernels: bool) -> Pack:
+    """Integer weights as those who compute take them."""
+    if not runs_kernels:
+        return IntWeight.of
+    from quire.execute.gpu.kernel_ops import pack_ints
+
+    return pack_ints
+
+
+def _is_gathered_in_groups(program: Program) -> Iterator[bool]:
+    for ops in program.segments.values():
+        for op in ops:
+            if op.kind is OpKind.EMBED:
+                scheme = program.weights[op.attrs["weight"]].quantized
+                yield scheme is not None and scheme.group != 0
+
+
+def _uses_fp8(program: Program) -> bool:
+    schemes = [weight.quantized for weight in program.weights.values()]
+    return any(scheme is not None and scheme.is_float for scheme in schemes) or any(
+        cache.scheme == FP8_CACHE for cache in program.caches
+    )

@@ -1,0 +1,67 @@
+"""What an executor holds on its device beside weights and cache: buffers, angles, a step's numbers.
+
+Made once, at addresses that stay. Knows a program's shapes and the largest step; no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.execute.gpu.load import TORCH_TYPES
+from quire.execute.layout import lay_out
+from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable
+from quire.program.ops import RopeSpec, Rows
+from quire.program.program import Program
+
+if TYPE_CHECKING:
+    from quire.execute.gpu.attention_steps import AttentionSteps
+
+# Blocks of the smallest size cover a request's positions; a step's tables have so many columns.
+SMALLEST_BLOCK = 16
+
+
+def attention_steps(
+    program: Program, max_rows: Mapping[Rows, int], device: torch.device, exact: bool
+) -> AttentionSteps:
+    """Room for what attention launches of a step plan and leave to be merged."""
+    from quire.execute.gpu.attention_steps import AttentionSteps, num_programs
+
+    steps = AttentionSteps(program, max_rows=max_rows, exact=exact, programs=num_programs(device))
+    steps.allocate(device)
+    return steps
+
+
+def step_sizes(program: Program, max_rows: Mapping[Rows, int]) -> dict[str, int]:
+    """Of the buffers for a step's numbers."""
+    return {
+        "max_tokens": max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES]),
+        "max_sequences": max_rows[Rows.SEQUENCES],
+        "max_columns": -(-program.max_positions // SMALLEST_BLOCK) + 1,
+    }
+
+
+def step_arena(
+    program: Program, max_rows: Mapping[Rows, int], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """One arena, and each buffer's place in it as [max rows, width]."""
+    layout = lay_out(program, max_rows)
+    arena = torch.zeros(max(layout.arena_bytes, 1), dtype=torch.uint8, device=device)
+    buffers = []
+    for buffer, place in zip(program.buffers, layout.places, strict=True):
+        raw = arena[place.offset_bytes : place.offset_bytes + place.num_bytes]
+        rows = raw.view(TORCH_TYPES[buffer.dtype]).view(place.max_rows, place.stride)
+        buffers.append(rows[:, : buffer.width])
+    return arena, buffers
+
+
+def rope_angles(spec: RopeSpec, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions; in whole chunks, as the table grows."""
+    table = RopeTable(spec)
+    table.reserve(-(-max_positions // CHUNK_POSITIONS) * CHUNK_POSITIONS)
+    cos, sin = (np.ascontiguousarray(part[:max_positions]) for part in (table.cos, table.sin))
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)

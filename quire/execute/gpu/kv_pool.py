@@ -1,0 +1,112 @@
+"""KvPool: the cache of keys and values on a device, and its blocks copied, exported and imported.
+
+Copies are said in the device's order of work; bytes that go to the host or come from it are waited
+for. Knows one cache of a program and no steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.base.errors import CapacityError, WorkerError
+from quire.execute.gpu.device import device_errors
+from quire.execute.gpu.kernels.cache_layout import CachePool
+from quire.execute.gpu.memory import check_left
+from quire.execute.gpu.stream import Stream
+from quire.program.program import Program
+
+Int32s = NDArray[np.int32]
+
+
+class KvPool:
+    """Of one program on one device; without blocks until they are allocated."""
+
+    def __init__(self, program: Program, device: torch.device, stream: Stream) -> None:
+        self._spec, self._device, self._stream = program.caches[0], device, stream
+        self._blocks: CachePool | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, as `export` gives them."""
+        return self.blocks().block_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are."""
+        return self.blocks().num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one."""
+        return int(self.blocks().values.shape[-2])
+
+    def blocks(self) -> CachePool:
+        """All of them, as kernels take them."""
+        if self._blocks is None:
+            raise WorkerError("the cache has not been allocated, or the executor is closed")
+        return self._blocks
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Blocks of zeros, in place of others. Raises CapacityError."""
+        spec = self._spec
+        self._blocks = None  # first: there may be no room for both
+        try:
+            self._blocks = CachePool.zeros(
+                spec.precision,
+                layers=spec.layers,
+                blocks=num_blocks,
+                kv_heads=spec.kv_heads,
+                block_size=block_size,
+                head_dim=spec.head_dim,
+                device=self._device,
+            )
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise CapacityError(
+                f"{num_blocks} cache blocks of {block_size} tokens "
+                f"({num_blocks * block_size * spec.token_bytes} bytes) do not fit into the memory "
+                f"of {self._device}; lower --kv-cache-memory"
+            ) from error
+        check_left(self._device)
+
+    def copy(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """Copy whole blocks over all layers, in order."""
+        parts = self._parts()
+        pairs = list(zip(copy_from.tolist(), copy_to.tolist(), strict=True))
+
+        def copy() -> None:
+            for source, target in pairs:
+                for part in parts:
+                    part[:, target] = part[:, source]
+
+        with device_errors("copies of blocks"):
+            self._stream.do(copy)
+
+    def export(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy a block's raw bytes over all layers, values before scales, to out."""
+        self._stream.mark().wait()
+        first = 0
+        for part in self._parts():
+            raw = part[:, block].contiguous().view(torch.uint8).reshape(-1)
+            torch.from_numpy(out[first : first + len(raw)]).copy_(raw)
+            first += len(raw)
+
+    def put(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Make a block what `export` gave."""
+        self._stream.mark().wait()
+        first = 0
+        for part in self._parts():
+            of_block = part[:, block]
+            given = torch.from_numpy(np.array(raw[first : first + of_block.nbytes]))
+            of_block.copy_(given.view(part.dtype).reshape(of_block.shape))
+            first += of_block.nbytes
+
+    def free(self) -> None:
+        """Let go of the blocks."""
+        self._blocks = None
+
+    def _parts(self) -> list[Tensor]:
+        pool = self.blocks()
+        return [pool.values] if pool.scales is None else [pool.values, pool.scales]
