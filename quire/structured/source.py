@@ -15,11 +15,13 @@ from typing import Any
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
+from quire.structured.gbnf import lark_of
 from quire.structured.schema import for_llguidance, path_of
 
 MAX_GBNF_CHARS = 65_536
 _MAX_SAID_CHARS = 400
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL)
+_TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
@@ -97,6 +99,12 @@ def _of_schema(schema: Any, said: str) -> str:
             f"{f' (at {place})' if place else ''}, which is not supported; leave it out, or write "
             "it as a pattern"
         )
+    if _TOO_WIDE.search(said) is not None:
+        return (
+            "the schema leaves too much open at one place, as an object of more than some 1,600 "
+            "properties does that may all be left out; make them required, in which case their "
+            "order says what comes next, or part them among several objects"
+        )
     return f"the schema cannot be used: {_cut(said)}"
 
 
@@ -116,8 +124,6 @@ def _one_of(texts: list[str]) -> str:
 def _lark(grammar: Grammar) -> str:
     if "::=" not in grammar.text:
         return grammar.text
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     if len(grammar.text) > MAX_GBNF_CHARS:
         raise InvalidParameter(
             f"{grammar.param}: the GBNF grammar has {len(grammar.text)} characters; at most "
@@ -125,10 +131,9 @@ def _lark(grammar: Grammar) -> str:
             param=grammar.param,
         )
     try:
-        text: str = gbnf_to_lark(grammar.text)
+        return lark_of(grammar.text)
     except (Exception, RecursionError) as error:  # noqa: BLE001  a parser of others' making
         raise refusal(grammar, f"it is no GBNF: {str(error)[:200]}") from None
-    return text
 
 
 def _structural_tag(grammar: Grammar, special_names: frozenset[str]) -> str:

@@ -114,6 +114,17 @@ def test_as_many_choices_and_properties_as_are_promised_can_be_used(
     assert matcher.mask().any()
 
 
+def test_more_optional_properties_are_refused_in_words_that_help_and_needed_ones_are_not(
+    vocabulary: Vocabulary,
+) -> None:
+    loaded = LoadedVocabulary(vocabulary)
+    names = [f"property_{number}" for number in range(2_000)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+    with pytest.raises(InvalidParameter, match=r"1,600 properties .* make them required"):
+        compiled(json_schema(schema), loaded)
+    compiled(json_schema({**schema, "required": names}), loaded)
+
+
 def test_a_compilation_that_takes_too_long_is_given_up(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
