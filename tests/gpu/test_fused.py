@@ -114,8 +114,9 @@ def test_launches_of_a_layer_before_and_after(
         with _counted(monkeypatch) as names:
             logits.append(sequence_logits(executor, ids, max_positions=program.max_positions))
         layers = program.caches[0].layers
-        # Beside the layers: embed, the last sum; the sampled rows, their norm and the head.
-        counts.append((len(names) - 5) / layers)
+        # Beside the layers: the slots' last tokens, embed, the last sum; the sampled rows, their
+        # norm and the head.
+        counts.append((len(names) - 6) / layers)
     assert counts == [apart, together]
     assert np.abs(logits[0] - logits[1]).max() <= TOLERANCE * np.abs(logits[0]).max()
 
