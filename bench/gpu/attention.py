@@ -129,7 +129,7 @@ def _work(
     else:
         shape = pool.values.shape
         drawn = torch.randint(-127, 128, shape, dtype=torch.int8, device=stage.device)
-        pool.values.copy_(drawn)
+        pool.values.copy_(drawn.to(stage.dtype))  # which holds them exactly
         assert pool.scales is not None, "what has few bits has scales"
         pool.scales.fill_(0.01)
     q = torch.randn(tokens, heads * head_dim, device=stage.device).to(stage.dtype)

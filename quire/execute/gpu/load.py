@@ -68,12 +68,14 @@ class Fp8Weight:
     @classmethod
     def of(cls, whole: Tensor, scheme: Scheme) -> Fp8Weight:
         """Made where the weight is, some rows at a time."""
-        made = [
-            quantize_fp8(whole[first : first + ROWS_AT_ONCE], scheme)
-            for first in range(0, len(whole), ROWS_AT_ONCE)
-        ]
-        values, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
-        return cls(scheme=scheme, values=values, scales=scales)
+        codes = torch.empty(whole.shape, dtype=torch.uint8, device=whole.device)
+        scales = []
+        for first in range(0, len(whole), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            values, of_part = quantize_fp8(whole[part], scheme)
+            codes[part] = values.view(torch.uint8)
+            scales.append(of_part)
+        return cls(scheme=scheme, values=codes.view(E4M3), scales=torch.cat(scales))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows by id in float32."""

@@ -55,7 +55,10 @@ class ByteWeight:
     def of(cls, values: torch.Tensor, scales: torch.Tensor) -> ByteWeight:
         """From values [N, K], copied only where K is not whole groups."""
         past = -values.shape[1] % ACTIVATION_GROUP
-        return cls(torch.nn.functional.pad(values, (0, past)) if past else values, scales)
+        if past:  # a zero of either type is a byte of zeros
+            padded = torch.nn.functional.pad(values.view(torch.uint8), (0, past))
+            values = padded.view(values.dtype)
+        return cls(values, scales)
 
     @classmethod
     def of_ints(cls, matrix: IntMatrix, device: torch.device | str) -> ByteWeight:
