@@ -72,7 +72,7 @@ TERMS = frozenset(
         "return_cached_tokens_details",
     }
 )
-_SHARED = (
+_EVERYWHERE = (
     SAMPLING
     | TERMS
     | {
@@ -81,13 +81,13 @@ _SHARED = (
         "stream_options",
         "logprobs",
         "cache_salt",
-        "add_special_tokens",
         "truncate_prompt_tokens",
-        "response_format",
         "return_timings",
     }
 )
-COMPLETIONS = _SHARED | {"prompt", "echo", "suffix", "return_token_ids"}
+# Where answers are texts.
+_TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
+COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
 # What goes with messages and shapes the prompt.
 _TEMPLATE = frozenset(
     {
@@ -107,24 +107,10 @@ _CHAT_ONLY = {
     "top_logprobs",
     "parallel_tool_calls",
     "include_reasoning",
-    "return_token_ids",
 }
-CHAT = _SHARED | _TEMPLATE | _CHAT_ONLY
+CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: nothing that is said of texts.
-GENERATE = (
-    (SAMPLING - {"logprob_token_ids"})
-    | TERMS
-    | {
-        "model",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "cache_salt",
-        "tokens",
-        "truncate_prompt_tokens",
-        "return_timings",
-    }
-)
+GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | {"tokens"}
 CONVERSATION = _TEMPLATE | {"messages"}
 TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
