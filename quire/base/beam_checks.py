@@ -1,4 +1,4 @@
-"""What beam search can go with: the checks of its fields, and the defaults that would forbid it.
+"""What beam search can go with: the checks of its fields, and of those that would forbid it.
 
 Knows field names and their values that ask for nothing; no search. Beams are chosen by sums of
 log-probabilities, after penalties, bias and bans; whatever draws tokens is refused by name.
@@ -16,25 +16,14 @@ if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
 
 EARLY_STOPPING = (True, False, "never")
-# Fields that must be off, with the value that is: beams are found, not drawn. A caller who asks for
-# beams gets these where he does not name them: a model's own defaults must not forbid a search.
-BEAMS_OFF: Mapping[str, Any] = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "xtc_probability": 0.0,
-    "mirostat": 0,
-}
 _BEAMS_ONLY: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 
 
-def check_beams(sampling: SamplingParams) -> None:
-    """Raise InvalidParameter for what beams cannot go with, and for their fields without them."""
+def check_beams(sampling: SamplingParams, must_be: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter for what beams cannot go with, and for their fields without them.
+
+    must_be: fields that must be off beside beams, with the value that is.
+    """
     given = sampling.early_stopping
     if not isinstance(given, bool | str) or given not in EARLY_STOPPING:
         raise InvalidParameter(
@@ -50,7 +39,7 @@ def check_beams(sampling: SamplingParams) -> None:
                     param=name,
                 )
         return
-    for name, off in BEAMS_OFF.items():
+    for name, off in must_be.items():
         value = getattr(sampling, name)
         if value != off and not (name == "top_k" and value == -1):
             raise InvalidParameter(

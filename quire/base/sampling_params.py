@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from quire.base.beam_checks import BEAMS_OFF, check_beams
+from quire.base.beam_checks import check_beams
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar_of
 from quire.base.parameter_checks import MAX_TOKEN_ID, number, texts, token_ids, whole
@@ -165,7 +165,7 @@ class SamplingParams:
         self._check_best_of()
         if not isinstance(self.structured_outputs, Grammar | None):
             self._settle("structured_outputs", grammar_of(self.structured_outputs))
-        check_beams(self)
+        check_beams(self, BEAMS_OFF)
         if self.max_tokens == 0:
             self._check_no_output()
 
@@ -355,6 +355,9 @@ FILTERS_OFF: Mapping[str, float] = {
     "eta_cutoff": 0.0,
     "xtc_probability": 0.0,
 }
+# What must be off beside beams, which are found, not drawn. A caller who asks for beams gets these
+# where he does not name them: a model's own defaults must not forbid a search.
+BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0}
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
 _MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of"})
 WHOLE_NUMBERS = (
