@@ -4,7 +4,8 @@
 
 Its own arithmetic on purpose: the reader under test must not be checked by its own twin. Kinds:
 "tensor", "channel" and "block", by what shares a scale; "fp8" writes `quantization_config` as Qwen
-and DeepSeek do, "compressed" as compressed-tensors. The head and the embedding stay as they are.
+and DeepSeek do, "compressed" as compressed-tensors; is_static says there that scales of activations
+are fixed. The head and the embedding stay as they are.
 """
 
 from __future__ import annotations
@@ -67,18 +68,30 @@ def quantized(w: Float32s, kind: str) -> tuple[NDArray[np.uint8], Float32s, Floa
     return codes, scales, VALUES[codes] * each
 
 
-def config_of(kind: str, style: str) -> dict[str, Any]:
+# Of activations, by product; 0.02 of all others: those that take the same rows need not agree.
+INPUT_SCALES = {"k_proj": 0.03, "v_proj": 0.025, "up_proj": 0.025}
+
+
+def input_scale_of(name: str) -> Float32s:
+    """What a product's `input_scale` holds."""
+    return np.array([INPUT_SCALES.get(name.split(".")[-2], 0.02)], np.float32)
+
+
+def config_of(kind: str, style: str, *, is_static: bool = False) -> dict[str, Any]:
     """What config.json says."""
     if style == "fp8":
         own = {"weight_block_size": [128, 128]} if kind == "block" else {}
-        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | own
+        scheme = "static" if is_static else "dynamic"
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": scheme} | own
     shared = {"num_bits": 8, "type": "float", "symmetric": True, "observer": "minmax"}
     block = {"block_structure": [128, 128]} if kind == "block" else {}
     rows = {"strategy": "group", "group_size": 128} if kind == "block" else {"strategy": "token"}
+    if is_static:
+        rows = {"strategy": "tensor"}
     group = {
         "targets": ["Linear"],
         "weights": shared | block | {"strategy": kind, "dynamic": False, "group_size": None},
-        "input_activations": shared | rows | {"dynamic": True},
+        "input_activations": shared | rows | {"dynamic": not is_static},
         "output_activations": None,
     }
     return {
@@ -94,7 +107,13 @@ def config_of(kind: str, style: str) -> dict[str, Any]:
 
 
 def write_fp8_of(
-    plain: Path, folder: Path, *, kind: str, style: str = "fp8", drop: str = ""
+    plain: Path,
+    folder: Path,
+    *,
+    kind: str,
+    style: str = "fp8",
+    drop: str = "",
+    is_static: bool = False,
 ) -> Path:
     """The checkpoint in `plain` with its layers' products in fp8; `drop` leaves a tensor out."""
     shutil.copytree(plain, folder)
@@ -119,10 +138,11 @@ def write_fp8_of(
         shape = (1,) if kind == "tensor" else scales.shape
         add(name, "F8_E4M3", codes.shape, codes.tobytes())
         add(name.replace("weight", ending), "F32", shape, encode(scales, "f32"))
-        if kind == "tensor":
-            add(name.replace("weight", "input_scale"), "F32", (1,), encode(scales[0], "f32"))
+        if kind == "tensor" or is_static:
+            fixed = encode(input_scale_of(name), "f32")
+            add(name.replace("weight", "input_scale"), "F32", (1,), fixed)
     write_raw(folder / "model.safetensors", json.dumps(header).encode(), body)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = config_of(kind, style)
+    config["quantization_config"] = config_of(kind, style, is_static=is_static)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         weights_if_there(path),
         head=args.head_precision,
         keep=args.keep,
+        static=spec.static_activations,
     )
     kv_cache_dtype = DTYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     program = with_kv_cache_dtype(program, kv_cache_dtype)

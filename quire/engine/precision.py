@@ -18,6 +18,7 @@ from quire.program.program import Program
 from quire.program.quantize import AUTO, quantize
 from quire.quant.scheme import ACTIVATION_GROUP
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.safetensors import raise_problems
 
 # Q4_0 is 4 bits with a scale for 32 elements, and so is int4-g32: codes stay, only scales are
 # rounded (to bf16, 0.2 % of an element at most). All others go into 8 bits with a scale a row,
@@ -25,7 +26,7 @@ from quire.weights.checkpoint import Checkpoint, open_checkpoint
 FOUR_BITS = "Q4_0"
 MOST_ALIKE: Mapping[bool, str] = {True: "int4-g32", False: "int8"}
 # Fp8 stays what it is: the codes and their scales.
-FP8, FP8_BLOCK = "fp8", "fp8-block"
+FP8, FP8_BLOCK, FP8_STATIC = "fp8", "fp8-block", "fp8-static"
 # Share of a weight's rows that 8 bits may be too coarse for before it is worth a warning.
 MOST_COARSE_ROWS = 0.01
 MOST_NAMED = 6
@@ -49,21 +50,27 @@ def with_precision(
     *,
     head: str = AUTO,
     keep: Sequence[str] = (),
+    static: bool = False,
 ) -> Program:
     """The program with the weights' precision that the settings ask for.
 
     quantization: a scheme, "none", or "auto": as the checkpoint has them (None: it is not there
-    yet). Raises SettingError for what is no precision, a rule that matches nothing, and what would
-    quantize weights a second time.
+    yet). static: its config.json says that it fixes the scales of activations; where fp8 is asked
+    for by name each token has its own. Raises SettingError for what is no precision, a rule that
+    matches nothing, and what would quantize weights a second time; WeightsError where scales that
+    are said to be fixed are not there.
     """
     types = {} if checkpoint is None else _types_of_products(program, checkpoint)
-    stored = {name: _as_stored(program.weights[name], found) for name, found in types.items()}
+    stored = {
+        name: _as_stored(program.weights[name], found, static=static)
+        for name, found in types.items()
+    }
     made = quantize(program, quantization, head=head, keep=keep, stored=stored)
     twice = {
         kind
         for name, found in types.items()
         for kind in found
-        if kind and made.weights[name].scheme not in ("", stored.get(name, ""))
+        if kind and not _holds(made.weights[name].scheme, stored.get(name, ""))
     }
     if twice:
         where = checkpoint.path if checkpoint is not None else program.name
@@ -72,6 +79,8 @@ def with_precision(
             "them again would lose more than either does: leave --quantization, --head-precision "
             "and --keep out, let them say none, or take the model's original checkpoint"
         )
+    if checkpoint is not None:
+        _check_input_scales(made, checkpoint)
     return made
 
 
@@ -96,7 +105,34 @@ def warn_of_coarse(log: Log, program: Program, coarse_rows: Mapping[str, int]) -
     )
 
 
-def _as_stored(weight: Weight, types: set[str]) -> str:
+def _holds(scheme: str, stored: str) -> bool:
+    """Does the scheme leave what is stored in another as it is? Fixed scales of activations may be
+    left unused."""
+    return scheme in ("", stored) or (stored == FP8_STATIC and scheme == FP8)
+
+
+def _check_input_scales(program: Program, checkpoint: Checkpoint) -> None:
+    """Raise WeightsError where a weight's scheme counts on fixed scales that are not there."""
+    problems = []
+    for weight in program.weights.values():
+        if weight.scheme != FP8_STATIC:
+            continue
+        stored = {part.source: checkpoint.fp8(part.source) for part in weight.parts}
+        lacking = [name for name, of in stored.items() if of is not None and not of.input_scale]
+        if lacking:
+            names = ", ".join(name.removesuffix("weight") + "input_scale" for name in lacking)
+            others = len(stored) - len(lacking)
+            beside = f"; {others} of {len(stored)} parts of {weight.name} have theirs"
+            problems.append(f"{names} is missing{beside if others else ''}")
+    raise_problems(
+        f"{checkpoint.path}: config.json says that scales of activations are fixed (static), and "
+        f"some are not there; fetch the model anew, or give --quantization {FP8}, by which each "
+        "token has a scale of its own",
+        problems,
+    )
+
+
+def _as_stored(weight: Weight, types: set[str], *, static: bool) -> str:
     """The scheme that is nearest to what a weight's parts are stored in, "" where there is none:
     parts of plain numbers, of several kinds of fp8, or that begin inside a block."""
     if not types or "" in types:
@@ -107,6 +143,8 @@ def _as_stored(weight: Weight, types: set[str]) -> str:
         part.rows % ACTIVATION_GROUP == 0 for part in weight.parts[:-1]
     )
     kind = next(iter(types)) if len(types) == 1 else ""
+    if kind == FP8 and static:
+        return FP8_STATIC
     return "" if kind == FP8_BLOCK and not is_aligned else kind
 
 

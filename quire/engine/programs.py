@@ -27,6 +27,7 @@ def engine_program(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint
         checkpoint,
         head=config.model.head_precision,
         keep=config.model.keep,
+        static=spec.static_activations,
     )
     return with_kv_cache_dtype(program, config.cache.kv_cache_dtype)
 

@@ -31,7 +31,10 @@ def in_few_bits(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Matrix
     assert scheme is not None, f"{weight.name} has no scheme"
     if (stored := stored_fp8(weight, binding)) is not None:
         values = OF_CODES[np.concatenate([part.codes for part in stored])]
-        return Fp8Matrix(scheme=scheme, values=values, scales=stored_scales(stored)), 0
+        fixed = fixed_input_scale(weight, stored)
+        kept = stored_scales(stored)
+        return Fp8Matrix(scheme=scheme, values=values, scales=kept, input_scale=fixed), 0
+    assert not scheme.is_static, f"{weight.name} is not in fp8; nothing fixes its scale"
     values = read_f32(weight, binding)
     if scheme.is_float:
         return quantize_fp8(values, scheme), 0
@@ -49,3 +52,15 @@ def stored_fp8(weight: Weight, binding: Binding) -> list[Fp8Stored] | None:
 def stored_scales(parts: list[Fp8Stored]) -> Float32s:
     """Their scales as Fp8Matrix has them."""
     return np.concatenate([part.scales_as_kept() for part in parts])
+
+
+def fixed_input_scale(weight: Weight, parts: list[Fp8Stored]) -> np.float32 | None:
+    """What rows are divided by before they become fp8, None where they have scales of their own.
+
+    Parts of one weight take the same rows, so the largest of their scales: none is cut off.
+    """
+    if weight.quantized is None or not weight.quantized.is_static:
+        return None
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
+    assert len(scales) == len(parts), f"{weight.name}: looked at when its scheme was chosen"
+    return np.float32(max(scales))

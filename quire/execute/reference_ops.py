@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.quant.fp8 import Fp8Matrix, quantize_fp8_rows
+from quire.quant.fp8 import Fp8Matrix, quantize_fp8_by, quantize_fp8_rows
 from quire.quant.int_rows import fma, grouped, quantize_rows
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP
@@ -95,7 +95,10 @@ def int_linear(x: Float32s, weight: IntMatrix, bias: Float32s | None) -> Float32
 def fp8_linear(x: Float32s, weight: Fp8Matrix, bias: Float32s | None) -> Float32s:
     """x [R, K], made fp8, by an fp8 weight [N, K] (+ bias [N]): [R, N]."""
     by_block = bool(weight.scheme.group)
-    rows = quantize_fp8_rows(x, by_block=by_block)
+    if weight.input_scale is not None:
+        rows = quantize_fp8_by(x, weight.input_scale)
+    else:
+        rows = quantize_fp8_rows(x, by_block=by_block)
     return fp8_product(rows, (weight.values, weight.scales), bias, blocks=(by_block, by_block))
 
 

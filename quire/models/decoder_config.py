@@ -66,7 +66,7 @@ def read_decoder(
         config.require(key, allowed, reason)
     for key, allowed in SAMPLING_DEFAULTS.items():
         config.require(key, allowed, SAMPLING_ELSEWHERE)
-    read_quantization(config)
+    static_activations = read_quantization(config)
     if problem := code_problem(config.take("auto_map"), architecture):
         config.note(problem)
 
@@ -83,6 +83,7 @@ def read_decoder(
         "max_positions": max_positions,
         "tied_head": config.flag("tie_word_embeddings", default=default_tied),
         "dtype": read_dtype(config),
+        "static_activations": static_activations,
         "bos_ids": config.ids("bos_token_id", vocab_size, past=True),
         "eos_ids": config.ids("eos_token_id", vocab_size, past=True),
     }

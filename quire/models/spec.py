@@ -56,6 +56,7 @@ class ModelSpec:
     stream itself is normed after each half of a layer, not what goes into it. final_norm: the
     stream is normed before the head. embedding_size: width of token embeddings where it is not
     hidden_size. scores_by_layer: layer n, counted from 1, divides its attention scale by n.
+    static_activations: of a checkpoint in fp8 that fixes the scales of what is multiplied.
     generation_defaults: names of SamplingParams' fields (temperature, top_k, top_p, min_p,
     repetition_penalty, presence_penalty, frequency_penalty, typical_p, epsilon_cutoff, eta_cutoff,
     no_repeat_ngram_size) and max_new_tokens, only those that generation_config.json gives.
@@ -100,6 +101,7 @@ class ModelSpec:
     final_norm: bool = True
     embedding_size: int = 0
     scores_by_layer: bool = False
+    static_activations: bool = False
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
     banned_sequences: tuple[tuple[int, ...], ...] = ()
 

@@ -2,8 +2,9 @@
 
 Of a row, of 128 elements of it, or of a block of 128 x 128 elements of a weight the scale is
 absmax / 448 and the values are x * (448 / absmax), in float32, rounded to the nearest that e4m3 has
-(ties to even). What is tiny or not finite as in int_rows.py. Knows no layout. Always holds: PyTorch
-and the Triton kernels make the same values and scales, bit for bit.
+(ties to even). What is tiny or not finite as in int_rows.py. Where a checkpoint fixes the scale of
+rows they are x * (1 / scale), what is beyond 448 as 448. Knows no layout. Always holds: PyTorch and
+the Triton kernels make the same values and scales, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ class Fp8Matrix:
     """A weight [N, K] in e4m3: element (n, k) is values[n, k] times its scale.
 
     values: f32 [N, K], each a number that e4m3 has. scales: f32 [N, 1] where the scheme has one a
-    row, or [ceil(N / 128), ceil(K / 128)] of its blocks.
+    row, or [ceil(N / 128), ceil(K / 128)] of its blocks. input_scale: what rows are divided by
+    where the scheme is static, else None.
     """
 
     scheme: Scheme
     values: Float32s
     scales: Float32s
+    input_scale: np.float32 | None = None
 
     def dequantized(self) -> Float32s:
         """The elements as f32 [N, K]."""
@@ -89,3 +92,10 @@ def quantize_fp8_rows(x: Float32s, *, by_block: bool) -> tuple[Float32s, Float32
     finite = np.where(np.isfinite(groups), groups, np.float32(0))
     values = e4m3(finite * inverse[:, :, None])
     return np.ascontiguousarray(values.reshape(len(x), -1)[:, : x.shape[1]]), scales
+
+
+def quantize_fp8_by(x: Float32s, scale: np.float32) -> tuple[Float32s, Float32s]:
+    """Values [R, K] of rows x by a given scale, NaN where x is not finite; the scale [1, 1]."""
+    with np.errstate(over="ignore"):
+        values = e4m3(np.where(np.isfinite(x), x, np.float32(0)) * (np.float32(1) / scale))
+    return np.where(np.isfinite(x), values, np.float32(np.nan)), np.full((1, 1), scale, np.float32)

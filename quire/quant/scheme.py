@@ -5,10 +5,12 @@
     int4-g32-zp   the same with a zero point in each group
     fp8           e4m3, one scale a row of the weight, f32
     fp8-block     e4m3, one scale for a block of 128 rows by 128 elements, f32
+    fp8-static    as fp8, of a checkpoint that fixes the scale of activations; nobody can ask for it
 
 Activations are int8 beside integers, with a scale for each token and 128 elements; beside fp8 they
-are e4m3, with a scale for each token, or beside blocks for each token and 128 elements. Knows
-names, sizes and the grammar of rules; quantizes nothing (int_weights.py, int_rows.py, fp8.py).
+are e4m3, with a scale for each token, beside blocks for each token and 128 elements, and beside
+fp8-static with the one scale of the weight. Knows names, sizes and the grammar of rules; quantizes
+nothing (int_weights.py, int_rows.py, fp8.py).
 Always holds: a scheme is known by one name, and an empty name or "none" is no scheme.
 """
 
@@ -29,7 +31,8 @@ GROUPS = (32, 64, 128)
 class Scheme:
     """bits of an element; elements of a row that share a scale (0: all); zero points or none.
 
-    is_float: elements are e4m3, and a group is one of so many rows too.
+    is_float: elements are e4m3, and a group is one of so many rows too. is_static: activations have
+    one scale, which is the checkpoint's.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Scheme:
     group: int = 0
     has_zero_points: bool = False
     is_float: bool = False
+    is_static: bool = False
 
     def num_groups(self, columns: int) -> int:
         """Scales of one row; the last group may be shorter."""
@@ -59,6 +63,7 @@ def _all() -> Iterator[Scheme]:
         yield Scheme(name=f"int4-g{group}-zp", bits=4, group=group, has_zero_points=True)
     yield Scheme(name="fp8", bits=8, is_float=True)
     yield Scheme(name="fp8-block", bits=8, group=ACTIVATION_GROUP, is_float=True)
+    yield Scheme(name="fp8-static", bits=8, is_float=True, is_static=True)
 
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _all()})
@@ -69,7 +74,7 @@ ALIASES: Mapping[str, str] = MappingProxyType({"int4": "int4-g32", "int4-zp": "i
 
 def scheme_names() -> tuple[str, ...]:
     """All that may be written where a precision is asked for, "none" first."""
-    return (PLAIN, *SCHEMES, *ALIASES)
+    return (PLAIN, *(scheme.name for scheme in SCHEMES.values() if not scheme.is_static), *ALIASES)
 
 
 def canonical(name: str) -> str:
@@ -77,7 +82,7 @@ def canonical(name: str) -> str:
     if name in ("", PLAIN):
         return ""
     found = ALIASES.get(name, name)
-    if found not in SCHEMES:
+    if found not in scheme_names():
         raise ValueError(f"{name!r} is no precision; there are {', '.join(scheme_names())}")
     return found
 

@@ -2,14 +2,15 @@
 
 `X.weight` in F8_E4M3 belongs to `X.weight_scale` (one number, or one a row) or `X.weight_scale_inv`
 (one for a block of 128 by 128; both names may hold either), by which its values are multiplied:
-so Qwen, DeepSeek, AutoFP8 and compressed-tensors write it. `X.input_scale`, a fixed scale for what
-is multiplied, is known and not read: rows get scales of their own, which err less. Always holds:
-each fp8 tensor is a matrix with scales of one of these shapes, and the digest covers these too.
+so Qwen, DeepSeek, AutoFP8 and compressed-tensors write it. `X.input_scale` is a fixed scale for
+what is multiplied; config.json says whether it counts. Always holds: each fp8 tensor is a matrix
+with scales of one of these shapes, and the digest covers these too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,12 +38,13 @@ BY_ROW, BY_BLOCK = "fp8", "fp8-block"
 class Fp8Stored:
     """Rows of a matrix: codes uint8 [R, K], and scales of the whole matrix [row blocks, column
     blocks], each for `block` rows and columns; the rows begin at its row `first_row`. scheme: what
-    holds it as it is, BY_ROW or BY_BLOCK."""
+    holds it as it is, BY_ROW or BY_BLOCK. input_scale: of activations, None where none is fixed."""
 
     codes: NDArray[np.uint8]
     scales: Float32s
     block: tuple[int, int]
     scheme: str
+    input_scale: float | None = None
     first_row: int = 0
 
     @property
@@ -85,18 +87,23 @@ class Fp8Checkpoint:
         self.path: Path = inner.path
         self._inner = inner
         self._scales: dict[str, str] = {}  # a weight's scales, by its name
+        self._input_scales: dict[str, float] = {}
+        present = frozenset(inner.names)
         belonging: set[str] = set()
         problems: list[str] = []
         for name in inner.names:
             if inner.describe(name)[0] != FP8:
                 continue
             base = name.removesuffix(WEIGHT)
-            held = [base + ending for ending in SCALES if base + ending in inner.names]
-            problem = self._problem(name, held)
+            held = [base + ending for ending in SCALES if base + ending in present]
+            fixed = base + INPUT_SCALE if base + INPUT_SCALE in present else ""
+            problem = self._problem(name, held) or self._input_problem(fixed)
             if problem:
                 problems.append(problem)
-            else:
-                self._scales[name] = held[0]
+                continue
+            self._scales[name] = held[0]
+            if fixed:
+                self._input_scales[name] = _number(inner, fixed)
             belonging |= {*held, base + INPUT_SCALE}
         raise_problems(f"{inner.path}: weights in fp8", problems)
         self._names = tuple(name for name in inner.names if name not in belonging)
@@ -142,7 +149,9 @@ class Fp8Checkpoint:
             return stored
         scales = self._inner.tensor(self._scales[name])
         kind = f"{scales.dtype} {list(scales.shape)}"
-        digest = hashlib.blake2b(scales.raw.tobytes(), digest_size=16).hexdigest()
+        fixed = self._input_scales.get(name)
+        both = scales.raw.tobytes() + (b"" if fixed is None else fixed.hex().encode())
+        digest = hashlib.blake2b(both, digest_size=16).hexdigest()
         return replace(stored, dtype=f"{FP8} by {kind} {digest}")
 
     def quantized_rows(self, name: str, *, transposed: bool) -> Fp8Stored | None:
@@ -163,6 +172,7 @@ class Fp8Checkpoint:
             scales=scales.reshape(-1, -(-stored.shape[1] // block[1])),
             block=block,
             scheme=scheme,
+            input_scale=self._input_scales.get(name),
         )
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> Float32s:
@@ -173,6 +183,18 @@ class Fp8Checkpoint:
     def release(self, name: str) -> None:
         """Drop the tensor's pages from memory; views stay valid and read the file again."""
         self._inner.release(name)
+
+    def _input_problem(self, name: str) -> str:
+        """What is wrong with a fixed scale of activations, "" if nothing, or without a name."""
+        if not name:
+            return ""
+        dtype, shape = self._inner.describe(name)
+        if dtype not in NUMPY_TYPES or any(size != 1 for size in shape):
+            return f"{name} is {dtype} {list(shape)}; it is one number, for all activations"
+        scale = _number(self._inner, name)
+        if not 0 < scale < math.inf:
+            return f"{name} is {scale:g}; a scale of activations is finite and above 0"
+        return ""
 
     def _problem(self, name: str, held: list[str]) -> str:
         """What is wrong with a tensor in fp8 and its scales, "" if nothing."""
@@ -192,6 +214,10 @@ class Fp8Checkpoint:
                 f"[{shape[0]}, 1] by row or {blocks} by blocks of {BLOCK} x {BLOCK}"
             )
         return ""
+
+
+def _number(checkpoint: SafetensorsCheckpoint, name: str) -> float:
+    return float(checkpoint.read_f32(name).item())
 
 
 def _shared(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[str, tuple[int, int]] | None:

@@ -72,15 +72,21 @@ def test_weights_in_few_bits_agree(precision: str, dtype: DType, tmp_path: Path)
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, precision)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_in_fp8_agree_and_keep_their_codes(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_static"), [*((kind, False) for kind in KINDS), ("tensor", True), ("channel", True)]
+)
+def test_checkpoints_in_fp8_agree_and_keep_their_codes(
+    kind: str, is_static: bool, tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     plain = replace(LLAMA, changes=sizes | heads)
-    folder = write_fp8_of(plain.write(tmp_path / "plain"), tmp_path / "fp8", kind=kind)
+    folder = write_fp8_of(
+        plain.write(tmp_path / "plain"), tmp_path / "fp8", kind=kind, is_static=is_static
+    )
     spec, checkpoint = open_model(folder), open_checkpoint(folder)
     built = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
-    program = with_precision(built, "auto", checkpoint)
+    program = with_precision(built, "auto", checkpoint, static=spec.static_activations)
     ids = plain.token_ids[:NUM_TOKENS]
     right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
     executor = torch_executor(folder, program)
@@ -93,6 +99,7 @@ def test_checkpoints_in_fp8_agree_and_keep_their_codes(kind: str, tmp_path: Path
     )
     assert np.array_equal(kept.values.float().numpy(), matrix.values)
     assert np.array_equal(kept.scales.numpy().reshape(matrix.scales.shape), matrix.scales)
+    assert (kept.input_scale is not None) == is_static
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "bf16", "fp8"])

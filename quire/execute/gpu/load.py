@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.execute.executor import Progress
-from quire.execute.few_bits import in_few_bits, stored_fp8, stored_scales
+from quire.execute.few_bits import fixed_input_scale, in_few_bits, stored_fp8, stored_scales
 from quire.execute.gpu.plain import E4M3, quantize_fp8
 from quire.program.ops import DType, Weight, WeightForm, WeightPart
 from quire.program.program import Program
@@ -59,11 +59,13 @@ class IntWeight:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weight:
     """A weight [N, K] in fp8: values e4m3 [N, K], scales f32 [N], or [ceil(N / 128), ceil(K / 128)]
-    where the scheme has blocks."""
+    where the scheme has blocks. input_scale: f32 [1] that rows are divided by where the scheme is
+    static, else None."""
 
     scheme: Scheme
     values: Tensor
     scales: Tensor
+    input_scale: Tensor | None = None
 
     @classmethod
     def of(cls, whole: Tensor, scheme: Scheme) -> Fp8Weight:
@@ -149,7 +151,14 @@ def _fp8(weight: Weight, scheme: Scheme, binding: Binding, device: torch.device)
             first += len(part.codes)
         scales = torch.from_numpy(stored_scales(stored)).to(device)
         kept = scales if scheme.group else scales[:, 0].contiguous()
-        return Fp8Weight(scheme=scheme, values=codes.view(E4M3), scales=kept)
+        fixed = fixed_input_scale(weight, stored)
+        return Fp8Weight(
+            scheme=scheme,
+            values=codes.view(E4M3),
+            scales=kept,
+            input_scale=None if fixed is None else torch.tensor([float(fixed)], device=device),
+        )
+    assert not scheme.is_static, f"{weight.name} is not in fp8; nothing fixes its scale"
     is_bf16 = all(binding.content(part).dtype == "bf16" for part in weight.parts)
     dtype = DType.BF16 if is_bf16 and not weight.offset else DType.F32
     return Fp8Weight.of(_plain(replace(weight, dtype=dtype), binding, device), scheme)

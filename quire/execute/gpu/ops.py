@@ -93,7 +93,13 @@ def _linear(op: Op, place: Place, counts: Counts) -> None:
     weight: IntWeight | Fp8Weight | None = place.weights.few.get(op.attrs["weight"])
     if isinstance(weight, Fp8Weight):
         y = plain.fp8_linear(
-            x, weight.values, weight.scales, weight.scheme, bias, by_row=place.exact
+            x,
+            weight.values,
+            weight.scales,
+            weight.scheme,
+            bias,
+            input_scale=weight.input_scale,
+            by_row=place.exact,
         )
     elif weight is not None:
         y = plain.int_linear(x, weight.values, weight.scales, weight.scheme, bias)

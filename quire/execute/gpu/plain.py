@@ -86,13 +86,18 @@ def fp8_linear(
     scheme: Scheme,
     bias: Tensor | None,
     *,
+    input_scale: Tensor | None = None,
     by_row: bool,
 ) -> Tensor:
     """x [R, K], made fp8, by an fp8 weight [N, K]: [R, N]. scales: [N], or of blocks [B, groups].
+    input_scale: of all rows [1], where it is fixed.
 
     As quire/execute/reference_ops.py says: sums of 128 columns in the order of K.
     """
-    rows, row_scales = quantize_rows(x, scheme)
+    if input_scale is None:
+        rows, row_scales = quantize_rows(x, scheme)
+    else:
+        rows, row_scales = quantize_rows_by(x, input_scale), input_scale
     y = torch.zeros(len(x), len(values), dtype=torch.float32, device=x.device)
     for first in range(0, values.shape[1], ACTIVATION_GROUP):
         part = slice(first, first + ACTIVATION_GROUP)
@@ -116,6 +121,13 @@ def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).reshape(len(x), -1, size)
     values, scales = quantize_groups(groups, is_float=scheme.is_float)
     return values.reshape(len(x), -1)[:, :columns].contiguous(), scales
+
+
+def quantize_rows_by(x: Tensor, scale: Tensor) -> Tensor:
+    """Rows as e4m3 has them by a scale [1] that is given, in float32; NaN where not finite."""
+    wide = x.float()
+    values = (wide * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(E4M3).float()
+    return torch.where(torch.isfinite(wide), values, torch.full_like(wide, torch.nan))
 
 
 def quantize_fp8(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,48 @@ def test_a_checkpoint_in_fp8_stays_so_or_is_multiplied_out(kind: str, tmp_path: 
     for settings in ({"quantization": "int8"}, {"keep": ["layers.0.*=int4"]}):
         with pytest.raises(SettingError, match=rf"quantized already \({scheme}\); "):
             LLM(folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def plain_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    folder = tmp_path_factory.mktemp("even") / "plain"
+    return write_tiny_llama(folder, seed=1, dtype="bf16", **sizes, **heads)
+
+
+@pytest.mark.parametrize("style", ["fp8", "compressed"])
+def test_fixed_scales_of_activations_are_used_unless_fp8_is_asked_for(
+    style: str, plain_even: Path, tmp_path: Path
+) -> None:
+    folder = write_fp8_of(plain_even, tmp_path / "fp8", kind="tensor", style=style, is_static=True)
+    _, told, fingerprint = answer(folder, executor="reference")
+    assert told == "fp8-static (head: none)"
+    by_token = {"executor": "reference", "quantization": "fp8", "head_precision": "none"}
+    _, told, other = answer(folder, **by_token)
+    assert (told, other != fingerprint) == ("fp8 (head: none)", True)
+    assert answer(folder, quantization="none")[1] == "none"
+    with pytest.raises(SettingError, match=r"quantized already \(fp8\); "):
+        LLM(folder, quantization="int8")
+    with pytest.raises(SettingError, match="'fp8-static' is no precision; there are none, int8"):
+        LLM(folder, keep=["*.down=fp8-static"])
+
+
+def test_a_fixed_scale_that_is_missing_is_told(plain_even: Path, tmp_path: Path) -> None:
+    keys = "model.layers.0.self_attn.k_proj.input_scale"
+    folder = write_fp8_of(plain_even, tmp_path / "fp8", kind="tensor", is_static=True, drop=keys)
+    with pytest.raises(WeightsError) as told:
+        LLM(folder, executor="reference")
+    assert f"{keys} is missing; 2 of 3 parts of layers.0.qkv have theirs" in str(told.value)
+    assert "give --quantization fp8" in str(told.value)
+    asked = answer(folder, executor="reference", quantization="fp8", head_precision="none")
+    assert asked[1] == "fp8 (head: none)"
+    none = write_fp8_of(plain_even, tmp_path / "none", kind="channel")
+    config = json.loads((none / "config.json").read_text())
+    config["quantization_config"]["activation_scheme"] = "static"
+    (none / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"down_proj.input_scale is missing\n"):
+        LLM(none, executor="reference")
 
 
 def test_who_only_counts_sees_fp8_where_weights_are_there(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -387,12 +388,36 @@ def test_fp8_is_read_as_public_checkpoints_say_it(kind: str, style: str, tmp_pat
     assert read(tmp_path, quantization_config=config_of(kind, style)) == read(tmp_path)
 
 
+@pytest.mark.parametrize("style", ["fp8", "compressed"])
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
+def test_fixed_scales_of_activations_are_part_of_the_spec(
+    kind: str, style: str, tmp_path: Path
+) -> None:
+    spec = read(tmp_path, quantization_config=config_of(kind, style, is_static=True))
+    assert spec == replace(read(tmp_path), static_activations=True)
+
+
+def test_fixed_scales_are_one_number_for_all_tokens_in_all_groups(tmp_path: Path) -> None:
+    said = refused(tmp_path, quantization_config=config_of("block", "fp8", is_static=True))
+    assert 'activation_scheme is "static"; beside blocks dynamic is read' in said
+    config = config_of("tensor", "compressed", is_static=True)
+    groups = config["config_groups"]
+    groups["group_1"] = config_of("tensor", "compressed")["config_groups"]["group_0"]
+    assert "dynamic in one group and fixed in another" in refused(
+        tmp_path, quantization_config=config
+    )
+    groups.pop("group_1")
+    groups["group_0"]["input_activations"]["strategy"] = "token"
+    said = refused(tmp_path, quantization_config=config)
+    assert 'strategy is "token": a scale that is fixed is one for all tokens' in said
+
+
 @pytest.mark.parametrize(
     ("style", "changes", "said"),
     [
         ("fp8", {"fmt": "e5m2"}, 'fmt is "e5m2": weights of e4m3 are read'),
         ("fp8", {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64]; blocks of [128,"),
-        ("fp8", {"activation_scheme": "none"}, 'activation_scheme is "none"'),
+        ("fp8", {"activation_scheme": "none"}, 'activation_scheme is "none"; dynamic or static'),
         ("fp8", {"odd": 1}, "unknown key 'odd' (value 1)"),
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         ("compressed", {"sparsity_config": {"format": "dense"}}, "sparsity_config is"),

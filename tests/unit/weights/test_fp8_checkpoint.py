@@ -60,6 +60,16 @@ def test_rows_of_a_matrix_keep_their_scales(kind: str, plain: Path, tmp_path: Pa
     np.testing.assert_array_equal(VALUES[part.codes] * times, right[128:138])
 
 
+def test_fixed_scales_of_activations_belong_to_their_matrix(plain: Path, tmp_path: Path) -> None:
+    found = open_checkpoint(write_fp8_of(plain, tmp_path / "fp8", kind="tensor"))
+    keys = found.fp8("model.layers.0.self_attn.k_proj.weight")
+    assert keys is not None
+    assert keys.rows(1, 2).input_scale == np.float32(0.03)
+    without = open_checkpoint(write_fp8_of(plain, tmp_path / "without", kind="channel")).fp8(DOWN)
+    assert without is not None
+    assert without.input_scale is None
+
+
 def _refused(folder: Path) -> str:
     with pytest.raises(WeightsError) as told:
         open_checkpoint(folder)
@@ -90,6 +100,27 @@ def test_scales_of_another_shape_are_told_with_those_that_are_read(tmp_path: Pat
     assert "only matrices X.weight with scales are read" in _refused(write(1, name="a.bias"))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "shape", "said"),
+    [
+        ([1.0, 2.0], [2], "a.input_scale is f32 [2]; it is one number, for all activations"),
+        ([0.0], [1], "a.input_scale is 0; a scale of activations is finite and above 0"),
+        ([np.inf], [], "a.input_scale is inf; a scale of activations is finite and above 0"),
+    ],
+)
+def test_a_fixed_scale_that_is_none_is_told(
+    numbers: list[float], shape: list[int], said: str, tmp_path: Path
+) -> None:
+    fixed = np.array(numbers, np.float32).tobytes()
+    header = {
+        "a.weight": {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 6]},
+        "a.weight_scale": {"dtype": "F32", "shape": [], "data_offsets": [6, 10]},
+        "a.input_scale": {"dtype": "F32", "shape": shape, "data_offsets": [10, 10 + len(fixed)]},
+    }
+    write_raw(tmp_path / "model.safetensors", json.dumps(header).encode(), b"8" * 10 + fixed)
+    assert said in _refused(tmp_path)
+
+
 @pytest.mark.parametrize("shape", [[0, 3], [3, 0]])
 def test_a_matrix_of_nothing_is_refused(shape: list[int], tmp_path: Path) -> None:
     header = {
@@ -111,9 +142,11 @@ def test_the_digest_covers_scales(plain: Path, tmp_path: Path) -> None:
     before = digest(folder)
     assert digest(write_fp8_of(plain, tmp_path / "again", kind="tensor")) == before
     file = folder / "model.safetensors"
-    raw = bytearray(file.read_bytes())
-    header_bytes = int.from_bytes(raw[:8], "little")
-    entry = json.loads(raw[8 : 8 + header_bytes])[f"{DOWN}_scale"]
-    raw[8 + header_bytes + entry["data_offsets"][0]] ^= 1
-    file.write_bytes(raw)
-    assert digest(folder) != before
+    untouched = file.read_bytes()
+    header_bytes = int.from_bytes(untouched[:8], "little")
+    header = json.loads(untouched[8 : 8 + header_bytes])
+    for name in (f"{DOWN}_scale", DOWN.replace("weight", "input_scale")):
+        raw = bytearray(untouched)
+        raw[8 + header_bytes + header[name]["data_offsets"][0]] ^= 1
+        file.write_bytes(raw)
+        assert digest(folder) != before, name
