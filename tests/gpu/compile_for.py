@@ -300,6 +300,20 @@ def _fp8(rows: int, *, by_block: bool) -> None:
     linear_bytes(quantize_rows(tensor(rows, WIDTH), room), weight, tensor(rows, MIDDLE))
 
 
+def _norm(into: ByteRows | None = None) -> None:
+    x, delta, weight = tensor(8, WIDTH, dtype=F32), tensor(8, WIDTH), tensor(WIDTH, dtype=F32)
+    norm(x, delta, weight=weight, delta=delta, eps=1e-5, out=into, stores_y=into is None)
+
+
+def _activation(form: str, into: ByteRows | None = None) -> None:
+    gate = tensor(8, MIDDLE)
+    activation(gate, gate, gate, form=form, out=into, stores_y=into is None)
+
+
+def _rows(columns: int, scaled: str, dtype: torch.dtype = E4M3) -> ByteRows:
+    return ByteRows.empty(8, columns, "meta", dtype=dtype, scaled=scaled)
+
+
 def _experts(rows: int) -> None:
     ids, shares = tensor(rows, 8, dtype=I32), tensor(rows, 8, dtype=F32)
     x, gate_up, down = tensor(rows, 2048), tensor(128, 2 * 768, 2048), tensor(128, 2048, 768)
@@ -313,16 +327,14 @@ def _adapt(rows: int) -> None:
 
 
 CASES: dict[str, Callable[[], Any]] = ATTENTION | {
-    "norm with residual": lambda: norm(
-        tensor(8, WIDTH, dtype=F32),
-        tensor(8, WIDTH),
-        weight=tensor(WIDTH, dtype=F32),
-        delta=tensor(8, WIDTH),
-        eps=1e-5,
-    ),
-    "activation": lambda: activation(
-        tensor(8, MIDDLE), tensor(8, MIDDLE), tensor(8, MIDDLE), form="gelu_tanh"
-    ),
+    "norm with residual": _norm,
+    "norm into fp8 by token": lambda: _norm(_rows(WIDTH, "token")),
+    "norm into int8": lambda: _norm(_rows(WIDTH, "block", torch.int8)),
+    "activation": lambda: _activation("gelu_tanh"),
+    "activation into fp8 by token": lambda: _activation("silu", _rows(MIDDLE, "token")),
+    "wide activation into fp8 by token": lambda: _activation("gelu_tanh", _rows(MIDDLE, "token")),
+    "activation into fp8 by a given scale": lambda: _activation("silu", _rows(MIDDLE, "tensor")),
+    "activation into int8": lambda: _activation("gelu_tanh", _rows(MIDDLE, "block", torch.int8)),
     "gather": lambda: row_kernels.gather_rows(
         tensor(128256, WIDTH), tensor(8, dtype=I32), tensor(8, WIDTH, dtype=F32)
     ),

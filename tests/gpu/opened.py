@@ -40,7 +40,7 @@ def packed_for(kernels: bool) -> Pack:
     """How integer weights are held."""
     if not kernels:
         return IntWeight.of
-    from quire.execute.gpu.kernel_ops import pack_ints
+    from quire.execute.gpu.products import pack_ints
 
     return pack_ints
 

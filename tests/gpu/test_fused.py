@@ -4,10 +4,8 @@ launches that saves a layer, and that answers stay what they are."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
-
 from quire.execute.gpu import kernel_ops  # noqa: E402
 from quire.execute.gpu.fused import HeadsToCache, launches  # noqa: E402
 from quire.program.ops import DType, Op, OpKind  # noqa: E402
 from quire.program.program import Program  # noqa: E402
+from tests.gpu.launched import launched  # noqa: E402
 from tests.gpu.opened import program_of, sequence_logits, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import CASES  # noqa: E402
@@ -34,21 +31,6 @@ TOLERANCE = 0.01  # as a share of the largest logit, in bf16: a norm adds in ano
 
 def _apart(program: Program, segment: str) -> Iterator[Op]:
     return iter(program.segments.get(segment, ()))
-
-
-@contextmanager
-def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of kernels, as they are launched."""
-    names: list[str] = []
-    launch = GridExecutor.__call__
-
-    def counting(self: GridExecutor, *arguments: Any, **named: Any) -> Any:
-        names.append(self.fn.__name__)
-        return launch(self, *arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(GridExecutor, "__call__", counting)
-        yield names
 
 
 def _kinds(program: Program) -> list[str]:
@@ -111,7 +93,7 @@ def test_launches_of_a_layer_before_and_after(
     for split in (_apart, launches):
         monkeypatch.setattr(kernel_ops, "launches", split)
         executor = torch_executor(folder, program, kernels=True)
-        with _counted(monkeypatch) as names:
+        with launched(monkeypatch) as names:
             logits.append(sequence_logits(executor, ids, max_positions=program.max_positions))
         layers = program.caches[0].layers
         # Beside the layers: the slots' last tokens, embed, the last sum; the sampled rows, their

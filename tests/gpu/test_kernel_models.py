@@ -11,8 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from quire.engine.precision import with_precision  # noqa: E402
+from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
+from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.fp8_checkpoints import write_fp8_of  # noqa: E402
 from tests.gpu.opened import (  # noqa: E402
     program_of,
     reference_executor,
@@ -75,6 +79,20 @@ def test_families_agree(case: Case, tmp_path: Path) -> None:
 )
 def test_few_bits_agree(wishes: tuple[str, str], tmp_path: Path) -> None:
     found, right = _logits(LLAMA.write(tmp_path), DType.BF16, LLAMA.token_ids[:FEW], *wishes)
+    assert _differ(found, right) <= OF_INTEGERS
+
+
+def test_a_checkpoint_with_fixed_scales_agrees(tmp_path: Path) -> None:
+    folder = write_fp8_of(
+        LLAMA.write(tmp_path / "plain"), tmp_path / "fp8", kind="tensor", is_static=True
+    )
+    spec, ids = open_model(folder), LLAMA.token_ids[:FEW]
+    built = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+    program = with_precision(built, "auto", open_checkpoint(folder), static=True)
+    assert program.weights["layers.0.down"].scheme == "fp8-static"
+    executor = torch_executor(folder, program, kernels=True)
+    found = sequence_logits(executor, ids, max_positions=program.max_positions)
+    right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
     assert _differ(found, right) <= OF_INTEGERS
 
 

@@ -234,10 +234,12 @@ class TorchExecutor:
     def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[str], list[Call]]:
         if self._attention is None:
             return lambda segment: bind_plain(segment, self._place)
-        from quire.execute.gpu.kernel_ops import KernelOps, Scratch
+        from quire.execute.gpu.kernel_ops import KernelOps
+        from quire.execute.gpu.products import Products, Scratch
 
         scratch = Scratch.of(self._program, max_rows, self._device)
-        return KernelOps(self._place, self._attention, scratch).bind_segment
+        products = Products(self._place, scratch)
+        return KernelOps(self._place, self._attention, products).bind_segment
 
     def _load(self, batch: ForwardBatch, *, num_rows: int = 0) -> Counts:
         if self._attention is None:

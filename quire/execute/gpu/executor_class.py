@@ -99,7 +99,7 @@ class TorchExecutorClass:
         if self.device.type == "cpu":
             return 0
         from quire.execute.gpu.attention_steps import partial_bytes
-        from quire.execute.gpu.kernel_ops import Scratch
+        from quire.execute.gpu.products import Scratch
 
         partials = partial_bytes(program, max_rows, exact=self.exact)
         return partials + Scratch.num_bytes(program, max_rows)
@@ -167,7 +167,7 @@ def _pack(*, runs_kernels: bool) -> Pack:
     """Integer weights as those who compute take them."""
     if not runs_kernels:
         return IntWeight.of
-    from quire.execute.gpu.kernel_ops import pack_ints
+    from quire.execute.gpu.products import pack_ints
 
     return pack_ints
 

@@ -1,9 +1,11 @@
-"""Operations of a program that are one launch: heads on their way to the cache.
+"""Operations of a program that are taken together: heads on their way to the cache, rows on their
+way to a product of few bits.
 
 q/k norm, rope and store_kv follow one another in most families; kernels/store_kv.py does all of it
-in one pass over queries, keys and values. Knows operations; no tensors. Always holds: they are
-taken together only in that order, on the same heads, and where nobody reads the keys afterwards:
-these are in the cache then, and nowhere else.
+in one pass over queries, keys and values. A norm or an activation makes the bytes that the product
+after it takes, which would be a launch of their own. Knows operations; no tensors. Always holds:
+heads are taken together only in that order, on the same heads, and where nobody reads the keys
+afterwards: these are in the cache then, and nowhere else; rows that others read are there for them.
 """
 
 from __future__ import annotations
@@ -29,18 +31,52 @@ class HeadsToCache:
     rope: int | None
 
 
-def launches(program: Program, segment: str) -> Iterator[Op | HeadsToCache]:
-    """The segment's operations in order, those that are one launch as one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesToProduct:
+    """A norm or an activation that makes its rows in bytes for a product, and as they are where
+    `is_read`."""
+
+    maker: Op
+    product: Op
+    is_read: bool
+
+
+Step = Op | HeadsToCache | BytesToProduct
+
+
+def launches(program: Program, segment: str) -> Iterator[Step]:
+    """The segment's operations in order, those that are taken together as one."""
     ops = program.segments.get(segment, ())
     at = 0
     while at < len(ops):
-        found = _heads_at(program, ops, at)
-        if found is None or _is_read(program, segment, at + found[1], found[0].k):
-            yield ops[at]
-            at += 1
-        else:
-            yield found[0]
-            at += found[1]
+        step, count = _step_at(program, segment, at)
+        yield step
+        at += count
+
+
+def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
+    """What begins at an operation, and how many operations it is."""
+    ops = program.segments[segment]
+    heads = _heads_at(program, ops, first)
+    if heads is not None and not _is_read(program, segment, first + heads[1], heads[0].k):
+        return heads
+    if _makes_bytes(program, ops[first : first + 2]):
+        maker, product = ops[first : first + 2]
+        is_read = _is_read(program, segment, first + 2, maker.outputs[0])
+        return BytesToProduct(maker=maker, product=product, is_read=is_read), 2
+    return ops[first], 1
+
+
+def _makes_bytes(program: Program, pair: Sequence[Op]) -> bool:
+    """Is it a maker of whole rows, and a product of few bits that takes them?"""
+    if len(pair) < 2 or pair[1].kind is not OpKind.LINEAR:
+        return False
+    maker, product = pair
+    is_maker = maker.kind is OpKind.ACTIVATION or (
+        maker.kind is OpKind.NORM and not maker.attrs["group"]
+    )
+    is_few = program.weights[product.attrs["weight"]].quantized is not None
+    return is_maker and is_few and product.inputs == maker.outputs[:1]
 
 
 def _heads_at(program: Program, ops: Sequence[Op], first: int) -> tuple[HeadsToCache, int] | None:

@@ -1,138 +1,61 @@
 """Which kernels an operation is, on a GPU (or, to prove it without one, in Triton's interpreter).
 
 Each operation becomes a call on tensors at fixed addresses, as in ops.py, and some that follow one
-another become one (fused.py). Products of bf16 are the vendor library's in fast mode and fixed
-tiles in exact mode; what has no kernel yet is plain PyTorch on the device. Always holds: a call
-launches the same kernels for the same counts, and asks nothing of the device, so calls can be
-captured.
+another become one (fused.py). Products are in products.py; what has no kernel yet is plain PyTorch
+on the device. Always holds: a call launches the same kernels for the same counts, and asks nothing
+of the device, so calls can be captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from quire.execute.gpu.attention_steps import AttentionSteps
-from quire.execute.gpu.fused import HeadsToCache, launches
+from quire.execute.gpu.fused import BytesToProduct, HeadsToCache, launches
 from quire.execute.gpu.kernels import activation as activation_kernels
 from quire.execute.gpu.kernels import attention as attention_kernels
 from quire.execute.gpu.kernels import norm as norm_kernels
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels import store_kv as head_kernels
-from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
-from quire.execute.gpu.kernels.int4_layout import Int4Weight
-from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_fixed import (
-    FEW_ROWS,
-    PIECE,
-    SPLIT_BELOW,
-    Workspace,
-    linear,
-)
-from quire.execute.gpu.kernels.linear_int4 import linear_int4
-from quire.execute.gpu.load import Fp8Weight
-from quire.execute.gpu.ops import Call, Place
+from quire.execute.gpu.kernels.byte_rows import ByteRows
+from quire.execute.gpu.ops import Call, Place, num_rows
+from quire.execute.gpu.products import Products
 from quire.execute.gpu.step_buffers import Counts
-from quire.program.ops import Op, OpKind, Rows
-from quire.program.program import Program
-from quire.quant.int_weights import IntMatrix
-from quire.quant.scheme import ACTIVATION_GROUP, Scheme
-
-# Rows in a byte an element: their type, and whose their scales are.
-ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
-    "int8": (torch.int8, "block"),
-    "fp8": (torch.float8_e4m3fn, "token"),
-    "fp8-block": (torch.float8_e4m3fn, "block"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Memory that launches share, one after the other. rows: by columns of a product and the form
-    its weight wants them in, one of ROW_FORMS."""
-
-    workspace: Workspace
-    rows: Mapping[tuple[int, str], ByteRows]
-
-    @classmethod
-    def of(cls, program: Program, max_rows: Mapping[Rows, int], device: torch.device) -> Scratch:
-        """Room for the largest launch of a program."""
-        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
-        return cls(
-            workspace=Workspace.of(_sums(program), device),
-            rows={
-                (columns, form): ByteRows.empty(
-                    rows, columns, device, dtype=ROW_FORMS[form][0], scaled=ROW_FORMS[form][1]
-                )
-                for columns, form in _byte_rows(program)
-            },
-        )
-
-    @staticmethod
-    def num_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
-        """Bytes of all of it."""
-        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
-        of_rows = sum(
-            rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
-            for columns, _ in _byte_rows(program)
-        )
-        return 4 * _sums(program) + of_rows
+from quire.program.ops import Op, OpKind
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOps:
-    """Binds operations to kernels; integer weights are packed by `pack_ints`."""
+    """Binds operations to kernels."""
 
     place: Place
     attention: AttentionSteps
-    scratch: Scratch
+    products: Products
 
     def bind_segment(self, segment: str) -> list[Call]:
         """A segment's operations as launches, some of them together."""
         return [self._bind(step) for step in launches(self.place.program, segment)]
 
-    def _bind(self, op: Op | HeadsToCache) -> Call:
-        if isinstance(op, HeadsToCache):
-            return self._heads(op)
-        if op.kind is OpKind.LINEAR:
-            return self._linear(op)
-        launch = LAUNCHES[op.kind]
-        return lambda counts: launch(self, op, counts)
+    def _bind(self, step: Op | HeadsToCache | BytesToProduct) -> Call:
+        if isinstance(step, HeadsToCache):
+            return self._heads(step)
+        if isinstance(step, BytesToProduct):
+            return self._bytes_to_product(step)
+        if step.kind is OpKind.LINEAR:
+            return self.products.bind(step)
+        launch = LAUNCHES[step.kind]
+        return lambda counts: launch(self, step, counts)
 
-    def _linear(self, op: Op) -> Call:
-        place, name, view = self.place, op.attrs["weight"], op.inputs[0]
-        bias = place.vector(op.attrs["bias"])
-        if name in place.weights.few:
-            weight, scheme = place.weights.few[name], place.program.weights[name].quantized
-            assert scheme is not None, f"{name} is in few bits"
-            if isinstance(weight, Fp8Weight):
-                weight = ByteWeight.of(weight.values, weight.scales)
-            room = self.scratch.rows[view.width, _row_form(scheme)]
-            product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
-            return lambda counts: product(
-                quantize_rows(place.of(view, counts), room),
-                weight,
-                place.of(op.outputs[0], counts),
-                bias=bias,
-            )
-        held = place.weights.plain[name]
-        is_plain = bias is None and view.dtype == op.outputs[0].dtype
-        if not place.exact and is_plain and held.device.type != "cpu":
-            turned = held.T
-            return lambda counts: _library_product(
-                place.of(view, counts), turned, place.of(op.outputs[0], counts)
-            )
-        return lambda counts: linear(
-            place.of(view, counts),
-            held,
-            place.of(op.outputs[0], counts),
-            bias=bias,
-            workspace=self.scratch.workspace,
-        )
+    def _bytes_to_product(self, step: BytesToProduct) -> Call:
+        make, rows_of = MAKERS[step.maker.kind], step.product.inputs[0].buffer.rows
+        room, product = self.products.room(step.product), self.products.by_bytes(step.product)
+
+        def call(counts: Counts) -> None:
+            make(self, step.maker, counts, out=room, stores_y=step.is_read)
+            product(room.first(num_rows(rows_of, counts)), counts)
+
+        return call
 
     def _heads(self, heads: HeadsToCache) -> Call:
         place, norm = self.place, None
@@ -158,17 +81,6 @@ class KernelOps:
         return call
 
 
-def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:
-    """An integer weight as its kernel takes it."""
-    if matrix.scheme.bits == 8:
-        return ByteWeight.of_ints(matrix, device)
-    return Int4Weight.of(matrix, device)
-
-
-def _library_product(x: Tensor, turned: Tensor, y: Tensor) -> None:
-    torch.mm(x, turned, out=y)
-
-
 def _embed(ops: KernelOps, op: Op, counts: Counts) -> None:
     step, weights = ops.place.step, ops.place.weights
     ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
@@ -180,7 +92,14 @@ def _embed(ops: KernelOps, op: Op, counts: Counts) -> None:
         row_kernels.gather_rows(held.values[:, : y.shape[1]], ids, y, scales=held.scales)
 
 
-def _norm(ops: KernelOps, op: Op, counts: Counts) -> None:
+def _norm(
+    ops: KernelOps,
+    op: Op,
+    counts: Counts,
+    *,
+    out: ByteRows | None = None,
+    stores_y: bool = True,
+) -> None:
     place = ops.place
     norm_kernels.norm(
         place.of(op.inputs[0], counts),
@@ -191,6 +110,8 @@ def _norm(ops: KernelOps, op: Op, counts: Counts) -> None:
         eps=op.attrs["eps"],
         form=op.attrs["form"],
         group=op.attrs["group"],
+        out=out,
+        stores_y=stores_y,
     )
 
 
@@ -222,11 +143,19 @@ def _attention(ops: KernelOps, op: Op, counts: Counts) -> None:
         )
 
 
-def _activation(ops: KernelOps, op: Op, counts: Counts) -> None:
+def _activation(
+    ops: KernelOps,
+    op: Op,
+    counts: Counts,
+    *,
+    out: ByteRows | None = None,
+    stores_y: bool = True,
+) -> None:
     gate = ops.place.of(op.inputs[0], counts)
     up = ops.place.of(op.inputs[1], counts) if len(op.inputs) == 2 else None
     y = ops.place.of(op.outputs[0], counts)
-    activation_kernels.activation(gate, up, y, form=op.attrs["form"])
+    form = op.attrs["form"]
+    activation_kernels.activation(gate, up, y, form=form, out=out, stores_y=stores_y)
 
 
 def _add(ops: KernelOps, op: Op, counts: Counts) -> None:
@@ -263,29 +192,5 @@ LAUNCHES: Mapping[OpKind, Callable[[KernelOps, Op, Counts], None]] = {
     OpKind.COPY: _copy,
     OpKind.GATHER_ROWS: _gather_rows,
 }
-
-
-def _products(program: Program) -> list[Op]:
-    return [op for ops in program.segments.values() for op in ops if op.kind is OpKind.LINEAR]
-
-
-def _byte_rows(program: Program) -> set[tuple[int, str]]:
-    """Columns of products, and the forms that rows take for them."""
-    weights = [program.weights[op.attrs["weight"]] for op in _products(program)]
-    schemes = [(weight.columns, weight.quantized) for weight in weights]
-    return {(columns, _row_form(scheme)) for columns, scheme in schemes if scheme is not None}
-
-
-def _row_form(scheme: Scheme) -> str:
-    return scheme.name if scheme.is_float else "int8"
-
-
-def _sums(program: Program) -> int:
-    """Elements of the pieces of the largest product that is split over programs."""
-    rows = FEW_ROWS[-1].rows
-    sizes = [0]
-    for op in _products(program):
-        weight = program.weights[op.attrs["weight"]]
-        if weight.quantized is None and -(-weight.rows // FEW_ROWS[0].outputs) < SPLIT_BELOW:
-            sizes.append(-(-weight.columns // PIECE) * rows * weight.rows)
-    return max(sizes)
+# Those that make rows in bytes too.
+MAKERS: Mapping[OpKind, Callable[..., None]] = {OpKind.NORM: _norm, OpKind.ACTIVATION: _activation}

@@ -1,0 +1,165 @@
+"""Products bound to kernels: which of them a weight's product is, and the rows it takes.
+
+Products of bf16 are the vendor library's in fast mode and fixed tiles in exact mode. Those of few
+bits take rows in bytes (kernels/byte_rows.py), which are made just before, or by whoever makes the
+rows (fused.py). Knows operations and what is loaded. Always holds: a product that is bound stays
+what it is for any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
+from quire.execute.gpu.kernels.int4_layout import Int4Weight
+from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
+from quire.execute.gpu.kernels.linear_fixed import (
+    FEW_ROWS,
+    PIECE,
+    SPLIT_BELOW,
+    Workspace,
+    linear,
+)
+from quire.execute.gpu.kernels.linear_int4 import linear_int4
+from quire.execute.gpu.load import Fp8Weight
+from quire.execute.gpu.ops import Call, Place
+from quire.execute.gpu.step_buffers import Counts
+from quire.program.ops import Op, OpKind, Rows
+from quire.program.program import Program
+from quire.quant.int_weights import IntMatrix
+from quire.quant.scheme import ACTIVATION_GROUP, Scheme
+
+# Rows in a byte an element: their type, and whose their scales are.
+ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
+    "int8": (torch.int8, "block"),
+    "fp8": (torch.float8_e4m3fn, "token"),
+    "fp8-block": (torch.float8_e4m3fn, "block"),
+    "fp8-static": (torch.float8_e4m3fn, "tensor"),
+}
+ByteProduct = Callable[[ByteRows, Counts], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that launches share, one after the other. rows: by columns of a product and the form
+    its weight wants them in, one of ROW_FORMS."""
+
+    workspace: Workspace
+    rows: Mapping[tuple[int, str], ByteRows]
+
+    @classmethod
+    def of(cls, program: Program, max_rows: Mapping[Rows, int], device: torch.device) -> Scratch:
+        """Room for the largest launch of a program."""
+        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
+        return cls(
+            workspace=Workspace.of(_sums(program), device),
+            rows={
+                (columns, form): ByteRows.empty(
+                    rows, columns, device, dtype=ROW_FORMS[form][0], scaled=ROW_FORMS[form][1]
+                )
+                for columns, form in _byte_rows(program)
+            },
+        )
+
+    @staticmethod
+    def num_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
+        """Bytes of all of it."""
+        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
+        of_rows = sum(
+            rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
+            for columns, _ in _byte_rows(program)
+        )
+        return 4 * _sums(program) + of_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Binds an executor's products."""
+
+    place: Place
+    scratch: Scratch
+
+    def bind(self, op: Op) -> Call:
+        """The product, from rows as they are."""
+        if op.attrs["weight"] not in self.place.weights.few:
+            return self._plain(op)
+        place, view, room, product = self.place, op.inputs[0], self.room(op), self.by_bytes(op)
+        return lambda counts: product(quantize_rows(place.of(view, counts), room), counts)
+
+    def room(self, op: Op) -> ByteRows:
+        """Where rows for a product of few bits become bytes."""
+        name, width = op.attrs["weight"], op.inputs[0].width
+        scheme, weight = self.place.program.weights[name].quantized, self.place.weights.few[name]
+        assert scheme is not None, f"{name} is in few bits"
+        room = self.scratch.rows[width, _row_form(scheme)]
+        if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
+            return replace(room, scales=weight.input_scale)
+        return room
+
+    def by_bytes(self, op: Op) -> ByteProduct:
+        """The product of few bits, from rows in bytes."""
+        place, y = self.place, op.outputs[0]
+        bias, weight = place.vector(op.attrs["bias"]), place.weights.few[op.attrs["weight"]]
+        if isinstance(weight, Fp8Weight):
+            weight = ByteWeight.of(weight.values, weight.scales)
+        product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
+        return lambda rows, counts: product(rows, weight, place.of(y, counts), bias=bias)
+
+    def _plain(self, op: Op) -> Call:
+        place, view = self.place, op.inputs[0]
+        bias, held = place.vector(op.attrs["bias"]), place.weights.plain[op.attrs["weight"]]
+        is_plain = bias is None and view.dtype == op.outputs[0].dtype
+        if not place.exact and is_plain and held.device.type != "cpu":
+            turned = held.T
+            return lambda counts: _library_product(
+                place.of(view, counts), turned, place.of(op.outputs[0], counts)
+            )
+        return lambda counts: linear(
+            place.of(view, counts),
+            held,
+            place.of(op.outputs[0], counts),
+            bias=bias,
+            workspace=self.scratch.workspace,
+        )
+
+
+def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:
+    """An integer weight as its kernel takes it."""
+    if matrix.scheme.bits == 8:
+        return ByteWeight.of_ints(matrix, device)
+    return Int4Weight.of(matrix, device)
+
+
+def _library_product(x: Tensor, turned: Tensor, y: Tensor) -> None:
+    torch.mm(x, turned, out=y)
+
+
+def _products(program: Program) -> list[Op]:
+    return [op for ops in program.segments.values() for op in ops if op.kind is OpKind.LINEAR]
+
+
+def _byte_rows(program: Program) -> set[tuple[int, str]]:
+    """Columns of products, and the forms that rows take for them."""
+    weights = [program.weights[op.attrs["weight"]] for op in _products(program)]
+    schemes = [(weight.columns, weight.quantized) for weight in weights]
+    return {(columns, _row_form(scheme)) for columns, scheme in schemes if scheme is not None}
+
+
+def _row_form(scheme: Scheme) -> str:
+    return scheme.name if scheme.is_float else "int8"
+
+
+def _sums(program: Program) -> int:
+    """Elements of the pieces of the largest product that is split over programs."""
+    rows = FEW_ROWS[-1].rows
+    sizes = [0]
+    for op in _products(program):
+        weight = program.weights[op.attrs["weight"]]
+        if weight.quantized is None and -(-weight.rows // FEW_ROWS[0].outputs) < SPLIT_BELOW:
+            sizes.append(-(-weight.columns // PIECE) * rows * weight.rows)
+    return max(sizes)
