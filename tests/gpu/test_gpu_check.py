@@ -50,7 +50,7 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
-    code, result = _check(tmp_path, "--only", "limits,requests")
+    code, result = _check(tmp_path, "--only", "limits,fp8_products,requests")
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
     assert code == 0

@@ -1,9 +1,9 @@
 """Products bound to kernels: which of them a weight's product is, and the rows it takes.
 
-Products of bf16 are the vendor library's in fast mode and fixed tiles in exact mode. Those of few
-bits take rows in bytes (kernels/byte_rows.py), which are made just before, or by whoever makes the
-rows (fused.py). Knows operations and what is loaded. Always holds: a product that is bound stays
-what it is for any number of rows.
+Products of bf16 and fp8 are the vendor library's in fast mode, where it has them, and fixed tiles
+in exact mode. Those of few bits take rows in bytes (kernels/byte_rows.py), which are made just
+before, or by whoever makes the rows (fused.py). Knows operations and what is loaded. Always holds:
+a product that is bound stays what it is for any number of rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.execute.gpu import library_fp8
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
@@ -107,6 +108,15 @@ class Products:
         bias, weight = place.vector(op.attrs["bias"]), place.weights.few[op.attrs["weight"]]
         if isinstance(weight, Fp8Weight):
             weight = ByteWeight.of(weight.values, weight.scales)
+            library = library_fp8.product_for(
+                weight,
+                self.room(op),
+                place.buffers[y.buffer.index][:, y.offset : y.offset + y.width],
+                has_bias=bias is not None,
+                exact=place.exact,
+            )
+            if library is not None:
+                return lambda rows, counts: library(rows, place.of(y, counts))
         product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
         return lambda rows, counts: product(rows, weight, place.of(y, counts), bias=bias)
 
