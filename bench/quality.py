@@ -1,12 +1,13 @@
 """What precisions cost in quality: perplexity, and divergence from f32, on stories.
 
 Trained models, teacher-forced: each token of a text is predicted from those before it, by the
-native executor. For each precision of weights and of the KV cache: perplexity, its ratio to
+native executor, or where something is in fp8, which it does not multiply, by the torch executor on
+the CPU (the extra gpu). For each precision of weights and of the KV cache: perplexity, its ratio to
 f32's, the mean Kullback-Leibler divergence of its next-token distributions from f32's (nats), and
 how often both find the same token likeliest. stories260K reads the first stories, the model in the
 box those that its training left out. Knows no engine and no sampling.
 Run: python -m bench.quality [--stories 40]
-     [--precisions int8,int4-g32] [--out bench/results/quality.json]
+     [--precisions int8,fp8] [--out bench/results/quality.json]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from bench.data import outside
 from quire.bench.machine import machine_card
+from quire.execute.executor import ExecutorClass
 from quire.execute.native import NativeExecutor
 from quire.models.registry import box_path, build_program, open_model
 from quire.program.batch import ForwardBatch
@@ -36,6 +38,7 @@ from quire.weights.checkpoint import open_checkpoint
 STORY_TOKENS = 240
 BLOCK_SIZE = 16
 SLICE_ROWS = 64
+FP8 = ("fp8", "fp8-block")
 BOX_HELD_OUT_EVERY = 20  # models/tiny/corpus.py keeps every so many from the box's training
 GOALS = {("stories260K", "int8"): 1.01, ("stories260K", "int4-g32"): 1.08}
 GOALS |= {("box", "int8"): 1.01, ("box", "int4-g32"): 1.05}
@@ -50,6 +53,11 @@ class Setting:
     head: str = "auto"
     kv_cache_dtype: str = "auto"
     keep: tuple[str, ...] = ()
+
+    @property
+    def executor(self) -> str:
+        kept = (self.scheme, self.head, self.kv_cache_dtype)
+        return "torch" if any(name.startswith("fp8") for name in kept) else "native"
 
     @property
     def name(self) -> str:
@@ -74,7 +82,7 @@ def next_logprobs(
     plain = build_program(open_model(folder), dtype=setting.dtype, max_positions=STORY_TOKENS + 1)
     program = quantize(plain, setting.scheme, head=setting.head, keep=setting.keep)
     program = with_kv_cache_dtype(program, setting.kv_cache_dtype)
-    executor = NativeExecutor(
+    executor = _class_of(setting)(
         program,
         open_checkpoint(folder),
         max_tokens=STORY_TOKENS,
@@ -108,6 +116,16 @@ def next_logprobs(
     return precision_text(program), rows()
 
 
+def _class_of(setting: Setting) -> ExecutorClass:
+    if setting.executor == "native":
+        return NativeExecutor
+    import torch
+
+    from quire.execute.gpu.executor_class import TorchExecutorClass
+
+    return TorchExecutorClass(torch.device("cpu"), exact=False)
+
+
 def measure(folder: Path, texts: Sequence[Sequence[int]], settings: Sequence[Setting]) -> Any:
     """A row for each setting; the first is what the others are compared with."""
     _, base_rows = next_logprobs(folder, settings[0], texts)
@@ -127,6 +145,7 @@ def measure(folder: Path, texts: Sequence[Sequence[int]], settings: Sequence[Set
             {
                 "setting": setting.name,
                 "precision": precision,
+                "executor": setting.executor,
                 "perplexity": perplexity,
                 "ratio": perplexity / (results[0]["perplexity"] if results else perplexity),
                 "kl_nats": float(divergence / num_tokens),
@@ -151,7 +170,7 @@ def story_ids(folder: Path, stories: Sequence[str]) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stories", type=int, default=40)
-    parser.add_argument("--precisions", default=",".join(INT_SCHEMES))
+    parser.add_argument("--precisions", default=",".join([*INT_SCHEMES, *FP8]))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = [Setting(dtype=DType.F32), Setting(dtype=DType.BF16)]
@@ -160,8 +179,10 @@ def main() -> None:
     settings.append(Setting(dtype=DType.F32, scheme="int4-g32", head="none"))
     settings.append(Setting(dtype=DType.F32, scheme="int4-g32", head="int4-g32"))
     settings += [Setting(dtype=DType.BF16, scheme=scheme) for scheme in ("int8", "int4-g32")]
-    settings += [Setting(dtype=DType.F32, kv_cache_dtype=kept) for kept in ("bf16", "int8")]
+    caches = ("bf16", "int8", "fp8")
+    settings += [Setting(dtype=DType.F32, kv_cache_dtype=kept) for kept in caches]
     settings.append(Setting(dtype=DType.BF16, kv_cache_dtype="int8"))
+    settings.append(Setting(dtype=DType.BF16, scheme="fp8", kv_cache_dtype="fp8"))
     stories = json.loads(outside("text/tinystories_1000.json").read_text())
     models = {
         "stories260K": (outside("stories260K"), stories[: args.stories]),

@@ -217,17 +217,18 @@ def _pace(rate: dict[str, Any]) -> str:
 
 
 def _quality_rows(result: dict[str, Any]) -> list[str]:
-    """Perplexity and divergence of the settings that have a goal."""
+    """Perplexity and divergence of the settings that have a goal, and of fp8, which has none."""
     rows = []
     for model in ("stories260K", "box"):
         for entry in result[model]["settings"]:
-            name = str(entry["setting"]).removesuffix(", f32")
-            if "goal_ratio" in entry and name != entry["setting"]:
-                rows.append(
-                    f"| {name} against f32, {model}: perplexity, divergence "
-                    f"| {100 * (entry['ratio'] - 1):+.1f} %, {entry['kl_nats']:.4f} nats "
-                    f"| {100 * (entry['goal_ratio'] - 1):+.0f} % |"
-                )
+            name, _, dtype = str(entry["setting"]).partition(", ")
+            if dtype != "f32" or not ("goal_ratio" in entry or name.startswith("fp8")):
+                continue
+            goal = f"{100 * (entry['goal_ratio'] - 1):+.0f} %" if "goal_ratio" in entry else ""
+            rows.append(
+                f"| {name} against f32, {model}: perplexity, divergence "
+                f"| {100 * (entry['ratio'] - 1):+.1f} %, {entry['kl_nats']:.4f} nats | {goal} |"
+            )
     return rows
 
 
@@ -257,7 +258,7 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "memory": _memory_rows,
             "footprint": _footprint_rows,
         },
-        "Quality of integer weights": {"quality": _quality_rows},
+        "Quality of weights in few bits": {"quality": _quality_rows},
     }
 )
 
