@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Int32s = NDArray[np.int32]
+Index = NDArray[np.intp]
 Int64s = NDArray[np.int64]
 
 
@@ -18,7 +18,7 @@ class AgeQueue:
     """Room for all of `num_blocks` blocks; empty at first."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._entries: Int32s = np.zeros(2 * num_blocks, np.int32)
+        self._entries: Index = np.zeros(2 * num_blocks, np.intp)
         self._entry_stamps: Int64s = np.zeros(2 * num_blocks, np.int64)
         self._head = 0
         self._tail = 0
@@ -29,7 +29,7 @@ class AgeQueue:
     def __len__(self) -> int:
         return self._size
 
-    def push(self, blocks: Int32s) -> None:
+    def push(self, blocks: Index) -> None:
         """Add `blocks` (distinct, none of them in the queue), the first of them as the oldest."""
         count = len(blocks)
         if self._tail + count > len(self._entries):
@@ -43,9 +43,9 @@ class AgeQueue:
         self._tail = tail + count
         self._size += count
 
-    def pop(self, count: int) -> Int32s:
+    def pop(self, count: int) -> Index:
         """The `count` oldest blocks, oldest first; there must be so many."""
-        parts: list[Int32s] = []
+        parts: list[Index] = []
         missing = count
         while missing:
             head = self._head
@@ -54,23 +54,23 @@ class AgeQueue:
             parts.append(window[live])
             self._head = head + len(window)
             missing -= len(parts[-1])
-        blocks = np.concatenate(parts) if parts else self._entries[:0].copy()
+        blocks = parts[0] if len(parts) == 1 else np.concatenate([self._entries[:0], *parts])
         self._stamps[blocks] = 0
         self._size -= count
         return blocks
 
-    def take(self, blocks: Int32s) -> None:
+    def take(self, blocks: Index) -> None:
         """Take `blocks` (distinct, all of them in the queue) out of it, wherever they are."""
         self._stamps[blocks] = 0
         self._size -= len(blocks)
 
-    def blocks(self) -> Int32s:
+    def blocks(self) -> Index:
         """All blocks, oldest first."""
         window = self._entries[self._head : self._tail]
-        live: Int32s = window[self._stamps[window] == self._entry_stamps[self._head : self._tail]]
+        live: Index = window[self._stamps[window] == self._entry_stamps[self._head : self._tail]]
         return live
 
-    def clear(self) -> Int32s:
+    def clear(self) -> Index:
         """Empty the queue; what was in it, oldest first."""
         blocks = self.blocks()
         self._stamps[:] = 0

@@ -24,16 +24,39 @@ class Ghosts:
         self._place_of = DigestTable()
         self._ring: Uint64s = np.zeros((2 * limit, 2), np.uint64)
         self._first = self._end = 0
+        # Evicted since somebody asked: a step evicts several times, and asks once.
+        self._fresh: list[Uint64s] = []
 
     def __len__(self) -> int:
+        self._put_fresh()
         return len(self._place_of)
 
     def __contains__(self, digest: Uint64s) -> bool:
+        self._put_fresh()
         return len(self._place_of.longest_run(digest.reshape(1, 2))) == 1
 
     def add(self, digests: Uint64s) -> None:
         """These were just evicted; none of them is here."""
-        digests = digests[-self.limit :]
+        self._fresh.append(digests)
+
+    def take(self, digests: Uint64s) -> NDArray[np.bool_]:
+        """Which of `digests` were here; they are no longer."""
+        self._put_fresh()
+        taken: NDArray[np.bool_] = self._place_of.take(digests) >= 0
+        return taken
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._fresh = []
+        self._place_of.clear()
+        self._first = self._end = 0
+
+    def _put_fresh(self) -> None:
+        """Remember what was evicted since."""
+        if not self._fresh:
+            return
+        fresh, self._fresh = self._fresh, []
+        digests = (fresh[0] if len(fresh) == 1 else np.concatenate(fresh))[-self.limit :]
         if self._end - self._first + len(digests) > len(self._ring):
             self._clear_away()
         while len(digests):
@@ -46,16 +69,6 @@ class Ghosts:
             places = self._places(self._first, self._first + beyond)
             self._drop(places)
             self._first += len(places)
-
-    def take(self, digests: Uint64s) -> NDArray[np.bool_]:
-        """Which of `digests` were here; they are no longer."""
-        taken: NDArray[np.bool_] = self._place_of.take(digests) >= 0
-        return taken
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._place_of.clear()
-        self._first = self._end = 0
 
     def _places(self, first: int, end: int) -> range:
         """Where in the ring the evictions number first .. end - 1 lie, up to the ring's end."""

@@ -14,6 +14,7 @@ from quire.cache.digest import Uint64s
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Ints = Int32s | Int64s
 Bools = NDArray[np.bool_]
 
 
@@ -29,15 +30,16 @@ class Lineage:
         self._ends: Bools = np.zeros(num_blocks, np.bool_)  # where a prefix that was found ended
 
     def describe(
-        self, blocks: Int32s, *, parents: Uint64s, tokens: Int32s, depths: Int32s, owners: Int32s
+        self, blocks: Ints, *, parents: Uint64s, tokens: Int32s, depths: Ints, owners: Int32s
     ) -> None:
         """`blocks` can be found from now on, and were not yet."""
-        self.parents[blocks] = parents
-        self.tokens[blocks] = tokens
-        self.depths[blocks] = depths
-        self.owners[blocks] = owners
-        self.hits[blocks] = 0
-        self._ends[blocks] = False
+        index = blocks.astype(np.intp, copy=False)
+        self.parents[index] = parents
+        self.tokens[index] = tokens
+        self.depths[index] = depths
+        self.owners[index] = owners
+        self.hits[index] = 0
+        self._ends[index] = False
 
     def found(self, blocks: Int32s) -> None:
         """A chain of blocks was found, in this order."""

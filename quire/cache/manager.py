@@ -282,18 +282,20 @@ class CacheManager:
         if not len(fresh):
             return
         slots, firsts, lasts = slots[fresh], firsts[fresh], lasts[fresh]
-        counts = lasts - firsts
         order, digests = self._digests(slots, firsts, lasts, tokens)
-        slots, firsts, counts = slots[order], firsts[order], counts[order]
-        ends = np.cumsum(counts)
-        columns = np.arange(len(digests)) - np.repeat(ends - counts - firsts, counts)
-        each_slot = np.repeat(slots, counts)
+        if order is not None:
+            slots, firsts, lasts = slots[order], firsts[order], lasts[order]
+        counts = lasts - firsts
+        ends = counts.cumsum()
+        begins = ends - counts
+        columns = np.arange(len(digests)) - (begins - firsts).repeat(counts)
+        each_slot = slots.repeat(counts)
         parents = np.empty_like(digests)
         parents[1:] = digests[:-1]
-        parents[ends - counts] = self._chain_ends[slots]
+        parents[begins] = self._chain_ends[slots]
         blocks = self.tables.blocks[each_slot, columns]
         self._insert(digests, parents, blocks, each_slot, columns, tokens)
-        self._registered[slots] = firsts + counts
+        self._registered[slots] = lasts
         self._chain_ends[slots] = digests[ends - 1]
 
     def swap_out(self, slot: int) -> None:
@@ -342,7 +344,7 @@ class CacheManager:
         for slot in slots.tolist():
             self._chains[slot] = None
         busy = last_steps > self._settled_step
-        if not busy.any():
+        if not np.count_nonzero(busy):
             return self.pool.release(self.tables.take(slots))
         for step in np.unique(last_steps[busy]).tolist():
             self.holds.append((step, self.tables.take(slots[last_steps == step])))
@@ -396,31 +398,41 @@ class CacheManager:
             digests = self.index.forget(evicted)
             self.ghosts.add(digests)
             if self.tiers is not None:
-                self.tiers.evicted(keys_of(digests), evicted)
+                self.tiers.evicted(keys_of(digests), evicted.astype(np.int32))
         return blocks
 
     def _digests(
         self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s
-    ) -> tuple[Index, Uint64s]:
-        """Digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and in which order of i.
+    ) -> tuple[Index | None, Uint64s]:
+        """Digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and in which order of i; None
+        for theirs.
 
         What was digested while its request waited comes first, and is not digested again.
         """
         is_known = lasts <= self._chain_blocks[slots]
-        known, rest = is_known.nonzero()[0], (~is_known).nonzero()[0]
-        parts: list[Uint64s] = []
+        num_known = np.count_nonzero(is_known)
+        if not num_known:
+            return None, self._go_on(slots, firsts, lasts, tokens)
+        known = is_known.nonzero()[0]
         ranges = (slots[known].tolist(), firsts[known].tolist(), lasts[known].tolist())
-        for slot, first, last in zip(*ranges, strict=True):
-            chain = self._chains[slot]
-            assert chain is not None, "a slot without a chain has no block of one"
-            parts.append(chain.digests[first:last])
-        if len(rest):
-            slots, firsts = slots[rest], firsts[rest]
-            counts = lasts[rest] - firsts
-            digests = self.hasher.go_on(tokens, slots, firsts, counts, self._chain_ends[slots])
-            parts.append(digests)
-        order = np.concatenate((known, rest)) if len(known) else rest
-        return order, parts[0] if len(parts) == 1 else np.concatenate(parts)
+        parts = [
+            self._chain_of(slot).digests[first:last]
+            for slot, first, last in zip(*ranges, strict=True)
+        ]
+        if num_known == len(slots):
+            return None, parts[0] if num_known == 1 else np.concatenate(parts)
+        rest = (~is_known).nonzero()[0]
+        parts.append(self._go_on(slots[rest], firsts[rest], lasts[rest], tokens))
+        return np.concatenate((known, rest)), np.concatenate(parts)
+
+    def _go_on(self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s) -> Uint64s:
+        """The same for those whose blocks firsts[i] on were not digested yet."""
+        return self.hasher.go_on(tokens, slots, firsts, lasts - firsts, self._chain_ends[slots])
+
+    def _chain_of(self, slot: int) -> Chain:
+        chain = self._chains[slot]
+        assert chain is not None, "a slot without a chain has no block of one"
+        return chain
 
     def _insert(
         self,
@@ -442,19 +454,20 @@ class CacheManager:
             digests = digests[new]
             blocks, slots, columns = blocks[new], slots[new], columns[new]
             parents = parents[new]
-        self.pool.findable[blocks] = True
+        index = blocks.astype(np.intp)
+        self.pool.findable[index] = True
         again = self.ghosts.take(digests)
-        if again.any():
+        if np.count_nonzero(again):
             self.pool.protect(blocks[again & ~self._returned[slots]])
         num_columns = tokens.shape[1] // self.block_size
         by_block = tokens[:, : num_columns * self.block_size].reshape(
             len(tokens), num_columns, self.block_size
         )
         self.lineage.describe(
-            blocks,
+            index,
             parents=parents,
             tokens=by_block[slots, columns],
-            depths=(columns + 1).astype(np.int32),
+            depths=columns + 1,
             owners=self._owner_numbers[slots],
         )
         if self.tiers is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError
-from quire.cache.age_queue import AgeQueue
+from quire.cache.age_queue import AgeQueue, Index
 
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -41,7 +41,7 @@ class BlockPool:
         # Set by the owner of the prefix index, cleared here when such a block is handed out.
         self.findable: Bools = np.zeros(num_blocks, np.bool_)
         self.protected: Bools = np.zeros(num_blocks, np.bool_)  # findable ones only
-        self._stack: Int32s = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._stack: Index = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         self._stack_size = self._least_stack = num_blocks
         self._once = AgeQueue(num_blocks)
         self._again = AgeQueue(num_blocks)
@@ -67,7 +67,7 @@ class BlockPool:
         """Those of them that were used again, handed out after all others."""
         return len(self._again)
 
-    def allocate(self, count: int) -> tuple[Int32s, Int32s]:
+    def allocate(self, count: int) -> tuple[Int32s, Index]:
         """Hand out `count` blocks, each with one reference.
 
         Returns (blocks [count], evicted): `evicted` are those of them that were findable until
@@ -91,18 +91,19 @@ class BlockPool:
                 evicted = np.concatenate((evicted, self._again.pop(count - plain - once)))
                 self.protected[evicted] = False
             self.findable[evicted] = False
-            blocks = np.concatenate((blocks, evicted))
+            blocks = np.concatenate((blocks, evicted)) if plain else evicted
         self.references[blocks] = 1
-        return blocks, evicted
+        return blocks.astype(np.int32), evicted
 
     def share(self, blocks: Int32s) -> None:
         """Add one reference to each of `blocks` (distinct; referenced, or free and findable)."""
-        revived = blocks[self.references[blocks] == 0]
+        index = blocks.astype(np.intp)
+        revived = index[self.references[index] == 0]
         if len(revived):
             again = self.protected[revived]
             self._once.take(revived[~again])
             self._again.take(revived[again])
-        self.references[blocks] += 1
+        self.references[index] += 1
 
     def protect(self, blocks: Int32s) -> None:
         """`blocks` (referenced and findable) were used again: hand them out after others."""
@@ -114,16 +115,15 @@ class BlockPool:
         Returns how many became free. Findable ones are remembered in the given order: the
         first of them is handed out before the others.
         """
-        np.subtract.at(self.references, blocks, 1)
-        freed = blocks[self.references[blocks] == 0]
+        freed = blocks.astype(np.intp)
+        if np.count_nonzero(self.references[freed] == 1) == len(freed):  # so none occurs twice
+            self.references[freed] = 0
+        else:
+            freed = self._release_shared(freed)
         if not len(freed):
             return 0
-        # A block that lost its last two references in this call occurs twice: keep one.
-        order = np.arange(len(freed), dtype=np.int32)
-        self._scratch[freed] = order
-        freed = freed[self._scratch[freed] == order]
         findable = self.findable[freed]
-        if findable.any():
+        if np.count_nonzero(findable):
             self._push_findable(freed[findable])
             self._push_stack(freed[~findable])
         else:
@@ -145,12 +145,12 @@ class BlockPool:
         """How many of `blocks` are free now."""
         return int(np.count_nonzero(self.references[blocks] == 0))
 
-    def free_blocks(self) -> tuple[Int32s, Int32s]:
+    def free_blocks(self) -> tuple[Index, Index]:
         """The books as they stand: (plain free blocks, findable ones in the order they go)."""
         findable = np.concatenate((self._once.blocks(), self._again.blocks()))
         return self._stack[: self._stack_size].copy(), findable
 
-    def protected_blocks(self) -> Int32s:
+    def protected_blocks(self) -> Index:
         """Free blocks that are handed out after all others, oldest first."""
         return self._again.blocks()
 
@@ -162,19 +162,29 @@ class BlockPool:
         free = (references == 0) & self.findable
         kept = aged[free[aged]]
         free[kept] = False
-        self._push_findable(np.concatenate((kept, np.flatnonzero(free).astype(np.int32))))
-        plain = np.flatnonzero((references == 0) & ~self.findable).astype(np.int32)[::-1]
+        self._push_findable(np.concatenate((kept, np.flatnonzero(free))))
+        plain = np.flatnonzero((references == 0) & ~self.findable)[::-1]
         self._stack[: len(plain)] = plain
         self._stack_size = len(plain)
 
-    def _push_stack(self, blocks: Int32s) -> None:
+    def _release_shared(self, blocks: Index) -> Index:
+        """Take the references; returns which became free, each once."""
+        np.subtract.at(self.references, blocks, 1)
+        freed = blocks[self.references[blocks] == 0]
+        # A block that lost its last two references in this call occurs twice: keep one.
+        order = np.arange(len(freed), dtype=np.int32)
+        self._scratch[freed] = order
+        kept: Index = freed[self._scratch[freed] == order]
+        return kept
+
+    def _push_stack(self, blocks: Index) -> None:
         top = self._stack_size
         self._stack[top : top + len(blocks)] = blocks[::-1]
         self._stack_size = top + len(blocks)
 
-    def _push_findable(self, blocks: Int32s) -> None:
+    def _push_findable(self, blocks: Index) -> None:
         again = self.protected[blocks]
-        if not again.any():
+        if not np.count_nonzero(again):
             self._once.push(blocks)
             return
         self._once.push(blocks[~again])

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire._native import DigestTable
+from quire.cache.age_queue import Index
 from quire.cache.digest import Int32s, Uint64s
 
 
@@ -35,18 +36,18 @@ class PrefixIndex:
         Where a digest is known already its first block stays, and blocks[i] is left out; so is a
         block that is found under another.
         """
-        free = None
-        if np.count_nonzero(self.known[blocks]):
-            free = np.flatnonzero(~self.known[blocks])
-            digests, blocks = digests[free], blocks[free]
+        index, free = blocks.astype(np.intp), None
+        if np.count_nonzero(self.known[index]):
+            free = np.flatnonzero(~self.known[index])
+            digests, blocks, index = digests[free], blocks[free], index[free]
         new = self._block_of.put(digests, blocks)
         if len(new) < len(blocks):
-            digests, blocks = digests[new], blocks[new]
-        self._digests[blocks] = digests
-        self.known[blocks] = True
+            digests, index = digests[new], index[new]
+        self._digests[index] = digests
+        self.known[index] = True
         return new if free is None else free[new]
 
-    def forget(self, blocks: Int32s) -> Uint64s:
+    def forget(self, blocks: Index) -> Uint64s:
         """Drop `blocks`, all of them known here; returns their digests."""
         if np.count_nonzero(self.known[blocks]) < len(blocks):
             block = int(blocks[~self.known[blocks]][0])

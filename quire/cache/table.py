@@ -74,9 +74,9 @@ class BlockTable:
         if len(blocks) == len(slots):
             rows, columns = slots, first
         else:
-            rows = np.repeat(slots, added)
+            rows = slots.repeat(added)
             before = np.cumsum(added, dtype=np.int32) - added
-            columns = np.repeat(first - before, added) + np.arange(len(blocks), dtype=np.int32)
+            columns = (first - before).repeat(added) + np.arange(len(blocks), dtype=np.int32)
         self.blocks[rows, columns] = blocks
         self.last_holders[blocks] = self.holders[rows]
         counts = first + added
@@ -86,6 +86,8 @@ class BlockTable:
 
     def take(self, slots: Index) -> Int32s:
         """Empty `slots` (distinct) and return their blocks, last column first within a slot."""
+        if len(slots) == 1:
+            return self._take_one(int(slots[0]))
         counts = self.counts[slots]
         width = int(counts.max(initial=0))
         columns = np.arange(width - 1, -1, -1)
@@ -96,4 +98,11 @@ class BlockTable:
         self.firsts[slots] = 0
         self.counts[slots] = 0
         self.capacities[slots] = 0
+        return blocks
+
+    def _take_one(self, slot: int) -> Int32s:
+        row = self.row(slot)
+        blocks = row[::-1].copy()
+        row[:] = -1
+        self.firsts[slot] = self.counts[slot] = self.capacities[slot] = 0
         return blocks

@@ -36,6 +36,16 @@ def test_more_at_once_than_the_limit_keeps_the_last() -> None:
     assert len(ghosts) == 0
 
 
+def test_what_is_evicted_in_small_parts_is_kept_as_if_at_once() -> None:
+    ghosts = Ghosts(3)
+    for place in range(6):  # nobody asks in between
+        ghosts.add(KEYS[place : place + 1])
+    assert ghosts.take(KEYS).tolist() == [False] * 3 + [True] * 3
+    ghosts.add(KEYS)
+    ghosts.clear()
+    assert len(ghosts) == 0
+
+
 def test_what_was_taken_and_evicted_again_counts_from_then() -> None:
     ghosts = Ghosts(3)
     ghosts.add(KEYS[:3])

@@ -43,3 +43,12 @@ def test_taking_empties_slots_and_gives_the_last_blocks_of_each_first() -> None:
     assert table.row(1).tolist() == [4]
     assert (table.blocks[[0, 2]] == -1).all()
     assert table.take(slots()).tolist() == []
+
+
+def test_taking_one_slot_gives_its_last_block_first_and_nothing_from_before_its_first() -> None:
+    table = BlockTable(num_slots=2, num_columns=4, block_size=4, num_blocks=64)
+    table.append(1, ints(1, 2, 3))
+    assert table.drop(slots(1), ints(1)).tolist() == [1]
+    assert table.take(slots(1)).tolist() == [3, 2]
+    assert (table.blocks == -1).all()
+    assert [array[1] for array in (table.firsts, table.counts, table.capacities)] == [0, 0, 0]
