@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from quire.cache.manager import CacheManager
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
@@ -119,29 +117,26 @@ class Forecast:
         return (ticket.likely_tokens - 1) * step_ms
 
     def _load(self) -> _Load:
-        state, speed, waiting = self._state, self._speed, max(len(self._queue), 1)
-        active = state.active
-        num_running = len(active)
+        speed, waiting = self._speed, max(len(self._queue), 1)
+        num_running, running = len(self._state.active), self._state.totals()
         mean_known, mean_likely = (
             self._queue.num_tokens / waiting,
             self._queue.likely_tokens / waiting,
         )
-        tokens = self._queue.num_tokens + self._queue.likely_tokens / 2
-        tokens += float(np.add.reduce(state.tokens.lengths[active], dtype=np.float64))
+        tokens = self._queue.num_tokens + self._queue.likely_tokens / 2 + running.known
         depth = tokens / max(num_running + len(self._queue), 1)
         fit = self._cache.num_tokens / max(mean_known + mean_likely, 1.0)
         most = min(self._limits.max_num_seqs, num_running + len(self._queue), int(fit))
         rows = max(most, num_running, 1)
         token_ms = speed.step_ms(rows, rows * depth) / rows
-        uncomputed = float(np.add.reduce(state.goal[active] - state.scheduled[active]))
-        left = float(np.add.reduce(state.ceiling[active] - state.goal[active], dtype=np.float64))
-        left = min(left, num_running * max(self._lengths.typical(), 1.0) / 2)
+        left = min(running.room, num_running * max(self._lengths.typical(), 1.0) / 2)
+        prompts_ms = running.unscheduled * speed.now.token_ms
         return _Load(
             rows=rows,
             depth=depth,
             token_ms=token_ms,
-            prompts_ms=uncomputed * speed.now.token_ms,
-            running_ms=uncomputed * speed.now.token_ms + left * token_ms,
+            prompts_ms=prompts_ms,
+            running_ms=prompts_ms + left * token_ms,
             waiting_ms=len(self._queue) * speed.span_ms(0, int(mean_known))
             + self._queue.likely_tokens * token_ms,
         )

@@ -13,7 +13,7 @@ they index arrays, which is three times faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ from quire.scheduler.ticket import NO_SLOT, Ticket
 Int32s = NDArray[np.int32]
 Index = NDArray[np.intp]
 Bools = NDArray[np.bool_]
+
+
+class Totals(NamedTuple):
+    """Of all running requests together: tokens known; of them, and of samples in flight, those not
+    scheduled; and how many more they may have."""
+
+    known: float
+    unscheduled: float
+    room: float
 
 
 class RunningState:
@@ -69,6 +78,7 @@ class RunningState:
         # Slots, and where their tokens begin in _flat_tokens: of the last that got any.
         self._placed: tuple[Index, Index] = (self.active, self.active)
         self._runs: Bools = np.zeros(num_slots, np.bool_)
+        self._totals: Totals | None = None  # until anything of them changes
         self._flat_tokens: Int32s = self.tokens.tokens.reshape(-1)
 
     def ticket(self, slot: int) -> Ticket:
@@ -121,6 +131,7 @@ class RunningState:
         self.goal[slots] = self.ceiling[slots] = known
         self.stored[slots] = np.maximum(self.stored[slots], computed)
         self.next_event[slots] = 0
+        self._totals = None
 
     def runs(self, index: Index) -> Bools:
         """Which of slots `index` are running."""
@@ -134,6 +145,7 @@ class RunningState:
             samples &= ~self._without_output[index]
         self.scheduled[index] = ends
         self.goal[index] = np.minimum(goals + samples, self.ceiling[index])
+        self._totals = None
         return samples
 
     def done_without_output(self, index: Index, ends: Int32s) -> list[Ticket]:
@@ -157,6 +169,7 @@ class RunningState:
         lengths += 1
         known[index] = lengths
         self.last_token_ms[index] = now_ms
+        self._totals = None
         return lengths
 
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -165,6 +178,13 @@ class RunningState:
         self.tokens.tokens[slot, known : known + len(token_ids)] = token_ids
         self.tokens.lengths[slot] = known + len(token_ids)
         self.goal[slot] = min(known + len(token_ids), int(self.ceiling[slot]))
+        self._totals = None
+
+    def totals(self) -> Totals:
+        """As of now; those who come together ask for the same."""
+        if self._totals is None:
+            self._totals = self._sum_up()
+        return self._totals
 
     def hits_stop(self, index: Index, token_ids: Int32s) -> Bools:
         """Whether token_ids[i] ends the request in slot index[i]."""
@@ -214,11 +234,22 @@ class RunningState:
             bounds = (*counts, self.ceiling[slot])
             if list(bounds) != sorted(bounds) or self.tickets[slot].slot != slot:  # type: ignore[union-attr]
                 found.append(f"slot {slot}: computed, scheduled, goal, ceiling are {bounds}")
+        if self._totals not in (None, self._sum_up()):
+            found.append(f"running requests have {self._sum_up()}, not {self._totals}")
         return found
+
+    def _sum_up(self) -> Totals:
+        active = self.active
+        goal = self.goal[active]
+        return Totals(
+            known=float(np.add.reduce(self.tokens.lengths[active], dtype=np.float64)),
+            unscheduled=float(np.add.reduce(goal - self.scheduled[active])),
+            room=float(np.add.reduce(self.ceiling[active] - goal, dtype=np.float64)),
+        )
 
     def _set_active(self, active: Index) -> None:
         self.active, self.active_slots = active, active.astype(np.int32)
-        self._named = None
+        self._named = self._totals = None
 
     def _watch_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         num_slots, width = self._stop_ids.shape

@@ -332,6 +332,7 @@ def test_prompts_are_scored_on_after_a_preemption_where_steps_and_blocks_are_few
         "score_again",
         "branch_without_tokens",
         "plan_beams_ahead",
+        "keep_totals",
     ],
 )
 def test_each_planted_fault_turns_the_property_red(
@@ -376,6 +377,16 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             self.ceiling[slots] = self.longest[slots]
 
         monkeypatch.setattr(RunningState, "hold_at", lets_go)
+    elif fault == "keep_totals":  # what was summed up once is told for ever
+        schedule = RunningState.schedule
+
+        def keeps(self, index, ends, goals):
+            totals = self._totals
+            samples = schedule(self, index, ends, goals)
+            self._totals = totals
+            return samples
+
+        monkeypatch.setattr(RunningState, "schedule", keeps)
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
         monkeypatch.setattr(Roster, "last_steps", nobody)
