@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_INTS, StepPlan, StepResult
+from quire.base.records import StepPlan, StepResult
 from quire.runner.handle import Handle
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import StepCost
@@ -38,22 +38,23 @@ class PlannedEnds:
 
     def __init__(self, planned: Mapping[str, Planned], *, num_slots: int) -> None:
         self._planned = planned
-        self._total_tokens = np.zeros(num_slots, np.int32)
+        self._last_known = np.zeros(num_slots, np.int32)  # tokens it has before its last one
         self._token_ids = np.zeros(num_slots, np.int32)
 
     def admit(self, plan: StepPlan) -> None:
         """Who takes a slot in this plan. Plans come in order."""
         for admission in plan.admissions:
             planned = self._planned[admission.request_id]
-            self._total_tokens[admission.slot] = planned.total_tokens
+            self._last_known[admission.slot] = planned.total_tokens - 1
             self._token_ids[admission.slot] = planned.token_id
 
     def token_ids(self, plan: StepPlan) -> NDArray[np.int32]:
         """A token for each row that samples; the stop token where the request is complete."""
-        samples = plan.samples
-        slots, known = plan.slots[samples], (plan.starts + plan.counts)[samples]
+        slots, known = plan.slots.astype(np.intp), plan.starts + plan.counts
+        if np.count_nonzero(plan.samples) < len(slots):
+            slots, known = slots[plan.samples], known[plan.samples]
         token_ids = self._token_ids[slots]
-        token_ids[known + 1 >= self._total_tokens[slots]] = STOP_ID
+        token_ids[known >= self._last_known[slots]] = STOP_ID
         return token_ids
 
 
@@ -96,9 +97,11 @@ class VirtualRunner:
         self.busy_ms += cost_ms
         if self._on_plan is not None:
             self._on_plan(plan)
-        token_ids = self._ends.token_ids(plan) if np.count_nonzero(plan.samples) else NO_INTS
-        counts = plan.samples.astype(np.int32)
-        result = StepResult(step=plan.step, token_counts=counts, token_ids=token_ids)
+        result = StepResult(
+            step=plan.step,
+            token_counts=plan.samples.astype(np.int32),
+            token_ids=self._ends.token_ids(plan),
+        )
         return Computing(result, self._until_ms)
 
     def collect(self, handle: Handle) -> StepResult:
