@@ -62,9 +62,15 @@ class Weight:
     def packed(self) -> NDArray[np.uint8]: ...
 
 class Program:
-    def __init__(self, pool: Pool, arena_bytes: int) -> None: ...
+    def __init__(self, pool: Pool, arena_bytes: int, apart_bytes: int = 0) -> None: ...
     def add_buffer(
-        self, rows: int, offset_bytes: int, stride: int, max_rows: int, dtype: str
+        self,
+        rows: int,
+        offset_bytes: int,
+        stride: int,
+        max_rows: int,
+        dtype: str,
+        apart: bool = False,
     ) -> None: ...
     def add_segment(
         self, ops: Sequence[tuple[str, list[_View], list[int], list[float], list[Weight]]]
@@ -95,6 +101,21 @@ class Program:
         sample_rows: _Int32s,
         then: int = -1,
     ) -> None: ...
+    def run_layers(
+        self,
+        segment: int,
+        *,
+        token_ids: _Int32s,
+        positions: _Int32s,
+        rope_positions: _Int32s,
+        kv_slots: _Int32s,
+        seq_starts: _Int32s,
+        block_tables: _Int32s,
+        sample_rows: _Int32s,
+        first: int,
+        end: int,
+    ) -> None: ...
+    def num_layers(self, segment: int) -> int: ...
     def abort(self) -> None: ...
     @property
     def ops_done(self) -> int: ...

@@ -170,9 +170,10 @@ void add_segment(quire::Program& self, const std::vector<OpTuple>& ops) {
     self.add_segment(std::move(specs));
 }
 
-void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const Int32s& positions,
-         const Int32s& rope_positions, const Int32s& kv_slots, const Int32s& seq_starts,
-         const Table& block_tables, const Int32s& sample_rows, int64_t then) {
+quire::StepInputs inputs_of(const Int32s& token_ids, const Int32s& positions,
+                            const Int32s& rope_positions, const Int32s& kv_slots,
+                            const Int32s& seq_starts, const Table& block_tables,
+                            const Int32s& sample_rows) {
     const size_t tokens = token_ids.size(), sequences = block_tables.shape(0);
     if (positions.size() != tokens || rope_positions.size() != tokens ||
         kv_slots.size() != tokens || seq_starts.size() != sequences + 1) {
@@ -190,10 +191,29 @@ void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const I
     inputs.seq_starts = seq_starts.data();
     inputs.block_tables = block_tables.data();
     inputs.sample_rows = sample_rows.data();
+    return inputs;
+}
+
+void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const Int32s& positions,
+         const Int32s& rope_positions, const Int32s& kv_slots, const Int32s& seq_starts,
+         const Table& block_tables, const Int32s& sample_rows, int64_t then) {
+    const quire::StepInputs inputs = inputs_of(token_ids, positions, rope_positions, kv_slots,
+                                               seq_starts, block_tables, sample_rows);
     nb::gil_scoped_release release;
     const ComputeTime counted;
     self.run(segment, inputs);
     if (then >= 0) self.run(then, inputs);
+}
+
+void run_layers(quire::Program& self, int64_t segment, const Int32s& token_ids,
+                const Int32s& positions, const Int32s& rope_positions, const Int32s& kv_slots,
+                const Int32s& seq_starts, const Table& block_tables, const Int32s& sample_rows,
+                int64_t first, int64_t end) {
+    const quire::StepInputs inputs = inputs_of(token_ids, positions, rope_positions, kv_slots,
+                                               seq_starts, block_tables, sample_rows);
+    nb::gil_scoped_release release;
+    const ComputeTime counted;
+    self.run_layers(segment, inputs, first, end);
 }
 
 // A NumPy view [rows, width] of a buffer: float32, or uint16 holding bf16.
@@ -218,14 +238,17 @@ nb::object array_of(nb::handle self_handle, const View& view, int64_t rows) {
 void bind_interpreter(nb::module_& module) {
     nb::class_<quire::Program>(module, "Program",
                                "Buffers, operations and cache of one model, and their runs.")
-        .def(nb::init<std::shared_ptr<quire::Pool>, int64_t>(), "pool"_a, "arena_bytes"_a)
+        .def(nb::init<std::shared_ptr<quire::Pool>, int64_t, int64_t>(), "pool"_a, "arena_bytes"_a,
+             "apart_bytes"_a = 0, "apart_bytes: of a second arena, for run_layers.")
         .def("add_buffer",
              [](quire::Program& self, int rows, int64_t offset_bytes, int64_t stride,
-                int64_t max_rows, const std::string& dtype) {
-                 self.add_buffer({static_cast<quire::RowCount>(rows), offset_bytes, stride,
-                                  max_rows, type_named(dtype)});
+                int64_t max_rows, const std::string& dtype, bool apart) {
+                 const quire::BufferSpec buffer{static_cast<quire::RowCount>(rows), offset_bytes,
+                                                stride, max_rows, type_named(dtype)};
+                 apart ? self.add_buffer_apart(buffer) : self.add_buffer(buffer);
              },
-             "rows"_a, "offset_bytes"_a, "stride"_a, "max_rows"_a, "dtype"_a)
+             "rows"_a, "offset_bytes"_a, "stride"_a, "max_rows"_a, "dtype"_a, "apart"_a = false,
+             "apart: in the second arena, which has the same buffers as the first.")
         .def("add_segment", &add_segment, "ops"_a,
              "ops: (kind, views, ints, floats, weights) each, as in native/include/quire/"
              "program.h; a view is (buffer, offset, width).")
@@ -261,6 +284,11 @@ void bind_interpreter(nb::module_& module) {
         .def("run", &run, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
              "then"_a = -1, "then: a segment that follows at once, on the same inputs; -1 none.")
+        .def("run_layers", &run_layers, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
+             "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
+             "first"_a, "end"_a,
+             "Layers first .. end - 1 in the second arena, which keeps what is between layers.")
+        .def("num_layers", &quire::Program::num_layers, "segment"_a)
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
         .def_prop_ro("pieces_read", &quire::Program::pieces_read,

@@ -85,26 +85,38 @@ OpKind op_kind_named(const std::string& name) {
     throw std::invalid_argument("no operation is called \"" + name + "\"");
 }
 
-Program::Program(std::shared_ptr<Pool> pool, int64_t arena_bytes)
+Program::Program(std::shared_ptr<Pool> pool, int64_t arena_bytes, int64_t apart_bytes)
     : pool_(std::move(pool)), alone_(1, pool_->kernels()),
-      arena_(static_cast<size_t>(arena_bytes)) {}
+      arena_{Memory(static_cast<size_t>(arena_bytes)), {}},
+      apart_{Memory(static_cast<size_t>(apart_bytes)), {}} {}
 
 const BufferSpec& Program::buffer_at(int64_t index) const {
-    if (index < 0 || index >= static_cast<int64_t>(buffers_.size())) {
+    if (index < 0 || index >= static_cast<int64_t>(now_->buffers.size())) {
         throw std::invalid_argument("no buffer " + std::to_string(index));
     }
-    return buffers_[static_cast<size_t>(index)];
+    return now_->buffers[static_cast<size_t>(index)];
 }
 
-void Program::add_buffer(const BufferSpec& buffer) {
+void Program::Arena::add(const BufferSpec& buffer) {
     const int64_t bytes = bytes_of(buffer);
     if (buffer.offset_bytes < 0 || buffer.offset_bytes % 64 != 0 ||
-        buffer.offset_bytes + bytes > static_cast<int64_t>(arena_.bytes())) {
-        throw std::invalid_argument("buffer " + std::to_string(buffers_.size()) +
+        buffer.offset_bytes + bytes > static_cast<int64_t>(memory.bytes())) {
+        throw std::invalid_argument("buffer " + std::to_string(buffers.size()) +
                                     " does not lie in the arena");
     }
-    buffers_.push_back(buffer);
+    buffers.push_back(buffer);
 }
+
+bool Program::Arena::overlap(int64_t one, int64_t other) const {
+    const BufferSpec& a = buffers[static_cast<size_t>(one)];
+    const BufferSpec& b = buffers[static_cast<size_t>(other)];
+    return a.offset_bytes < b.offset_bytes + bytes_of(b) &&
+           b.offset_bytes < a.offset_bytes + bytes_of(a);
+}
+
+void Program::add_buffer(const BufferSpec& buffer) { arena_.add(buffer); }
+
+void Program::add_buffer_apart(const BufferSpec& buffer) { apart_.add(buffer); }
 
 void Program::check_op(const OpSpec& op) const {
     const Arity& arity = arity_of(op.kind);
@@ -181,7 +193,10 @@ void Program::check_op(const OpSpec& op) const {
 
 void Program::add_segment(std::vector<OpSpec> ops) {
     Segment segment;
-    std::vector<bool> seen(buffers_.size(), false);
+    if (!apart_.buffers.empty() && apart_.buffers.size() != arena_.buffers.size()) {
+        throw std::invalid_argument("the second arena has not the buffers of the first");
+    }
+    std::vector<bool> seen(arena_.buffers.size(), false);
     for (const Segment& earlier : segments_) {
         for (int64_t buffer : earlier.own_buffers) seen[static_cast<size_t>(buffer)] = true;
     }
@@ -196,6 +211,9 @@ void Program::add_segment(std::vector<OpSpec> ops) {
         }
     }
     segment.units = fuse(ops);
+    for (size_t i = 0; i < segment.units.size(); ++i) {
+        if (ops[segment.units[i].first].kind == OpKind::attention) segment.attentions.push_back(i);
+    }
     segment.ops = std::move(ops);
     segments_.push_back(std::move(segment));
 }
@@ -215,9 +233,10 @@ std::vector<Program::Unit> Program::fuse(const std::vector<OpSpec>& ops) const {
         for (size_t i = 0; i < unit.count; ++i) {
             for (const ViewSpec& other : ops[unit.first + i].views) {
                 for (const ViewSpec& view : op.views) {
-                    if (view.buffer != other.buffer && overlap(view.buffer, other.buffer)) {
-                        return true;
-                    }
+                    if (view.buffer == other.buffer) continue;
+                    if (arena_.overlap(view.buffer, other.buffer)) return true;
+                    if (apart_.buffers.empty()) continue;
+                    if (apart_.overlap(view.buffer, other.buffer)) return true;
                 }
             }
         }
@@ -234,13 +253,6 @@ std::vector<Program::Unit> Program::fuse(const std::vector<OpSpec>& ops) const {
         before = rows;
     }
     return units;
-}
-
-bool Program::overlap(int64_t one, int64_t other) const {
-    const BufferSpec& a = buffer_at(one);
-    const BufferSpec& b = buffer_at(other);
-    return a.offset_bytes < b.offset_bytes + bytes_of(b) &&
-           b.offset_bytes < a.offset_bytes + bytes_of(a);
 }
 
 void Program::set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
@@ -290,7 +302,7 @@ void Program::copy_blocks(const int32_t* from, const int32_t* to, int64_t count)
 
 Rows Program::rows(const ViewSpec& view) const {
     const BufferSpec& buffer = buffer_at(view.buffer);
-    char* data = arena_.data() + buffer.offset_bytes + view.offset * type_bytes(buffer.type);
+    char* data = now_->memory.data() + buffer.offset_bytes + view.offset * type_bytes(buffer.type);
     return {data, buffer.stride, buffer.type, view.width};
 }
 
@@ -375,7 +387,7 @@ void Program::check(const Segment& segment, const StepInputs& inputs) const {
 void Program::poison(const Segment& segment) {
     for (int64_t index : segment.own_buffers) {
         const BufferSpec& buffer = buffer_at(index);
-        std::memset(arena_.data() + buffer.offset_bytes, 0xff,
+        std::memset(now_->memory.data() + buffer.offset_bytes, 0xff,
                     static_cast<size_t>(bytes_of(buffer)));
     }
 }
@@ -399,13 +411,41 @@ void Program::run(int64_t segment_index, const StepInputs& inputs) {
     check(segment_at(segment_index), inputs);
     Segment& segment = segments_[static_cast<size_t>(segment_index)];
     if (poison_) poison(segment);
+    run_units(segment, 0, segment.units.size(), inputs);
+}
+
+void Program::run_layers(int64_t segment_index, const StepInputs& inputs, int64_t first,
+                         int64_t end) {
+    const int64_t layers = num_layers(segment_index);
+    if (apart_.buffers.empty() || first < 0 || first >= end || end > layers) {
+        throw std::invalid_argument("layers " + std::to_string(first) + " to " +
+                                    std::to_string(end) + " of " + std::to_string(layers) +
+                                    (apart_.buffers.empty() ? "; there is no second arena" : ""));
+    }
+    struct Apart {
+        Program& program;
+        explicit Apart(Program& of) : program(of) { program.now_ = &program.apart_; }
+        ~Apart() { program.now_ = &program.arena_; }
+    } const apart{*this};
+    Segment& segment = segments_[static_cast<size_t>(segment_index)];
+    check(segment, inputs);
+    if (poison_ && first == 0) poison(segment);
+    const auto unit_of = [&](int64_t layer) {
+        return layer < layers ? segment.attentions[static_cast<size_t>(layer)]
+                              : segment.units.size();
+    };
+    run_units(segment, first == 0 ? 0 : unit_of(first), unit_of(end), inputs);
+}
+
+void Program::run_units(Segment& segment, size_t first, size_t end, const StepInputs& inputs) {
     struct Numbered {
         std::atomic<int64_t>& runs;
         const int64_t number = runs.fetch_add(1) + 1;
         ~Numbered() { runs.fetch_add(1); }
     } const run{runs_};
     int64_t last = timed_ ? nanoseconds() : 0;
-    for (Unit& unit : segment.units) {
+    for (size_t i = first; i < end; ++i) {
+        Unit& unit = segment.units[i];
         if (aborted_.load(std::memory_order_relaxed) == run.number) {
             throw Aborted(std::string("the step was told to stop before ") +
                           name_of(segment.ops[unit.first].kind));

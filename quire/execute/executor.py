@@ -25,6 +25,8 @@ from quire.weights.pack_cache import PackCache
 
 # Rows of one slice of the head, where a slice costs little.
 HEAD_ROWS = 64
+# Most rows of a part that is computed by layers: products and attention gain little beyond.
+PART_TOKENS = 512
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
 
@@ -134,6 +136,21 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free threads and memory; further calls are errors."""
+
+
+@runtime_checkable
+class LayeredExecutor(Protocol):
+    """An Executor that also computes a part of a prompt some layers at a time, in buffers of its
+    own: other steps may come between."""
+
+    @property
+    def num_layers(self) -> int:
+        """Into how many the trunk may be cut; each costs about the same."""
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        """Compute layers first .. end - 1 of the trunk for the rows of `batch`, one sequence of at
+        most PART_TOKENS. The same batch goes through all layers, in order, from 0 on; nothing is
+        sampled. Bits are those of run_trunk."""
 
 
 @runtime_checkable

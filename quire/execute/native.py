@@ -8,6 +8,7 @@ GIL. Knows nothing of requests; adds no arithmetic of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
-from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
-from quire.execute.layout import lay_out
+from quire.execute.executor import HEAD_ROWS, PART_TOKENS, ExecutorMemory, Progress
+from quire.execute.layout import Layout, lay_out
 from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -108,6 +109,7 @@ class NativeExecutor:
                 [_native_op(op, packed.weights) for op in program.segments.get(segment, ())]
             )
         self._native.set_poison(poison)
+        self.num_layers: int = self._native.num_layers(TRUNK)
         self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
         self._outputs: dict[tuple[str, int], NDArray[Any]] = {}
         self._pool_bytes = _NO_POOL
@@ -172,17 +174,21 @@ class NativeExecutor:
             raise ValueError(
                 "late_slots: the native executor keeps no tokens; their ids are needed"
             )
-        num_positions = int(batch.rope_positions.max(initial=-1)) + 1
-        for index, table in enumerate(self._ropes):
-            if table.num_positions < num_positions:
-                table.reserve(num_positions)
-                self._native.set_rope(index, table.cos, table.sin)
+        self._reserve_angles(batch)
         self._head_of = None
         if head_rows:
             self._run(TRUNK, batch, batch.sample_rows[:head_rows], then=HEAD)
             self._head_of = batch, head_rows
         else:
             self._run(TRUNK, batch, batch.sample_rows[:0])
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        """Layers first .. end - 1 of the trunk, see LayeredExecutor."""
+        self._reserve_angles(batch)
+        with _abort_told():
+            self._native.run_layers(
+                TRUNK, **_arrays(batch, batch.sample_rows[:0]), first=first, end=end
+            )
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
@@ -270,6 +276,7 @@ class NativeExecutor:
         return ExecutorMemory(
             weights_bytes=program.weight_bytes,
             step_bytes=lay_out(program, max_rows).arena_bytes
+            + _lay_out_apart(program).arena_bytes
             + rope_bytes(program)
             + _int_row_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
@@ -303,20 +310,36 @@ class NativeExecutor:
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
-        try:
-            self._native.run(
-                segment,
-                token_ids=batch.token_ids,
-                positions=batch.positions,
-                rope_positions=batch.rope_positions,
-                kv_slots=batch.kv_slots,
-                seq_starts=batch.seq_starts,
-                block_tables=batch.block_tables,
-                sample_rows=sample_rows,
-                then=then,
-            )
-        except _native.Aborted as error:
-            raise WorkerError(str(error)) from error
+        with _abort_told():
+            self._native.run(segment, **_arrays(batch, sample_rows), then=then)
+
+    def _reserve_angles(self, batch: ForwardBatch) -> None:
+        num_positions = int(batch.rope_positions.max(initial=-1)) + 1
+        for index, table in enumerate(self._ropes):
+            if table.num_positions < num_positions:
+                table.reserve(num_positions)
+                self._native.set_rope(index, table.cos, table.sin)
+
+
+@contextmanager
+def _abort_told() -> Iterator[None]:
+    try:
+        yield
+    except _native.Aborted as error:
+        raise WorkerError(str(error)) from error
+
+
+def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
+    """The arguments of a native run."""
+    return {
+        "token_ids": batch.token_ids,
+        "positions": batch.positions,
+        "rope_positions": batch.rope_positions,
+        "kv_slots": batch.kv_slots,
+        "seq_starts": batch.seq_starts,
+        "block_tables": batch.block_tables,
+        "sample_rows": sample_rows,
+    }
 
 
 def _int_row_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
@@ -377,17 +400,25 @@ def _weight_problems(program: Program) -> Iterator[str]:
 def _place_buffers(
     program: Program, max_rows: Mapping[Rows, int], pool: _native.Pool
 ) -> _native.Program:
-    layout = lay_out(program, max_rows)
-    native = _native.Program(pool, layout.arena_bytes)
-    for buffer, place in zip(program.buffers, layout.places, strict=True):
-        native.add_buffer(
-            rows=ROW_CODES[buffer.rows],
-            offset_bytes=place.offset_bytes,
-            stride=place.stride,
-            max_rows=place.max_rows,
-            dtype=str(buffer.dtype),
-        )
+    """A native program with an arena for steps, and one for a part that is computed by layers."""
+    layout, apart = lay_out(program, max_rows), _lay_out_apart(program)
+    native = _native.Program(pool, layout.arena_bytes, apart.arena_bytes)
+    for places, is_apart in ((layout.places, False), (apart.places, True)):
+        for buffer, place in zip(program.buffers, places, strict=True):
+            native.add_buffer(
+                rows=ROW_CODES[buffer.rows],
+                offset_bytes=place.offset_bytes,
+                stride=place.stride,
+                max_rows=place.max_rows,
+                dtype=str(buffer.dtype),
+                apart=is_apart,
+            )
     return native
+
+
+def _lay_out_apart(program: Program) -> Layout:
+    """Buffers of one part of a prompt, which samples nothing."""
+    return lay_out(program, {Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1})
 
 
 def _triple(view: View) -> tuple[int, int, int]:

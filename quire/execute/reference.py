@@ -8,7 +8,7 @@ can pass unseen. Knows nothing of requests; NumPy decides how many threads its p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -18,7 +18,7 @@ from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
-from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
+from quire.execute.executor import HEAD_ROWS, PART_TOKENS, ExecutorMemory, Progress
 from quire.execute.few_bits import in_few_bits, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
@@ -81,10 +81,11 @@ class ReferenceExecutor:
         self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
-        self._buffers = [
-            np.full((self._limits[buffer.rows], buffer.width), np.nan, np.float32)
-            for buffer in program.buffers
-        ]
+        self._buffers = self._new_buffers(self._limits)
+        self._apart: list[Float32s] = []  # of a part that is computed by layers
+        trunk = program.segments["trunk"]
+        # Where layers begin but the first, which has what comes before its attention too.
+        self._layers = [i for i, op in enumerate(trunk) if op.kind is OpKind.ATTENTION]
         self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
         self.ops_done = 0  # operations finished so far; read by other threads
         self._is_closed = False
@@ -135,28 +136,40 @@ class ReferenceExecutor:
 
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         """Run the trunk segment on all token rows."""
-        num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_starts) - 1
-        self._check_fits(Rows.TOKENS, num_tokens)
-        self._check_fits(Rows.SEQUENCES, num_sequences)
-        check_batch(
-            batch,
-            vocab_size=self._program.vocab_size,
-            num_blocks=self._cache_k.values.shape[1],
-            block_size=self._cache_k.values.shape[2],
-        )
-        for table in self._ropes:
-            table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
+        self._check_fits(Rows.TOKENS, len(batch.token_ids))
+        self._check_fits(Rows.SEQUENCES, len(batch.seq_starts) - 1)
+        self._begin(batch)
         for buffer in self._buffers:
             buffer.fill(np.nan)
-        counts = {Rows.TOKENS: num_tokens, Rows.SEQUENCES: num_sequences}
-        self._run("trunk", batch, counts)
+        self._run(self._program.segments["trunk"], batch, _counts(batch))
+
+    @property
+    def num_layers(self) -> int:
+        """See LayeredExecutor."""
+        return len(self._layers)
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        """Layers first .. end - 1 of the trunk, see LayeredExecutor."""
+        if not 0 <= first < end <= len(self._layers):
+            raise ValueError(f"layers {first} to {end} of {len(self._layers)}")
+        self._begin(batch)
+        if first == 0:
+            self._apart = self._new_buffers(_counts(batch) | {Rows.SAMPLES: 0})
+        trunk, starts = self._program.segments["trunk"], self._layers
+        begins = starts[first] if first else 0
+        ends = starts[end] if end < len(starts) else len(trunk)
+        kept, self._buffers = self._buffers, self._apart
+        try:
+            self._run(trunk[begins:ends], batch, _counts(batch))
+        finally:
+            self._buffers = kept
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         """Logits [count, vocab] of sample_rows[first : first + count]; a view, see executor.py."""
         self._check_fits(Rows.SAMPLES, count)
         self._sample_rows = batch.sample_rows[first : first + count]
         counts = {Rows.TOKENS: len(batch.token_ids), Rows.SAMPLES: count}
-        self._run("head", batch, counts)
+        self._run(self._program.segments["head"], batch, counts)
         return self._read(self._program.outputs["logits"])
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
@@ -170,7 +183,7 @@ class ReferenceExecutor:
     def close(self) -> None:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
-        self._weights, self._few, self._buffers = {}, {}, []
+        self._weights, self._few, self._buffers, self._apart = {}, {}, [], []
         self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
 
     @staticmethod
@@ -201,7 +214,8 @@ class ReferenceExecutor:
     def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """Everything in float32, each buffer by itself, whatever the program's dtypes."""
         weights = sum(weight.size for weight in program.weights.values())
-        columns = sum(max_rows[buffer.rows] * buffer.width for buffer in program.buffers)
+        apart = {Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1}
+        columns = sum((max_rows[b.rows] + apart[b.rows]) * b.width for b in program.buffers)
         token = sum(2 * c.layers * c.kv_heads * (c.head_dim + 1) for c in program.caches)
         return ExecutorMemory(
             weights_bytes=4 * weights,
@@ -225,9 +239,25 @@ class ReferenceExecutor:
         if count > self._limits[rows]:
             raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
 
-    def _run(self, segment: str, batch: ForwardBatch, counts: Mapping[Rows, int]) -> None:
+    def _begin(self, batch: ForwardBatch) -> None:
+        check_batch(
+            batch,
+            vocab_size=self._program.vocab_size,
+            num_blocks=self._cache_k.values.shape[1],
+            block_size=self._cache_k.values.shape[2],
+        )
+        for table in self._ropes:
+            table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
+
+    def _new_buffers(self, rows: Mapping[Rows, int]) -> list[Float32s]:
+        return [
+            np.full((rows[buffer.rows], buffer.width), np.nan, np.float32)
+            for buffer in self._program.buffers
+        ]
+
+    def _run(self, ops: Sequence[Op], batch: ForwardBatch, counts: Mapping[Rows, int]) -> None:
         self._counts = counts
-        for op in self._program.segments[segment]:
+        for op in ops:
             RUNNERS[op.kind](self, op, batch)
             self.ops_done += 1
 
@@ -348,6 +378,10 @@ RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] 
         OpKind.GATHER_ROWS: ReferenceExecutor._gather_rows,
     }
 )
+
+
+def _counts(batch: ForwardBatch) -> dict[Rows, int]:
+    return {Rows.TOKENS: len(batch.token_ids), Rows.SEQUENCES: len(batch.seq_starts) - 1}
 
 
 def _load(

@@ -79,7 +79,8 @@ struct Aborted : std::runtime_error {
 
 class Program {
   public:
-    Program(std::shared_ptr<Pool> pool, int64_t arena_bytes);
+    // apart_bytes: of a second arena, for run_layers; 0 for none.
+    Program(std::shared_ptr<Pool> pool, int64_t arena_bytes, int64_t apart_bytes = 0);
 
     // What is computed as one: an operation, or some that follow each other (see fuse()).
     struct Unit {
@@ -87,7 +88,10 @@ class Program {
         int64_t nanoseconds;  // that all its runs took while times were taken
     };
 
+    // All buffers of the arena, and where there is a second one all of it too, in the same order;
+    // then segments.
     void add_buffer(const BufferSpec& buffer);
+    void add_buffer_apart(const BufferSpec& buffer);
     void add_segment(std::vector<OpSpec> ops);
     // Angles [positions, half] of rope `index`; the caller keeps them alive.
     void set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
@@ -100,6 +104,13 @@ class Program {
     // Runs a segment. Throws std::invalid_argument where an input is out of range (nothing is
     // computed then), Aborted where abort() was called.
     void run(int64_t segment, const StepInputs& inputs);
+    // Runs layers first .. end - 1 of a segment in the second arena, where what the layers before
+    // them left stays until layer 0 is run there again. A layer reaches from its attention to the
+    // next one's; what comes before the first belongs to it. Throws as run() does.
+    void run_layers(int64_t segment, const StepInputs& inputs, int64_t first, int64_t end);
+    int64_t num_layers(int64_t segment) const {
+        return static_cast<int64_t>(segment_at(segment).attentions.size());
+    }
     // May be called from another thread. Stops the run in progress, if there is one, and never a
     // later one.
     void abort() { aborted_.store(runs_.load()); }
@@ -127,9 +138,16 @@ class Program {
         const float* sin = nullptr;
         int64_t positions = 0, half = 0;
     };
+    struct Arena {
+        Memory memory;
+        std::vector<BufferSpec> buffers;
+        void add(const BufferSpec& buffer);
+        bool overlap(int64_t one, int64_t other) const;  // in memory
+    };
     struct Segment {
         std::vector<OpSpec> ops;
         std::vector<Unit> units;  // all operations, in order
+        std::vector<size_t> attentions;  // units
         std::vector<int64_t> own_buffers;  // written first here
         bool uses_cache = false, uses_samples = false;
     };
@@ -137,11 +155,11 @@ class Program {
     const BufferSpec& buffer_at(int64_t index) const;
     const Segment& segment_at(int64_t index) const;
     std::vector<Unit> fuse(const std::vector<OpSpec>& ops) const;
-    bool overlap(int64_t one, int64_t other) const;  // in memory
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
     void check(const Segment& segment, const StepInputs& inputs) const;
     void check_op(const OpSpec& op) const;        // when the program is built
     void check_cache_op(const OpSpec& op) const;  // once there is a cache
+    void run_units(Segment& segment, size_t first, size_t end, const StepInputs& inputs);
     void run_unit(const Segment& segment, const Unit& unit, const StepInputs& inputs);
     void run_op(const OpSpec& op, const StepInputs& inputs);
     void run_rows(const OpSpec& op, const StepInputs& inputs, int64_t first, int64_t count,
@@ -151,8 +169,9 @@ class Program {
 
     std::shared_ptr<Pool> pool_;
     Pool alone_;  // hands out nothing: its caller does all, as many at once as there are
-    Memory arena_, cache_;
-    std::vector<BufferSpec> buffers_;
+    Arena arena_, apart_;
+    const Arena* now_ = &arena_;  // where operations find their buffers
+    Memory cache_;
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};
