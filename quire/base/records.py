@@ -117,6 +117,32 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartLayers:
+    """Some layers of a part of a prompt: positions start .. start+count-1 of the request in `slot`
+    go through layers first_layer .. end_layer-1 of num_layers, and what they are then is kept for
+    the plan that has the next. store_from: as in StepPlan. Nothing is sampled or scored.
+    """
+
+    slot: int
+    start: int
+    count: int
+    store_from: int
+    first_layer: int
+    end_layer: int
+    num_layers: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the part is computed with these."""
+        return self.end_layer == self.num_layers
+
+    @property
+    def share(self) -> float:
+        """These layers, of all."""
+        return (self.end_layer - self.first_layer) / self.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step computes. Plans are applied by each worker strictly in order of `step`.
 
@@ -130,6 +156,8 @@ class StepPlan:
     and values are stored only from position store_from[i] on: a fully cached prompt recomputes its
     last token without writing the shared block. samples[i]: the row's last token yields a token,
     which the worker appends to its TokenTable at position starts[i]+counts[i].
+    `layers`, where there are some, are computed beside the rows: of one part at a time, in order,
+    from layer 0 on; a part that is not gone on with is begun anew or dropped.
 
     While several plans are out, a plan may have rows of a request that has ended or failed since:
     the worker computes them, whatever comes of it, and their results are dropped.
@@ -153,16 +181,23 @@ class StepPlan:
     counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     store_from: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     samples: Bools = field(default_factory=lambda: NO_BOOLS)  # [N]
+    layers: PartLayers | None = None
 
     @property
     def num_tokens(self) -> int:
         """Rows of the forward pass: the sum of counts."""
         return int(self.counts.sum())
 
+    def slot_of(self, row: int) -> int:
+        """Whose row it is; row N is the part of `layers`."""
+        if row == len(self.slots) and self.layers is not None:
+            return self.layers.slot
+        return int(self.slots[row])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowError:
-    """Row `row` of a plan failed; the other rows stand."""
+    """Row `row` of a plan failed; the other rows stand. Row N: the part of its `layers`."""
 
     row: int
     message: str

@@ -295,10 +295,11 @@ def _events(outputs: list[RequestOutput]) -> StepOutputs:
 
 
 def _all_rows_failed(plan: StepPlan, error: Exception) -> StepResult:
+    num_rows = len(plan.slots) + (plan.layers is not None)
     message = f"the step failed: {type(error).__name__}: {error}"
     return StepResult(
         step=plan.step,
         token_counts=np.zeros(len(plan.slots), np.int32),
         token_ids=NO_INTS,
-        errors=tuple(RowError(row=row, message=message) for row in range(len(plan.slots))),
+        errors=tuple(RowError(row=row, message=message) for row in range(num_rows)),
     )

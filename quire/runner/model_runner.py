@@ -1,6 +1,7 @@
 """ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
 
-Order within a plan: admissions, table deltas, copies between tiers, block copies, trunk (masks of
+Order within a plan: admissions, table deltas, copies between tiers, block copies, layers of a
+prompt's part, trunk (masks of
 grammars are made beside it); head in slices, with the scores of prompts; head in slices, with token
 choice; what ends the answers of beams; append to the token table.
 Knows nothing of policy,
@@ -20,6 +21,7 @@ from quire.runner.grammar_rows import MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.in_parts import computed_in_parts
 from quire.runner.overlap import Overlap
+from quire.runner.part_run import PartRun
 from quire.runner.slot_tables import SlotTables
 from quire.runner.step_result import Computed, no_rows, step_result
 from quire.runner.step_run import Means, StepRun
@@ -69,6 +71,7 @@ class ModelRunner:
             sampling=KeptSampleBatch(self.tables),
             max_samples=max_samples,
         )
+        self._part = PartRun(executor, self.tables)
         self._overlap: Overlap | None = None
         self._thread: WorkerThread | None = None
         if overlap and isinstance(executor, LateExecutor):
@@ -127,6 +130,8 @@ class ModelRunner:
         self._move(plan)
         if len(plan.copy_from):
             self.executor.copy_blocks(plan.copy_from, plan.copy_to)
+        if plan.layers is not None:
+            self._part.compute(plan.layers)
 
     def _move(self, plan: StepPlan) -> None:
         """Begin the copies between tiers, before anything is written into what they read."""

@@ -58,6 +58,9 @@ class DeferredExecutor:
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         self._say(lambda: self._executor.copy_blocks(copy_from, copy_to))
 
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        self._say(lambda: self._executor.run_layers(batch, first, end))
+
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         late = int(np.count_nonzero(batch.late_slots >= 0))
         self.log.append(("trunk", len(batch.token_ids), late))
