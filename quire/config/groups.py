@@ -201,6 +201,11 @@ class SchedulerConfig:
     long_prompt_tokens: int = setting(
         2048, "from so many tokens on a prompt counts as long; 0: none does"
     )
+    layered_prefill: bool = setting(
+        True,
+        "compute parts of long prompts some layers a step beside requests that make tokens, where "
+        "that is faster than few tokens a step and the executor can (native and reference)",
+    )
     max_long_prompts: int = setting(
         0, "requests with long prompts that may run at once; 0: any number"
     )

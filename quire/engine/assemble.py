@@ -36,7 +36,7 @@ from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
 from quire.engine.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.warm_up import measure_cost, warm_up
-from quire.execute.executor import Executor, ExecutorClass, Progress
+from quire.execute.executor import Executor, ExecutorClass, LayeredExecutor, Progress
 from quire.models.registry import compute_dtype, open_model
 from quire.models.spec import ModelSpec
 from quire.program.kv_cache import kv_cache_text
@@ -63,6 +63,7 @@ class Engine:
     card: ModelCard
     notes: tuple[str, ...]
     step_tokens: int  # most of one step
+    num_layers: int  # that the executor computes by themselves; 0 where it does not
 
 
 def assemble(
@@ -135,8 +136,10 @@ def _assembled(
     )
     warn_of_coarse(Log("engine"), program, executor.coarse_rows)
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
+    num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = scheduler_limits(
         config.scheduler,
+        num_layers=num_layers,
         num_blocks=memory.num_blocks,
         max_model_len=memory.max_model_len,
         step_tokens=step_tokens,
@@ -219,7 +222,7 @@ def _assembled(
         grammars=Grammars(compiler, texts),
     )
     notes = (*memory.text().splitlines(), *([] if tier is None else [tier.note]))
-    return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens)
+    return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens, num_layers=num_layers)
 
 
 def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:

@@ -12,6 +12,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.tenant_limits import read_limits
+from quire.execute.executor import PART_TOKENS
 from quire.scheduler.cost import CostModel, LinearCost
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
@@ -28,9 +29,10 @@ def scheduler_limits(
     max_model_len: int,
     step_tokens: int,
     plans_in_flight: int = 1,
+    num_layers: int = 0,
 ) -> SchedulerLimits:
     """The numbers to keep to. step_tokens: most token rows of one step. plans_in_flight: where
-    nobody asked for another number."""
+    nobody asked for another number. num_layers: that the executor computes by themselves."""
     return SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, num_blocks),
         max_num_batched_tokens=step_tokens,
@@ -44,6 +46,8 @@ def scheduler_limits(
         long_prompt_tokens=config.long_prompt_tokens,
         max_long_prompts=config.max_long_prompts,
         max_short_prompts=config.max_short_prompts,
+        prefill_layers=num_layers if config.layered_prefill else 0,
+        layered_part_tokens=PART_TOKENS,
     )
 
 

@@ -88,24 +88,70 @@ class StepBudget:
         self._untouched = self._untouched and not count
         return count
 
+    def prompt_room_ms(self, *, is_long: bool) -> float | None:
+        """What a further part of a prompt may take; None where nothing bounds it."""
+        left_ms = self._left_ms(is_long=is_long)
+        if self._prompt_cost is None or left_ms == math.inf:
+            return None
+        return left_ms
+
+    def tokens_of_prompt(self, start: int, wanted: int, *, is_long: bool) -> int:
+        """What hand_out_one would give such a prompt now, where prompts are bounded."""
+        assert self._prompt_cost is not None, "prompts are bounded"
+        count = min(wanted, self.tokens)
+        return self._within(self._prompt_cost, start, count, scored=False, is_long=is_long)
+
+    def part_tokens(self, start: int, ms: float) -> int:
+        """Tokens of a part that is computed by itself, whole, in so much time."""
+        assert self._prompt_cost is not None, "prompts are bounded"
+        return self._prompt_cost.most_tokens(start, ms - self._prompt_cost.fixed_ms)
+
+    def hand_out_layers(
+        self, start: int, count: int, left: int, num_layers: int, *, is_long: bool
+    ) -> int:
+        """How many of the `left` layers a part of so many tokens gets; all where nothing bounds
+        it. It reads its weights for itself, so that it costs a share of a whole step."""
+        cost = self._prompt_cost or self._cost
+        if cost is None:
+            return left
+        room_ms = min(self._left_ms(is_long=is_long), self.ms)
+        layer_ms = (cost.fixed_ms + cost.row_ms(start, count)) / num_layers
+        least = int(self._untouched or self._least > 0)
+        num = left if room_ms >= left * layer_ms else max(int(room_ms / layer_ms), least)
+        if num:
+            self._take(num * layer_ms, count, is_long=is_long)
+            self.ms -= num * layer_ms if self._cost is not None else 0.0
+            self._untouched = False
+        return num
+
+    def _left_ms(self, *, is_long: bool) -> float:
+        return min(self._prompt_ms, self._long_ms) if is_long else self._prompt_ms
+
+    def _take(self, ms: float, count: int, *, is_long: bool) -> None:
+        self._prompt_ms -= ms
+        self._long_ms -= ms * is_long
+        self._least = max(self._least - count, 0)
+
     def _bounded(
         self, cost: CostModel, start: int, count: int, *, scored: bool, is_long: bool
     ) -> int:
         """At most `count` tokens of a prompt, within its bounds, which shrink."""
-        left_ms = min(self._prompt_ms, self._long_ms) if is_long else self._prompt_ms
-        if left_ms == math.inf:
+        if self._left_ms(is_long=is_long) == math.inf:
             return count
-        most = cost.most_tokens(start, left_ms, scored=scored)
+        count = self._within(cost, start, count, scored=scored, is_long=is_long)
+        if count > 0:
+            self._take(cost.row_ms(start, count, scored=scored), count, is_long=is_long)
+        return count
+
+    def _within(
+        self, cost: CostModel, start: int, count: int, *, scored: bool, is_long: bool
+    ) -> int:
+        """At most `count` tokens of a prompt that its bounds allow."""
+        most = cost.most_tokens(start, self._left_ms(is_long=is_long), scored=scored)
         if most < count:  # cut by time: to the end of a tile of the step's rows
             in_step = self._all_tokens - self.tokens + most
             most -= in_step % TILE_TOKENS if in_step > 2 * TILE_TOKENS else 0
-        count = min(count, max(most, self._least))
-        if count > 0:
-            ms = cost.row_ms(start, count, scored=scored)
-            self._prompt_ms -= ms
-            self._long_ms -= ms * is_long
-            self._least = max(self._least - count, 0)
-        return count
+        return min(count, max(most, self._least))
 
     def _cut_to_time(
         self, cost: CostModel, starts: Int32s, counts: Int32s, scored: Bools | None

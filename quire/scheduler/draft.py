@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
-from quire.base.records import NO_BOOLS, NO_INTS, Admission, StepPlan
+from quire.base.records import NO_BOOLS, NO_INTS, Admission, PartLayers, StepPlan
 from quire.cache.manager import TableDeltas
 from quire.scheduler.flight import Flight
 from quire.scheduler.state import Bools, Index, Int32s
@@ -51,16 +51,17 @@ class PlanDraft:
         self._rows: list[_Rows] = []
         self._tier_copies: BlockCopies | None = None
         self._branches: list[Branches] = []
+        self._layers: PartLayers | None = None
 
     @property
     def has_rows(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self._rows)
+        return bool(self._rows) or self._layers is not None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do at all: branches and copies may go without rows."""
-        return not self._rows and not self._branches and self._tier_copies is None
+        return not self.has_rows and not self._branches and self._tier_copies is None
 
     def add_rows(
         self,
@@ -74,6 +75,10 @@ class PlanDraft:
     ) -> None:
         """Rows behind those already there. index and slots are the same, ends are the sums."""
         self._rows.append((index, slots, starts, counts, ends, store_from, samples))
+
+    def set_layers(self, layers: PartLayers) -> None:
+        """Layers of a part of a prompt, beside the rows."""
+        self._layers = layers
 
     def add_admission(self, admission: Admission) -> None:
         """A request that takes a slot."""
@@ -120,6 +125,7 @@ class PlanDraft:
             counts=counts,
             store_from=store_from,
             samples=samples,
+            layers=self._layers,
         )
         return Flight(plan=plan, index=index, ends=ends, branched=branched.slots)
 

@@ -25,7 +25,8 @@ class Landing:
 
     index, ends: slots computed well, and how far; rows: their rows in the plan, None for all.
     sampled: slots that got a token; entries: the
-    indices of these tokens in the result's arrays, None for all of them in order.
+    indices of these tokens in the result's arrays, None for all of them in order. by_layers: the
+    slot of which a part was computed by layers, to the last, and how far that is; None for none.
     """
 
     index: Index
@@ -34,6 +35,7 @@ class Landing:
     sampled: Index
     entries: Index | None
     errors: tuple[RowError, ...]
+    by_layers: tuple[int, int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,10 +55,12 @@ class Flight:
 
     def names(self, index: Index) -> Bools:
         """Which of slots `index` the plan has a row for, or copies blocks for."""
-        most = max(self.index.max(initial=0), index.max(initial=0), *self.branched)
+        layers = self.plan.layers
+        others = [*self.branched] if layers is None else [*self.branched, layers.slot]
+        most = max(self.index.max(initial=0), index.max(initial=0), *others)
         marks = np.zeros(1 + int(most), np.bool_)
         marks[self.index] = True
-        marks[list(self.branched)] = True
+        marks[others] = True
         named: Bools = marks[index]
         return named
 
@@ -83,6 +87,7 @@ class Flight:
             sampled=self.index if num_sampled == num_rows else self.index[plan.samples],
             entries=None,
             errors=(),
+            by_layers=self._by_layers(),
         )
 
     def _land_part(self, result: StepResult) -> Landing:
@@ -92,8 +97,10 @@ class Flight:
             marks = np.zeros(1 + int(max(self.index.max(initial=0), *self.left)), np.bool_)
             marks[self.left] = True
             present = ~marks[self.index]
+        failed = [error.row for error in result.errors]
+        by_layers = None if len(plan.slots) in failed else self._by_layers()
         stands = present.copy()
-        stands[[error.row for error in result.errors]] = False
+        stands[[row for row in failed if row < len(stands)]] = False
         if (stands & (counts != plan.samples)).any() or counts.sum() != len(result.token_ids):
             raise self._mismatch(result)
         first_entry = np.cumsum(counts, dtype=np.intp) - counts
@@ -104,8 +111,16 @@ class Flight:
             rows=stands.nonzero()[0],
             sampled=self.index[sampling],
             entries=first_entry[sampling],
-            errors=tuple(error for error in result.errors if present[error.row]),
+            errors=tuple(e for e in result.errors if plan.slot_of(e.row) not in self.left),
+            by_layers=by_layers,
         )
+
+    def _by_layers(self) -> tuple[int, int] | None:
+        """As in Landing, where it did not fail."""
+        layers = self.plan.layers
+        if layers is None or not layers.is_last or layers.slot in self.left:
+            return None
+        return layers.slot, layers.start + layers.count
 
     def _mismatch(self, result: StepResult) -> WorkerError:
         wrong = np.flatnonzero(result.token_counts != self.plan.samples)[:8].tolist()

@@ -16,6 +16,7 @@ from quire.scheduler.draft import PlanDraft
 from quire.scheduler.fetches import Fetches
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.groups import BeamGroups
+from quire.scheduler.layered import LayeredPrefill
 from quire.scheduler.prompts import PromptShares
 from quire.scheduler.roster import Roster
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
@@ -38,6 +39,7 @@ class Progress:
         *,
         giving_way: GivingWay,
         prompts: PromptShares,
+        layered: LayeredPrefill,
         fetches: Fetches,
     ) -> None:
         self._roster = roster
@@ -47,6 +49,7 @@ class Progress:
         self._beams = beams
         self._giving_way = giving_way
         self._prompts = prompts
+        self._layered = layered
         self._fetches = fetches
 
     def go_on(
@@ -76,20 +79,27 @@ class Progress:
             )
         ends = starts + counts
         had_room, goes_on = True, counts > 0
+        by_layers = None if by_key else self._layered.row(index)
         over = (ends > cache.capacities[index]).nonzero()[0]
         if len(over):
             needs = cache.blocks_short(index[over], ends[over])
             had_room = self._has_room(index[over], needs)
             if not had_room:
                 may = self._giving_way.make_room(index, over, needs)
+                unused = ~may
+                if by_layers is not None:
+                    unused[by_layers] = False  # it was handed none of the step's rows
                 budget.give_back(
-                    starts[~may], counts[~may], None if scored is None else scored[~may]
+                    starts[unused], counts[unused], None if scored is None else scored[unused]
                 )
                 goes_on &= may
                 over, needs = over[may[over]], needs[may[over]]
                 behind = [ticket for ticket in behind if ticket.slot != NO_SLOT]
             if len(over):
                 draft.add_deltas(cache.allocate(index[over], needs))
+        if by_layers is not None and goes_on[by_layers]:
+            self._layered.send(draft)
+            goes_on[by_layers] = False
         num_rows = np.count_nonzero(goes_on)
         if num_rows < len(index):
             index, slots, starts = index[goes_on], slots[goes_on], starts[goes_on]

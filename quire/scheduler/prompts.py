@@ -17,6 +17,7 @@ import numpy as np
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.draft import PlanDraft
+from quire.scheduler.layered import LayeredPrefill
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import Policy
 from quire.scheduler.speed import SpeedEstimate
@@ -25,7 +26,7 @@ from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import Ticket
 
 # A part of a long prompt may take so much of the time that the step's other rows take.
-LONG_SHARE = 0.8
+LONG_SHARE = 0.65
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,15 @@ class PromptShares:
     """Hands out `StepBudget`s to running prompts, and bounds them for waiting ones."""
 
     def __init__(
-        self, limits: SchedulerLimits, state: RunningState, policy: Policy, speed: SpeedEstimate
+        self,
+        limits: SchedulerLimits,
+        state: RunningState,
+        policy: Policy,
+        speed: SpeedEstimate,
+        layered: LayeredPrefill,
     ) -> None:
         self._limits = limits
+        self._layered = layered
         self._state = state
         self._policy = policy
         self._speed = speed
@@ -82,14 +89,13 @@ class PromptShares:
 
     def hand_out_one(self, budget: StepBudget, slot: int, scored: Bools | None, row: int) -> int:
         """Tokens for the prompt that runs in `slot`; scored[row] says whether it is scored."""
-        state = self._state
-        start = int(state.scheduled[slot])
-        return budget.hand_out_one(
-            start,
-            int(state.goal[slot]) - start,
-            scored=scored is not None and bool(scored[row]),
-            is_long=state.ticket(slot).is_long,
-        )
+        state, ticket = self._state, self._state.ticket(slot)
+        start, is_scored = int(state.scheduled[slot]), scored is not None and bool(scored[row])
+        wanted = int(state.goal[slot]) - start
+        count = self._layered.hand_out(budget, ticket, start, wanted, scored=is_scored)
+        if count is not None:
+            return count
+        return budget.hand_out_one(start, wanted, scored=is_scored, is_long=ticket.is_long)
 
     def go_on_behind(
         self,
@@ -116,11 +122,16 @@ class PromptShares:
         for row in (fits & (needs > 0)).nonzero()[0].tolist():
             taking = fits & (np.arange(len(index)) <= row)
             fits[row] = tenants.can_grow(index[taking], needs[taking])
+        grows = fits & (needs > 0)
+        if np.count_nonzero(grows):
+            draft.add_deltas(cache.allocate(index[grows], needs[grows]))
+        by_layers = self._layered.row(index)
+        if by_layers is not None and fits[by_layers]:
+            self._layered.send(draft)
+            fits[by_layers] = False
         if not np.count_nonzero(fits):
             return
-        index, starts, counts, needs = index[fits], starts[fits], counts[fits], needs[fits]
-        if np.count_nonzero(needs):
-            draft.add_deltas(cache.allocate(index[needs > 0], needs[needs > 0]))
+        index, starts, counts = index[fits], starts[fits], counts[fits]
         ends, goals = starts + counts, state.goal[index]
         samples = state.schedule(index, ends, goals)
         store_from = np.maximum(starts, state.stored[index])

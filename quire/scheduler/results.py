@@ -56,6 +56,9 @@ class Results:
         """What `landing` says stands of `result` becomes known; what is to be told."""
         state, index, entries = self._state, landing.sampled, landing.entries
         state.computed[landing.index] = landing.ends
+        if landing.by_layers is not None:
+            slot, end = landing.by_layers
+            state.computed[slot] = end
         keep_scores(plan, result, landing.rows, state.ticket)
         scored = state.done_without_output(landing.index, landing.ends)
         ids = result.token_ids if entries is None else result.token_ids[entries]
@@ -124,7 +127,7 @@ class Results:
 
     def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:
         """End the requests of failed rows; their last outputs."""
-        failed = [(self._state.ticket(int(plan.slots[e.row])), e.message) for e in errors]
+        failed = [(self._state.ticket(plan.slot_of(e.row)), e.message) for e in errors]
         self.row_errors += len(failed)
         groups = {ticket.beams: message for ticket, message in failed if ticket.beams is not None}
         failed = [one for one in failed if one[0].beams is None]

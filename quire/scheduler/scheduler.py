@@ -43,6 +43,7 @@ from quire.scheduler.gate import Gate, GroupGate, LengthGate
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.groups import BeamGroups
 from quire.scheduler.holding import Holding
+from quire.scheduler.layered import LayeredPrefill
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.margin import Margin
@@ -138,7 +139,8 @@ class Scheduler:
             watermark=self._watermark,
         )
         self._holding = Holding(roster, self._giving_way)
-        self._prompts = PromptShares(limits, state, policy, self.speed)
+        self._layered = layered = LayeredPrefill(limits, state)
+        self._prompts = PromptShares(limits, state, policy, self.speed, layered)
         self._progress = Progress(
             roster,
             state,
@@ -147,6 +149,7 @@ class Scheduler:
             beams,
             giving_way=self._giving_way,
             prompts=self._prompts,
+            layered=layered,
             fetches=fetches,
         )
         all_gates: list[Gate] = [fetches, GroupGate(), *gates]
@@ -279,6 +282,7 @@ class Scheduler:
         if self._cache.window:
             self._drop_behind()
         self._tenants.changed()
+        self._layered.begin_step()
         paused = self._holding.begin_step()
         if self._tenants.has_ceilings:
             paused += self._giving_way.keep_ceilings()

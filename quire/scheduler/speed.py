@@ -15,7 +15,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import StepPlan
+from quire.base.records import PartLayers, StepPlan
 from quire.scheduler.cost import Bools, Float64s, Int32s, LinearCost
 
 # Proportions of a small model on a CPU; the first step sets the scale.
@@ -115,6 +115,9 @@ class SpeedEstimate:
         features[:, 2] = [heads for _, heads, _ in self._noted]
         features[:, 3] = np.add.reduceat(counts * (depths + 0.5 * (counts + 1.0)), firsts)
         features[:, 4] = np.add.reduceat(counts + depths, firsts)
+        for row, plan in enumerate(plans):
+            if plan.layers is not None:
+                features[row] += _layers_features(plan.layers)
         times_ms = np.array([ms for _, _, ms in self._noted])
         self._noted = []
         if not self._products.any():  # the first steps: the scale, by which all prices move
@@ -150,3 +153,11 @@ class SpeedEstimate:
                 multiples[free] = found
                 return multiples
             free = free[found > 0]  # never empty: sums are positive, so some price is
+
+
+def _layers_features(layers: PartLayers) -> Float64s:
+    """A share of a step with the part as its only row, which samples nothing."""
+    count, depth = float(layers.count), float(layers.start)
+    pairs = count * (depth + 0.5 * (count + 1.0))
+    whole: Float64s = np.array([1.0, count, 0.0, pairs, count + depth])
+    return layers.share * whole

@@ -206,7 +206,7 @@ class RunningState:
         for slot in slots:
             ticket = self.ticket(slot)
             ticket.last_token_ms = float(self.last_token_ms[slot])
-            ticket.slot = NO_SLOT
+            ticket.slot, ticket.part = NO_SLOT, None
             self.num_long -= ticket.is_long
             self.tickets[slot] = None
             self._request_ids[slot] = None

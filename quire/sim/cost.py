@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import StepPlan
+from quire.base.records import PartLayers, StepPlan
 from quire.program.cost import Cost, StepShape, step_cost
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost
@@ -80,6 +80,7 @@ class MeasuredCost:
         most = max(chunk_ms[-1][0], rows_ms[-1][0]) + 1
         trunk = interpolated(chunk_ms, most)
         rows = interpolated(rows_ms, most)
+        self._loop_ms = loop_ms
         self._trunk_ms: list[float] = (trunk + loop_ms).tolist()
         # What so many separate rows take beyond one chunk of as many tokens: heads, mostly.
         self._rows_more_ms: list[float] = (rows - trunk).tolist()
@@ -93,7 +94,16 @@ class MeasuredCost:
         tokens, rows = min(work.num_tokens, last), min(work.num_rows, last)
         cost_ms = self._trunk_ms[tokens] + self._rows_more_ms[rows]
         cost_ms += work.single_positions * self._read_ms[rows] + work.chunk_pairs * self._pair_ms
-        return cost_ms * work.num_tokens / tokens if work.num_tokens > last else cost_ms
+        if work.num_tokens > last:
+            cost_ms *= work.num_tokens / tokens
+        return cost_ms if plan.layers is None else cost_ms + self._layers_ms(plan.layers)
+
+    def _layers_ms(self, layers: PartLayers) -> float:
+        """A share of a chunk by itself."""
+        last = len(self._trunk_ms) - 1
+        tokens = min(layers.count, last)
+        chunk_ms = (self._trunk_ms[tokens] - self._loop_ms) * layers.count / tokens
+        return layers.share * (chunk_ms + layers.count * layers.start * self._pair_ms)
 
 
 def interpolated(points: Points, length: int) -> NDArray[np.float64]:
@@ -144,9 +154,17 @@ class RooflineCost:
         num_tokens = float(np.add.reduce(counts))
         pairs = float(np.dot(counts, plan.starts + 0.5 * (counts + 1.0)))
         reads = num_tokens + float(np.add.reduce(plan.starts, dtype=np.float64))
-        features = (1.0, num_tokens, float(len(counts)), pairs, reads)
+        rows_ms = self._ms((1.0, num_tokens, float(len(counts)), pairs, reads))
+        layers = plan.layers
+        if layers is None:
+            return self._fixed_ms + rows_ms
+        count, end = layers.count, layers.start + layers.count
+        pairs = count * (layers.start + 0.5 * (count + 1))
+        return self._fixed_ms + rows_ms + layers.share * self._ms((1.0, count, 0.0, pairs, end))
+
+    def _ms(self, features: tuple[float, ...]) -> float:
         weights_ms, products_ms, kv_ms, attention_ms = (self._times_ms @ features).tolist()
-        return float(self._fixed_ms + max(weights_ms, products_ms) + max(kv_ms, attention_ms))
+        return float(max(weights_ms, products_ms) + max(kv_ms, attention_ms))
 
     def linear(self) -> LinearCost:
         """The same for the scheduler's budget: arithmetic by token, memory as the fixed part."""

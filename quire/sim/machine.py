@@ -17,6 +17,7 @@ from quire.engine.model_files import model_folder, model_name
 from quire.engine.precision import weights_if_there
 from quire.engine.programs import engine_program
 from quire.models.registry import open_model
+from quire.program.ops import OpKind
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost
 from quire.sim.cost import RooflineCost, StepCost
@@ -32,6 +33,7 @@ class Machine:
     """cost: of the steps that are simulated. linear: what a scheduler with a step budget knows.
 
     token_bytes: of keys and values. step_tokens: most of one step, unless the config says.
+    num_layers: that its executor computes by themselves, 0 where it does not.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Machine:
     token_bytes: int
     max_model_len: int
     step_tokens: int
+    num_layers: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def num_blocks(self, config: EngineConfig) -> int:
@@ -58,6 +61,11 @@ class Machine:
         """Most token rows of one step."""
         scheduler = config.scheduler
         return scheduler.max_num_batched_tokens or max(self.step_tokens, 2 * scheduler.max_num_seqs)
+
+
+def _num_layers(program: Program) -> int:
+    """As LayeredExecutor counts them."""
+    return sum(op.kind is OpKind.ATTENTION for op in program.segments["trunk"])
 
 
 def planned_program(config: EngineConfig) -> Program:
@@ -90,5 +98,6 @@ def described_machine(
         token_bytes=sum(cache.token_bytes for cache in program.caches),
         max_model_len=program.max_positions,
         step_tokens=STEP_TOKENS,
+        num_layers=_num_layers(program) if config.executor.executor != "torch" else 0,
         about={"gb_per_s": gb_per_s, "gflop_per_s": gflop_per_s, "fixed_ms": fixed_ms},
     )

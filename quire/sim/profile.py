@@ -75,6 +75,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
         "recipe": card.recipe,
         "max_model_len": card.max_model_len,
         "step_tokens": engine.step_tokens,
+        "num_layers": engine.num_layers,
         "token_bytes": token_bytes,
         **measured,
         "linear": asdict(linear),
@@ -105,6 +106,7 @@ def machine_of(profile: Mapping[str, Any], *, where: str = "the profile") -> Mac
             token_bytes=int(profile["token_bytes"]),
             max_model_len=int(profile["max_model_len"]),
             step_tokens=int(profile["step_tokens"]),
+            num_layers=int(profile.get("num_layers", 0)),
             about={name: profile[name] for name in ("dtype", "quantization", "recipe")},
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -80,6 +80,7 @@ def simulate(
         num_blocks=num_blocks,
         max_model_len=min(asks.max_model_len, num_blocks * config.cache.block_size),
         step_tokens=machine.step_tokens_of(config),
+        num_layers=machine.num_layers,
     )
     scheduler = make_scheduler(
         config,

@@ -9,12 +9,23 @@ from collections.abc import Iterator
 import pytest
 
 from quire.program.ops import DType
+from quire.scheduler import budget, layered
 from tests.exact.rig import AloneRuns, Model
 from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_mistral import MISTRAL
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tiny_parts() -> Iterator[None]:
+    """Prompts of the cases are too short to be worth layers, and go through them all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layered, "TILE_TOKENS", 1)
+        patch.setattr(layered, "WORTH", 0.0)
+        patch.setattr(budget, "LEAST_PROMPT_TOKENS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.engine.core import EngineCore
 from quire.engine.stop_texts import StopTexts
-from quire.execute.executor import Executor
+from quire.execute.executor import PART_TOKENS, Executor, LayeredExecutor
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -118,6 +118,7 @@ class Outcome:
     saved: bool  # to the disk tier
     fetched: bool  # from it
     chunked: bool
+    layered: bool  # a part of a prompt was computed over several steps
     forked: bool  # a block was really copied
     cancelled: bool
     held: bool  # a stream stood aside for a while, as if its reader did not keep up
@@ -245,6 +246,7 @@ def run_case(
         saved=stats.tier_saved_blocks_total > 0,
         fetched=stats.tier_fetched_blocks_total > 0,
         chunked=any(not plan.samples.all() for plan, _ in runner.steps),
+        layered=any(plan.layers and plan.layers.first_layer for plan, _ in runner.steps),
         forked=any(len(plan.copy_from) for plan, _ in runner.steps),
         cancelled=num_cancelled > 0,
         held=stats.held_total > 0,
@@ -373,11 +375,16 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
 
 def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> EngineCore:
     """A core with fresh books."""
+    executor = runner.runner.executor
+    is_able = isinstance(executor, LayeredExecutor)
     limits = SchedulerLimits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         plans_in_flight=settings.plans_in_flight,
+        long_prompt_tokens=int(settings.layered),
+        prefill_layers=executor.num_layers if settings.layered and is_able else 0,
+        layered_part_tokens=PART_TOKENS,
     )
     mover = runner.runner.mover
     cache = CacheManager(

@@ -59,6 +59,13 @@ class _Executor:
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         self._inner.run_trunk(batch)
 
+    @property
+    def num_layers(self) -> int:
+        return int(self._inner.num_layers)
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        self._inner.run_layers(batch, first, end)
+
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         return self._inner.run_head(batch, first, count)
 
@@ -210,6 +217,16 @@ class SharesMirostat(ModelRunner):
         return result
 
 
+class ForgetsLayers(_Executor):
+    """What came out of a part's first layers is gone when a later step goes on."""
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        if first:
+            other = replace(batch, token_ids=(batch.token_ids + 1) % np.int32(VOCAB_SIZE))
+            super().run_layers(other, 0, first)
+        super().run_layers(batch, first, end)
+
+
 class WritesWhereItShouldNot(_Executor):
     """A fully cached prompt writes its last token into the shared block, and writes it wrong."""
 
@@ -253,6 +270,7 @@ def test_a_trunk_that_splits_k_by_the_number_of_rows_is_found(
         DrawsNoiseByRow,
         LosesCopies,
         WritesWhereItShouldNot,
+        ForgetsLayers,
         ScoresBySlice,
         ScoresTheSliceBefore,
         TakesAnothersMask,

@@ -58,6 +58,7 @@ class Settings:
     policy: str = "fcfs"
     tier_blocks: int = 0  # places of a disk tier, which is used whenever it can be
     tenants: tuple[TenantLimits, ...] = ()
+    layered: bool = False  # prompts by layers beside rows that make tokens, where they can be
     jump_ahead: bool = True  # where grammars leave no choice; alone each token is a step
 
 
@@ -144,6 +145,8 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
     tiers = random.Random(f"tier {number}")
     if settings.prefix_caching and tiers.random() < 0.6:
         settings = replace(settings, tier_blocks=tiers.choice((3, 12, 48, 48)))
+    if random.Random(f"layers {number}").random() < 0.9:
+        settings = replace(settings, layered=True)
     bounded = random.Random(f"tenants {number}")
     if bounded.random() < 0.3:
         settings = _with_tenants(bounded, settings, -(-most_tokens // block_size))

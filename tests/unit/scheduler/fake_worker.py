@@ -19,6 +19,7 @@ import numpy as np
 from quire.base.records import (
     Admission,
     Candidates,
+    PartLayers,
     PromptScores,
     Request,
     RowError,
@@ -36,6 +37,7 @@ Top = tuple[list[int], list[float], list[bool]]
 VOCAB = 11
 UNWRITTEN = 0
 GARBAGE = 1
+HALF_DONE = 2  # a position that has gone through some layers
 _MASK = (1 << 64) - 1
 
 
@@ -150,6 +152,7 @@ class FakeWorker:
         self.admitted: dict[int, Admission] = {}
         self.content: list[int] = [UNWRITTEN] * (self.num_blocks * self.block_size)
         self.failed: set[int] = set()  # slots whose request lost a row
+        self.part: PartLayers | None = None  # whose layers were computed last
         self.next_step = 1
 
     def run(self, plan: StepPlan, fail_rows: Collection[int] = ()) -> StepResult:
@@ -174,6 +177,11 @@ class FakeWorker:
                 token_counts.append(1)
                 continue
             token_counts.append(0)
+            if error is not None:
+                errors.append(RowError(row=row, message=error))
+        if plan.layers is not None:
+            row = len(plan.slots)
+            error = self._compute_layers(plan.step, plan.layers, failing=row in fail_rows)
             if error is not None:
                 errors.append(RowError(row=row, message=error))
         return StepResult(
@@ -255,6 +263,41 @@ class FakeWorker:
         if failing:
             self.failed.add(slot)
             return "the row failed as planned"
+        return None
+
+    def _compute_layers(self, step: int, layers: PartLayers, *, failing: bool) -> str | None:
+        """Leave positions half done until the last layer; an error message if the part fails."""
+        slot, end = layers.slot, layers.start + layers.count
+        where, last, self.part = f"step {step} slot {slot}", self.part, layers
+        if slot not in self.admitted or end >= int(self.tokens.lengths[slot]):
+            self.wrong.append(f"{where}: a part that has no request, or would have to sample")
+            return "no request"
+        if slot in self.failed:
+            return "an earlier row of this request failed"
+        if layers.first_layer > 0 and (
+            last is None
+            or last.end_layer != layers.first_layer
+            or last.slot != slot
+            or (last.start, last.count) != (layers.start, layers.count)
+        ):
+            self.wrong.append(f"{where}: {layers} does not follow {last}")
+        digest, held = 7, HALF_DONE if layers.first_layer else None
+        seen_from = max(layers.start - self.window + 1, 0) if self.window else 0
+        for position in range(end):
+            digest = mix(digest, int(self.tokens.tokens[slot, position]))
+            if position < seen_from:
+                continue
+            if position < layers.store_from:
+                if self._read(slot, position) != digest:
+                    self.wrong.append(f"{where}: position {position} is not what it should be")
+                continue
+            if held is not None and self._read(slot, position) != held:
+                self.wrong.append(f"{where}: position {position} was written between layers")
+            done = GARBAGE if failing else digest if layers.is_last else HALF_DONE
+            self._write(slot, position, done)
+        if failing:
+            self.failed.add(slot)
+            return "the part failed as planned"
         return None
 
     def _place(self, slot: int, position: int) -> int:

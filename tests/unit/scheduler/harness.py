@@ -49,6 +49,8 @@ class Setup:
     long_prompt_tokens: int = 0
     max_long_prompts: int = 0
     max_short_prompts: int = 0
+    prefill_layers: int = 0
+    layered_part_tokens: int = 512
     run_late: bool = False  # the worker computes only when its result is asked for
     policy: Callable[[], Policy] = FirstCome
     tier_places: int = 0  # of a tier that is used whenever it can be
@@ -81,6 +83,8 @@ class Harness:
             long_prompt_tokens=setup.long_prompt_tokens,
             max_long_prompts=setup.max_long_prompts,
             max_short_prompts=setup.max_short_prompts,
+            prefill_layers=setup.prefill_layers,
+            layered_part_tokens=setup.layered_part_tokens,
         )
         self.scheduler = Scheduler(
             limits,
@@ -139,7 +143,8 @@ class Harness:
             return False
         self.check_plan(plan)
         self.plans.append(plan)
-        fails = [row for row in fail_rows if row < len(plan.slots)]
+        num_rows = len(plan.slots) + (plan.layers is not None)
+        fails = [row for row in fail_rows if row < num_rows]
         result = None if self.setup.run_late else self.worker.run(plan, fails)
         self.out.append((plan, result, fails))
         self.most_out = max(self.most_out, len(self.out))
@@ -231,7 +236,13 @@ class Harness:
         assert plan.num_tokens <= setup.max_num_batched_tokens
         assert len(plan.slots) <= setup.max_num_seqs
         assert len(set(plan.slots.tolist())) == len(plan.slots)
-        assert len(plan.slots) > 0 or self.scheduler._beams._groups or plan.tier_copies is not None
+        assert (
+            len(plan.slots) > 0
+            or plan.layers is not None
+            or self.scheduler._beams._groups
+            or plan.tier_copies is not None
+        )
+        self._check_layers(plan)
         assert (plan.counts > 0).all()
         assert (plan.store_from >= plan.starts).all()
         for block in self._written_blocks(plan):
@@ -242,19 +253,34 @@ class Harness:
                 assert owners <= named.get(block, owners), "a block named in flight is reused"
         self.named.append({block: self._owners(block) for block in self._named_blocks(plan)})
 
+    def _check_layers(self, plan: StepPlan) -> None:
+        layers = plan.layers
+        if layers is None:
+            return
+        assert layers.slot not in plan.slots, "a part by layers beside a row of its own"
+        assert 0 <= layers.first_layer < layers.end_layer <= self.setup.prefill_layers
+        assert 0 < layers.count <= self.setup.layered_part_tokens
+        assert layers.store_from >= layers.start
+
     def _written_blocks(self, plan: StepPlan) -> set[int]:
         size, written = self.setup.block_size, set(plan.copy_to.tolist())
         ends = plan.starts + plan.counts
         for slot, first, end in zip(plan.slots, plan.store_from, ends, strict=True):
             row = self.cache.tables.blocks[slot]
             written.update(row[first // size : -(-end // size)].tolist())
+        if (part := plan.layers) is not None:
+            row, end = self.cache.tables.blocks[part.slot], part.start + part.count
+            written.update(row[part.store_from // size : -(-end // size)].tolist())
         return written
 
     def _named_blocks(self, plan: StepPlan) -> set[int]:
         """Those that a row sees, or writes."""
         window, size = self.setup.window, self.setup.block_size
         rows = []
-        for slot, start in zip(plan.slots.tolist(), plan.starts.tolist(), strict=True):
+        starts = list(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        if plan.layers is not None:
+            starts.append((plan.layers.slot, plan.layers.start))
+        for slot, start in starts:
             seen_from = max(start - window + 1, 0) // size if window else 0
             rows.append(self.cache.tables.blocks[slot, seen_from : self.cache.tables.counts[slot]])
             assert (rows[-1] >= 0).all(), "a row sees a block that was given back"

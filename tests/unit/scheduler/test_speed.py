@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
-from quire.base.records import StepPlan
+from quire.base.records import PartLayers, StepPlan
 from quire.scheduler.cost import LinearCost
 from quire.scheduler.speed import SpeedEstimate
 
@@ -121,3 +122,28 @@ def test_steps_are_fitted_when_somebody_asks_and_not_one_by_one() -> None:
     assert len(fits) == 10
     estimate.now, estimate.now  # noqa: B018
     assert len(fits) == 10
+
+
+def test_layers_of_a_part_are_a_share_of_a_step_by_itself() -> None:
+    estimate, random = SpeedEstimate(), Random(4)
+    for _ in range(300):
+        plan, num_heads = drawn_step(random)
+        ms = true_ms(plan, num_heads)
+        if random.random() < 0.5:
+            first, count, start = random.randrange(20), random.randrange(32, 512), 3000
+            layers = PartLayers(
+                slot=40,
+                start=start,
+                count=count,
+                store_from=start,
+                first_layer=first,
+                end_layer=first + random.randrange(1, 8),
+                num_layers=28,
+            )
+            plan = replace(plan, layers=layers)
+            ms += layers.share * (TRUE.fixed_ms + TRUE.row_ms(start, count))
+        estimate.note(plan, num_heads, ms)
+    found = estimate.now
+    assert found.fixed_ms == pytest.approx(TRUE.fixed_ms, rel=0.05)
+    assert found.token_ms == pytest.approx(TRUE.token_ms, rel=0.05)
+    assert found.position_ms == pytest.approx(TRUE.position_ms, rel=0.05)

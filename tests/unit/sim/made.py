@@ -28,6 +28,7 @@ def machine(*, loop_ms: float = 0.0) -> Machine:
         token_bytes=1024,
         max_model_len=512,
         step_tokens=32,
+        num_layers=2,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quire.base.records import PartLayers
 from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape, step_cost
 from quire.program.ops import DType
@@ -47,6 +49,27 @@ def test_depth_costs_by_rows_of_one_token_and_by_chunks() -> None:
     assert cost.step_ms(deep) - cost.step_ms(shallow) == pytest.approx(added_ms)
 
 
+def layers_of(start: int, count: int, share: tuple[int, int]) -> PartLayers:
+    return PartLayers(
+        slot=9,
+        start=start,
+        count=count,
+        store_from=start,
+        first_layer=0,
+        end_layer=share[0],
+        num_layers=share[1],
+    )
+
+
+def test_layers_cost_a_share_of_a_chunk_by_itself() -> None:
+    cost, rows = _measured(), plan_of((7, 1), (100, 1))
+    beside = replace(rows, layers=layers_of(200, 40, (2, 8)))
+    chunk_ms = 73 + 40 * 200 * 0.001
+    assert cost.step_ms(beside) - cost.step_ms(rows) == pytest.approx(chunk_ms / 4)
+    longer = replace(rows, layers=layers_of(0, 130, (8, 8)))
+    assert cost.step_ms(longer) - cost.step_ms(rows) == pytest.approx(2 * 123, rel=0.02)
+
+
 def test_beyond_what_was_measured_lines_go_on() -> None:
     found = interpolated(((1, 10.0), (3, 14.0)), 7)
     assert found.tolist() == pytest.approx([10, 10, 12, 14, 16, 18, 20])
@@ -68,3 +91,9 @@ def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
     assert step_ms(gb_per_s=1, gflop_per_s=1e12) == pytest.approx(memory_ms, rel=1e-6)
     arithmetic_ms = 1e3 * (counted.product_ops + counted.attention_ops) / 1e9
     assert step_ms(gb_per_s=1e12, gflop_per_s=1) == pytest.approx(arithmetic_ms, rel=1e-6)
+    layers = layers_of(40, 30, (1, 4))
+    whole = RooflineCost(program, gb_per_s=1e12, gflop_per_s=1, fixed_ms=2.0)
+    alone = step_cost(program, StepShape((30,), (40,), num_samples=0))
+    alone_ms = 1e3 * (alone.product_ops + alone.attention_ops) / 1e9
+    more_ms = whole.step_ms(replace(plan, layers=layers)) - whole.step_ms(plan)
+    assert more_ms == pytest.approx(alone_ms / 4, rel=1e-6)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from quire.engine.assemble import assemble
 from quire.engine.core import EngineCore, Runner
 from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.runner.handle import Handle
+from quire.scheduler import budget, layered
 from quire.sim.clock import VirtualClock
 from quire.sim.load import Asks, Job, Requests
 from quire.sim.machine import Machine
@@ -80,7 +81,11 @@ def _engine_run(settings: EngineConfig, jobs: list[Job]) -> tuple[Run, list[Step
         num_blocks = made.num_blocks(settings)
         assert num_blocks <= engine.card.num_blocks
         limits = scheduler_limits(
-            settings.scheduler, num_blocks=num_blocks, max_model_len=256, step_tokens=32
+            settings.scheduler,
+            num_blocks=num_blocks,
+            max_model_len=256,
+            step_tokens=32,
+            num_layers=engine.num_layers,
         )
         scheduler = make_scheduler(
             settings, limits, num_blocks=num_blocks, fingerprint="tiny", hash_key=bytes(16)
@@ -118,10 +123,16 @@ def _count_tokens(core: EngineCore, lengths: dict[str, int]) -> None:
         {"plans_in_flight": 2},
         {"scheduling_policy": "sjf", "enable_prefix_caching": False},
         {"scheduling_policy": "fair", "max_num_seqs": 6},
+        {"long_prompt_tokens": 48, "max_num_seqs": 6},
     ],
     ids=lambda more: "-".join(map(str, more.values())) or "plain",
 )
-def test_a_simulation_makes_the_plans_of_the_engine(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_a_simulation_makes_the_plans_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(layered, "TILE_TOKENS", 1)  # prompts are short: layers are worth it
+    monkeypatch.setattr(layered, "WORTH", 0.0)
+    monkeypatch.setattr(budget, "LEAST_PROMPT_TOKENS", 2)
     folder = write_tiny_llama(tmp_path, seed=5, max_position_embeddings=256)
     base = {"model": str(folder), "executor": "reference", "max_model_len": 256, "threads": 1}
     # The simulated machine has a kilobyte a token, the model less: the blocks are the former's.
@@ -130,6 +141,8 @@ def test_a_simulation_makes_the_plans_of_the_engine(tmp_path: Path, more: dict[s
     real, real_plans = _engine_run(settings, jobs)
     plans: list[StepPlan] = []
     run = simulate(jobs, ASKS, machine(), settings, on_plan=plans.append)
+    by_layers = sum(plan.layers is not None for plan in plans)
+    assert (by_layers > 0) == ("long_prompt_tokens" in more)
     assert len({job.output_tokens for job in jobs}) > 8, (
         "answers of many lengths, or it proves little"
     )
@@ -161,7 +174,8 @@ def _told(plan: StepPlan) -> list[list[int]]:
         plan.samples,
     )
     admitted = [(one.slot, int(one.request_id), len(one.token_ids)) for one in plan.admissions]
-    return [*(np.asarray(array).tolist() for array in arrays), *map(list, admitted)]
+    layers = [] if plan.layers is None else list(astuple(plan.layers))
+    return [*(np.asarray(array).tolist() for array in arrays), *map(list, admitted), layers]
 
 
 def _nothing(what: str, **fields: Any) -> None:

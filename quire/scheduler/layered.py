@@ -1,0 +1,128 @@
+"""Layered prefill: a large part of a long prompt, computed some layers a step beside rows that make
+tokens.
+
+Where those rows bound what prompts may take of a step, a part of a few tokens reads all weights,
+and all keys and values before it, for itself. A part of some hundred tokens reads them once and is
+spread over as many steps as the bound asks for (the idea: layered prefill, arXiv 2510.08055). A
+row's bits do not depend on what is computed beside it, so no answer changes. Knows depths, layers
+and budgets; no blocks. Always holds: one part is under way at a time, in one request's ticket; it
+leaves the prompt's last token to an ordinary row, which samples; whose request leaves its slot has
+no part any more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.base.records import PartLayers
+from quire.scheduler.budget import TILE_TOKENS, StepBudget
+from quire.scheduler.draft import PlanDraft
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.state import Index, RunningState
+from quire.scheduler.ticket import Part, Ticket
+
+# A part must promise so many times what an ordinary one of the same step does.
+WORTH = 1.1
+
+
+class LayeredPrefill:
+    """Of one scheduler's prompts."""
+
+    def __init__(self, limits: SchedulerLimits, state: RunningState) -> None:
+        self._num_layers = limits.prefill_layers
+        self._most_tokens = limits.layered_part_tokens
+        self._state = state
+        self._holder: Ticket | None = None  # whose part is under way, if it still has one
+        self._now: tuple[Ticket, int] | None = None  # in this step: up to which layer
+        self._is_sent = False
+        self.parts_total = 0  # computed whole
+
+    def begin_step(self) -> None:
+        """A new step is put together."""
+        self._now, self._is_sent = None, False
+
+    def hand_out(
+        self, budget: StepBudget, ticket: Ticket, start: int, wanted: int, *, scored: bool
+    ) -> int | None:
+        """Tokens of the part that `ticket` computes some layers of in this step, 0 where it must
+        wait for the next; None: what it gets is an ordinary row."""
+        if not self._num_layers:
+            return None
+        part = self._part_of(ticket, start)
+        if part is None:
+            if scored or ticket.beams is not None or self._is_busy(ticket):
+                return None
+            part = self._new_part(budget, start, wanted, is_long=ticket.is_long)
+            if part is None:
+                return None
+            ticket.part, self._holder = part, ticket
+        if self._is_sent:
+            return 0
+        left = self._num_layers - part.layers_done
+        num = budget.hand_out_layers(
+            part.start, part.count, left, self._num_layers, is_long=ticket.is_long
+        )
+        if not num:
+            return 0
+        self._now = (ticket, part.layers_done + num)
+        return part.count
+
+    def row(self, index: Index) -> int | None:
+        """Which of slots `index` is computed by layers in this step; None for none."""
+        if self._now is None or self._is_sent:
+            return None
+        rows = (index == self._now[0].slot).nonzero()[0]
+        return int(rows[0]) if len(rows) else None
+
+    def send(self, draft: PlanDraft) -> None:
+        """What was handed out goes into the plan; its blocks are there."""
+        assert self._now is not None, "layers were handed out in this step"
+        (ticket, end_layer), state = self._now, self._state
+        part, slot = ticket.part, ticket.slot
+        assert part is not None, "a ticket that is handed layers has a part"
+        layers = PartLayers(
+            slot=slot,
+            start=part.start,
+            count=part.count,
+            store_from=max(part.start, int(state.stored[slot])),
+            first_layer=part.layers_done,
+            end_layer=end_layer,
+            num_layers=self._num_layers,
+        )
+        draft.set_layers(layers)
+        part.layers_done, self._is_sent = end_layer, True
+        if layers.is_last:
+            index, end = np.array([slot], np.intp), np.array([part.start + part.count], np.int32)
+            state.schedule(index, end, state.goal[index])
+            ticket.part = self._holder = None
+            self.parts_total += 1
+
+    def _part_of(self, ticket: Ticket, start: int) -> Part | None:
+        """The part that `ticket` has under way; gone where it went on by ordinary rows since."""
+        if ticket.part is not None and ticket.part.start != start:
+            ticket.part = None
+        return ticket.part
+
+    def _is_busy(self, ticket: Ticket) -> bool:
+        """Whether another request has a part under way."""
+        holder = self._holder
+        return holder is not None and holder is not ticket and holder.part is not None
+
+    def _new_part(
+        self, budget: StepBudget, start: int, wanted: int, *, is_long: bool
+    ) -> Part | None:
+        """The part by which most tokens are computed a step, within the step's bounds; None where
+        there are none, or an ordinary row does about as well."""
+        room_ms = budget.prompt_room_ms(is_long=is_long)
+        if room_ms is None or wanted <= 2 * TILE_TOKENS:
+            return None
+        ordinary = budget.tokens_of_prompt(start, wanted, is_long=is_long)
+        best, best_pace = 0, WORTH * ordinary
+        for layers in range(1, self._num_layers + 1):
+            num_steps = -(-self._num_layers // layers)
+            most = budget.part_tokens(start, room_ms * self._num_layers / layers)
+            count = min(most, self._most_tokens, wanted - 1)
+            count -= count % TILE_TOKENS
+            if count > best_pace * num_steps:
+                best, best_pace = count, count / num_steps
+        return Part(start=start, count=best) if best else None

@@ -1,0 +1,275 @@
+"""Parts of prompts that are computed some layers a step: when, how large, and what ends them.
+
+The property: with random pools, arrivals, aborts, failures and preemptions, each request gets the
+tokens it gets alone, and no position is seen between two layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from quire.base.records import FinishReason, PartLayers
+from quire.scheduler import budget, layered
+from quire.scheduler.cost import LinearCost
+from quire.scheduler.policies import make_policy
+from quire.scheduler.prompts import LONG_SHARE
+from quire.scheduler.ticket import NO_SLOT
+from tests.unit.scheduler.fake_worker import VOCAB, make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+# Reading is dear, so that parts of few tokens are.
+COST = LinearCost(fixed_ms=10.0, token_ms=0.1, position_ms=0.0, read_ms=0.2)
+NUM_LAYERS = 8
+ROOMY: dict[str, Any] = {
+    "num_blocks": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 1024,
+    "prefix_caching": False,
+    "long_prompt_tokens": 100,
+    "prefill_layers": NUM_LAYERS,
+}
+
+
+def harness_of(**settings: Any) -> Harness:
+    policy = partial(make_policy, settings.pop("policy", "fcfs"))
+    harness = Harness(Setup(policy=policy, **{**ROOMY, **settings}))
+    speed = harness.scheduler.speed
+    speed._linear = COST  # as if learned; the fake steps' times say nothing
+    speed.note = lambda *_: None  # type: ignore[method-assign]
+    return harness
+
+
+def decoding(harness: Harness, number: int) -> None:
+    """`number` requests that make a token a step: 10 + number ms, and some for what they read."""
+    for place in range(number):
+        harness.add(make_request(f"d{place}", [1, 2], max_tokens=400))
+    while any(len(harness.tokens[f"d{place}"]) < 2 for place in range(number)):
+        harness.step()
+
+
+def until_layers(harness: Harness) -> PartLayers:
+    """Steps up to the first that computes layers."""
+    for _ in range(100):
+        harness.step()
+        if (layers := harness.plans[-1].layers) is not None:
+            return layers
+    raise AssertionError("no layers in 100 steps")
+
+
+def slot_of(harness: Harness, name: str) -> int:
+    return harness.scheduler._roster.tickets[name].slot
+
+
+def test_deep_parts_go_through_layers_and_shallow_ones_through_steps() -> None:
+    harness = harness_of()
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    while not harness.tokens["p"]:
+        harness.step()
+    found = [(plan, plan.layers) for plan in harness.plans if plan.layers is not None]
+    assert found, "a part of some tokens reads all before it for itself"
+    assert min(layers.start for _, layers in found) >= 16
+    for plan, layers in found:
+        assert layers.count % budget.TILE_TOKENS == 0
+        assert layers.start + layers.count < 500, "the last token samples"
+        layers_ms = layers.share * (COST.fixed_ms + COST.row_ms(layers.start, layers.count))
+        rows_ms = harness.scheduler.speed.step_ms(len(plan.slots), float(plan.starts.sum()))
+        assert layers_ms <= LONG_SHARE * rows_ms
+    assert sum(layers.count * layers.is_last for _, layers in found) > 300
+    harness.drain()
+    harness.check_end()
+
+
+def test_layers_follow_each_other_and_a_part_ends_with_the_last() -> None:
+    harness = harness_of()
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    first = until_layers(harness)
+    assert first.first_layer == 0
+    at, part = first.end_layer, (first.start, first.count)
+    while at < NUM_LAYERS:
+        assert harness.scheduler._state.computed[first.slot] == first.start
+        harness.step()
+        layers = harness.plans[-1].layers
+        assert layers is not None
+        assert (layers.start, layers.count) == part
+        assert layers.first_layer == at
+        at = layers.end_layer
+    assert harness.scheduler._state.computed[first.slot] == first.start + first.count
+
+
+def test_without_rows_that_make_tokens_nothing_is_computed_by_layers() -> None:
+    harness = harness_of()
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    harness.drain()
+    assert all(plan.layers is None for plan in harness.plans)
+
+
+@pytest.mark.parametrize("off", [{"prefill_layers": 0}, {"long_prompt_tokens": 0}])
+def test_where_nothing_bounds_a_prompt_or_nobody_can_there_are_no_layers(
+    off: dict[str, int],
+) -> None:
+    harness = harness_of(**off)
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    while not harness.tokens["p"]:
+        harness.step()
+    assert all(plan.layers is None for plan in harness.plans)
+
+
+def test_once_nobody_makes_tokens_the_rest_of_a_part_is_one_step() -> None:
+    harness = harness_of()
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    first = until_layers(harness)
+    for place in range(6):
+        harness.abort(f"d{place}")
+    harness.step()
+    layers = harness.plans[-1].layers
+    assert layers is not None
+    assert (layers.first_layer, layers.end_layer) == (first.end_layer, NUM_LAYERS)
+    assert len(harness.plans[-1].slots) == 0
+    harness.drain()
+    harness.check_end()
+
+
+def test_an_abort_between_layers_ends_the_part_and_frees_its_blocks() -> None:
+    harness = harness_of()
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    harness.add(make_request("q", [4] * 500, max_tokens=4))
+    first = until_layers(harness)
+    name = next(name for name in ("p", "q") if slot_of(harness, name) == first.slot)
+    harness.abort(name)
+    harness.drain()
+    harness.check_end()
+    assert harness.ends[name].finish_reason is FinishReason.ABORT
+
+
+def test_a_part_that_fails_ends_its_request_and_no_other() -> None:
+    harness = harness_of()
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    until_layers(harness)
+    harness.schedule(fail_rows=[6])  # of six rows, so it is the part
+    assert harness.plans[-1].layers is not None
+    harness.update()
+    assert harness.ends["p"].finish_reason is FinishReason.ERROR
+    assert harness.ends["p"].error == "the part failed as planned"
+    assert list(harness.ends) == ["p"]
+    harness.drain()
+    harness.check_end()
+
+
+def test_one_part_is_under_way_at_a_time() -> None:
+    harness = harness_of()
+    decoding(harness, 5)
+    for name in ("p", "q"):
+        harness.add(make_request(name, [3 + len(name)] * 400, max_tokens=4))
+    harness.drain()
+    harness.check_end()  # the worker finds layers of two parts mixed
+    assert any(plan.layers for plan in harness.plans)
+
+
+def test_a_scored_prompt_and_its_last_token_are_ordinary_rows() -> None:
+    harness = harness_of()
+    decoding(harness, 6)
+    harness.add(make_request("p", [3] * 500, max_tokens=4, prompt_logprobs=0))
+    while not harness.tokens["p"]:
+        harness.step()
+    assert all(plan.layers is None for plan in harness.plans)
+
+
+@pytest.fixture
+def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of drawn cases are too short to be worth layers."""
+    monkeypatch.setattr(layered, "TILE_TOKENS", 1)
+    monkeypatch.setattr(layered, "WORTH", 0.0)
+    monkeypatch.setattr(budget, "LEAST_PROMPT_TOKENS", 2)
+
+
+@pytest.mark.usefixtures("tiny_parts")
+def test_drawn_cases_give_each_request_the_tokens_it_gets_alone() -> None:
+    met, cases = Counter[str](), 120
+    for seed in range(cases):
+        met.update(run_case(Random(seed)))
+    shares = {name: number / cases for name, number in met.items()}
+    print({name: f"{share:.0%}" for name, share in shares.items()})
+    assert shares["layers"] >= 0.6
+    assert shares["left between layers"] >= 0.2
+    assert shares["failed"] >= 0.1
+    assert shares["two out"] >= 0.3
+
+
+def run_case(random: Random) -> set[str]:
+    """Operations in a small pool, then all to the end; what was met."""
+    setup = Setup(
+        num_blocks=random.choice([20, 28, 40]),
+        max_num_seqs=random.choice([3, 6]),
+        max_num_batched_tokens=random.choice([6, 8, 32]),
+        plans_in_flight=random.choice([1, 1, 2, 3]),
+        prefix_caching=random.random() < 0.5,
+        long_prompt_tokens=8,
+        prefill_layers=random.choice([3, 6, 12]),
+        layered_part_tokens=random.choice([3, 9, 50]),
+        run_late=random.random() < 0.5,
+        policy=partial(make_policy, random.choice(["fcfs", "priority", "sjf", "fair"])),
+        tier_places=random.choice([0, 0, 12]),
+        window=random.choice([0, 0, 0, 7]),
+    )
+    harness, met = Harness(setup), set[str]()
+    harness.scheduler.speed._linear = LinearCost(
+        fixed_ms=2.0, token_ms=1.0, position_ms=0.01, read_ms=0.5
+    )
+    harness.scheduler.speed.note = lambda *_: None  # type: ignore[method-assign]
+    for number in range(60):
+        kind, before = random.randrange(100), under_way(harness)
+        if kind < 20:
+            length = random.choice([2, 3, random.randrange(8, 50)])
+            prompt = [random.randrange(VOCAB) for _ in range(length)]
+            name, priority = f"r{number}", random.choice([0, 0, -2, 5])
+            harness.add(
+                make_request(name, prompt, max_tokens=random.randrange(1, 14), priority=priority)
+            )
+        elif kind < 25 and harness.requests:
+            harness.abort(before or random.choice(sorted(harness.requests)))
+        elif kind < 28 and harness.plans:
+            layers_row = len(harness.plans[-1].slots)
+            harness.schedule(fail_rows=[layers_row, random.randrange(20)])
+        elif kind < 32 and harness.requests:
+            name = random.choice(sorted(harness.requests))
+            harness.scheduler.hold(name, is_held=random.random() < 0.5)
+            harness.check()
+        elif kind < 65:
+            harness.schedule()
+        else:
+            harness.update()
+            harness.arrive(random)
+        live = harness.scheduler._roster.tickets
+        if before is not None and (before not in live or live[before].slot == NO_SLOT):
+            met.add("left between layers")
+    for name in harness.requests:
+        harness.scheduler.hold(name, is_held=False)
+    harness.drain()
+    harness.check_end()
+    if any(plan.layers and plan.layers.first_layer for plan in harness.plans):
+        met.add("layers")
+    if any(end.error == "the part failed as planned" for end in harness.ends.values()):
+        met.add("failed")
+    if harness.most_out > 1 and any(plan.layers for plan in harness.plans):
+        met.add("two out")
+    return met
+
+
+def under_way(harness: Harness) -> str | None:
+    """Who has a part between two layers."""
+    holder = harness.scheduler._layered._holder
+    if holder is None or holder.part is None or not holder.part.layers_done:
+        return None
+    return holder.request.request_id
