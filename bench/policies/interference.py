@@ -3,9 +3,9 @@
 `alone` is the long prompt's time to its first token on an idle engine. `beside`: a number of
 requests make tokens; the times between two tokens before the prompt comes, and from its arrival to
 its first token. The engine runs in this process, without HTTP; a token's time is when its step
-ended. It has computed a prompt as long before: one that just began pays for first use of memory
-too. Refuses to report if the prompt's first token differs beside others. Runs add up in the file
-and their medians are told.
+ended. It has computed a prompt as long before, and was idle then: one that just began pays for
+first use of memory too. Refuses to report if the prompt's first token differs beside others. Runs
+add up in the file and their medians are told.
 
 Run: python -m bench.policies.interference [--model FOLDER] [--runs alone,beside] [--prompt 8192]
      [--decoding 16] [--flags "tpot_target_ms=0 long_prompt_tokens=2048"] [--out FILE]
@@ -110,6 +110,8 @@ def one_run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     # Another prompt as long: memory is used from then on, and what steps cost was seen.
     loop.add("warm", args.prompt, 2)
     loop.until_idle()
+    while engine.core.touch():  # as a server does when it has nothing to do
+        pass
     if kind == "alone":
         came_ms = loop.add(LONG, args.prompt, 2)
         ttft_ms = loop.until_first_token(LONG) - came_ms

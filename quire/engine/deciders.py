@@ -46,7 +46,7 @@ def scheduler_limits(
         long_prompt_tokens=config.long_prompt_tokens,
         max_long_prompts=config.max_long_prompts,
         max_short_prompts=config.max_short_prompts,
-        prefill_layers=num_layers if config.layered_prefill else 0,
+        part_layers=num_layers if config.layered_prefill else 0,
         layered_part_tokens=PART_TOKENS,
     )
 

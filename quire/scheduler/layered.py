@@ -25,11 +25,11 @@ from quire.scheduler.ticket import Part, Ticket
 WORTH = 1.1
 
 
-class LayeredPrefill:
+class LayeredParts:
     """Of one scheduler's prompts."""
 
     def __init__(self, limits: SchedulerLimits, state: RunningState) -> None:
-        self._num_layers = limits.prefill_layers
+        self._num_layers = limits.part_layers
         self._most_tokens = limits.layered_part_tokens
         self._state = state
         self._holder: Ticket | None = None  # whose part is under way, if it still has one

@@ -25,7 +25,7 @@ class SchedulerLimits:
     long_prompt_tokens: from how many known tokens on a request counts as long, 0 for never.
     max_long_prompts, max_short_prompts: how many long ones, and others, may run at once beside
     max_num_seqs; 0 for no such limit.
-    prefill_layers: into how many a part of a prompt may be cut, to be computed some a step; 0: it
+    part_layers: into how many a part of a prompt may be cut, to be computed some a step; 0: it
     may not. layered_part_tokens: most tokens of such a part.
 
     Raises InvalidParameter, which names the field.
@@ -43,7 +43,7 @@ class SchedulerLimits:
     long_prompt_tokens: int = 0
     max_long_prompts: int = 0
     max_short_prompts: int = 0
-    prefill_layers: int = 0
+    part_layers: int = 0
     layered_part_tokens: int = 0
 
     def __post_init__(self) -> None:

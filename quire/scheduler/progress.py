@@ -16,7 +16,7 @@ from quire.scheduler.draft import PlanDraft
 from quire.scheduler.fetches import Fetches
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.groups import BeamGroups
-from quire.scheduler.layered import LayeredPrefill
+from quire.scheduler.layered import LayeredParts
 from quire.scheduler.prompts import PromptShares
 from quire.scheduler.roster import Roster
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
@@ -39,7 +39,7 @@ class Progress:
         *,
         giving_way: GivingWay,
         prompts: PromptShares,
-        layered: LayeredPrefill,
+        layered: LayeredParts,
         fetches: Fetches,
     ) -> None:
         self._roster = roster

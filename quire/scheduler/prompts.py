@@ -17,7 +17,7 @@ import numpy as np
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.draft import PlanDraft
-from quire.scheduler.layered import LayeredPrefill
+from quire.scheduler.layered import LayeredParts
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import Policy
 from quire.scheduler.speed import SpeedEstimate
@@ -47,7 +47,7 @@ class PromptShares:
         state: RunningState,
         policy: Policy,
         speed: SpeedEstimate,
-        layered: LayeredPrefill,
+        layered: LayeredParts,
     ) -> None:
         self._limits = limits
         self._layered = layered

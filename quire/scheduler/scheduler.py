@@ -43,7 +43,7 @@ from quire.scheduler.gate import Gate, GroupGate, LengthGate
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.groups import BeamGroups
 from quire.scheduler.holding import Holding
-from quire.scheduler.layered import LayeredPrefill
+from quire.scheduler.layered import LayeredParts
 from quire.scheduler.lengths import LengthHistory
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.margin import Margin
@@ -139,7 +139,7 @@ class Scheduler:
             watermark=self._watermark,
         )
         self._holding = Holding(roster, self._giving_way)
-        self._layered = layered = LayeredPrefill(limits, state)
+        self._layered = layered = LayeredParts(limits, state)
         self._prompts = PromptShares(limits, state, policy, self.speed, layered)
         self._progress = Progress(
             roster,

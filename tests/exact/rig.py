@@ -383,7 +383,7 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
         max_model_len=MAX_MODEL_LEN,
         plans_in_flight=settings.plans_in_flight,
         long_prompt_tokens=int(settings.layered),
-        prefill_layers=executor.num_layers if settings.layered and is_able else 0,
+        part_layers=executor.num_layers if settings.layered and is_able else 0,
         layered_part_tokens=PART_TOKENS,
     )
     mover = runner.runner.mover

@@ -49,7 +49,7 @@ class Setup:
     long_prompt_tokens: int = 0
     max_long_prompts: int = 0
     max_short_prompts: int = 0
-    prefill_layers: int = 0
+    part_layers: int = 0
     layered_part_tokens: int = 512
     run_late: bool = False  # the worker computes only when its result is asked for
     policy: Callable[[], Policy] = FirstCome
@@ -83,7 +83,7 @@ class Harness:
             long_prompt_tokens=setup.long_prompt_tokens,
             max_long_prompts=setup.max_long_prompts,
             max_short_prompts=setup.max_short_prompts,
-            prefill_layers=setup.prefill_layers,
+            part_layers=setup.part_layers,
             layered_part_tokens=setup.layered_part_tokens,
         )
         self.scheduler = Scheduler(
@@ -258,7 +258,7 @@ class Harness:
         if layers is None:
             return
         assert layers.slot not in plan.slots, "a part by layers beside a row of its own"
-        assert 0 <= layers.first_layer < layers.end_layer <= self.setup.prefill_layers
+        assert 0 <= layers.first_layer < layers.end_layer <= self.setup.part_layers
         assert 0 < layers.count <= self.setup.layered_part_tokens
         assert layers.store_from >= layers.start
 

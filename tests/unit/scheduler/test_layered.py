@@ -32,7 +32,7 @@ ROOMY: dict[str, Any] = {
     "max_model_len": 1024,
     "prefix_caching": False,
     "long_prompt_tokens": 100,
-    "prefill_layers": NUM_LAYERS,
+    "part_layers": NUM_LAYERS,
 }
 
 
@@ -111,7 +111,7 @@ def test_without_rows_that_make_tokens_nothing_is_computed_by_layers() -> None:
     assert all(plan.layers is None for plan in harness.plans)
 
 
-@pytest.mark.parametrize("off", [{"prefill_layers": 0}, {"long_prompt_tokens": 0}])
+@pytest.mark.parametrize("off", [{"part_layers": 0}, {"long_prompt_tokens": 0}])
 def test_where_nothing_bounds_a_prompt_or_nobody_can_there_are_no_layers(
     off: dict[str, int],
 ) -> None:
@@ -216,7 +216,7 @@ def run_case(random: Random) -> set[str]:
         plans_in_flight=random.choice([1, 1, 2, 3]),
         prefix_caching=random.random() < 0.5,
         long_prompt_tokens=8,
-        prefill_layers=random.choice([3, 6, 12]),
+        part_layers=random.choice([3, 6, 12]),
         layered_part_tokens=random.choice([3, 9, 50]),
         run_late=random.random() < 0.5,
         policy=partial(make_policy, random.choice(["fcfs", "priority", "sjf", "fair"])),
