@@ -426,7 +426,8 @@ class EngineStats:
     blocks_cached: int = 0  # free to take, but still findable by prefix
     steps_total: int = 0
     step_rows: int = 0  # requests in the last step
-    step_tokens: int = 0  # token rows in the last step
+    step_tokens: int = 0  # token rows in the last step; of a part by layers as large a share
+    layered_tokens_total: int = 0  # prompt tokens that were computed by layers
     prefix_queried_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     prefix_hit_disk_tokens_total: int = 0  # of those: fetched from the disk tier for the request

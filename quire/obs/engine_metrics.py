@@ -67,6 +67,11 @@ class EngineCollector:
                 "Prompt tokens found in the prefix cache",
                 stats.prefix_hit_tokens_total,
             ),
+            (
+                "quire_layered_tokens",
+                "Prompt tokens computed some layers a step",
+                stats.layered_tokens_total,
+            ),
             ("quire_preemptions", "Requests preempted", stats.preemptions_total),
             ("quire_holds", "Times a request was held for its reader", stats.held_total),
             ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),

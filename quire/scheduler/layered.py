@@ -35,7 +35,7 @@ class LayeredParts:
         self._holder: Ticket | None = None  # whose part is under way, if it still has one
         self._now: tuple[Ticket, int] | None = None  # in this step: up to which layer
         self._is_sent = False
-        self.parts_total = 0  # computed whole
+        self.tokens_total = 0  # of parts that were computed to the last layer
 
     def begin_step(self) -> None:
         """A new step is put together."""
@@ -95,7 +95,7 @@ class LayeredParts:
             index, end = np.array([slot], np.intp), np.array([part.start + part.count], np.int32)
             state.schedule(index, end, state.goal[index])
             ticket.part = self._holder = None
-            self.parts_total += 1
+            self.tokens_total += part.count
 
     def _part_of(self, ticket: Ticket, start: int) -> Part | None:
         """The part that `ticket` has under way; gone where it went on by ordinary rows since."""

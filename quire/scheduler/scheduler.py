@@ -349,8 +349,9 @@ class Scheduler:
             blocks_used=self._cache.num_blocks - self._cache.num_free,
             blocks_cached=self._cache.pool.num_free_findable,
             steps_total=self._steps_ended,
-            step_rows=len(last.slots) if last else 0,
-            step_tokens=last.num_tokens if last else 0,
+            step_rows=len(last.slots) + (last.layers is not None) if last else 0,
+            step_tokens=_tokens_of(last) if last else 0,
+            layered_tokens_total=self._layered.tokens_total,
             prefix_queried_tokens_total=self._seating.queried_tokens_total,
             prefix_hit_tokens_total=self._seating.hit_tokens_total,
             prefix_hit_disk_tokens_total=self._seating.disk_hit_tokens_total,
@@ -423,3 +424,9 @@ class Scheduler:
     def _budget(self) -> StepBudget:
         limits = self._limits
         return StepBudget(limits.max_num_batched_tokens, limits.step_budget_ms, self._cost)
+
+
+def _tokens_of(plan: StepPlan) -> int:
+    """Token rows; some layers of a part are as large a share of its tokens."""
+    layers = plan.layers
+    return plan.num_tokens + (0 if layers is None else round(layers.share * layers.count))

@@ -110,6 +110,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_preemptions_total", engine(preemptions_total=12), 12),
     ("quire_held_requests", engine(held=21), 21),
     ("quire_holds_total", engine(held_total=22), 22),
+    ("quire_layered_tokens_total", engine(layered_tokens_total=23), 23),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
     ("quire_prefix_hit_tokens_by_tier_total{tier=pool}", engine(**FOUND), 30),
     ("quire_prefix_hit_tokens_by_tier_total{tier=disk}", engine(**FOUND), 16),

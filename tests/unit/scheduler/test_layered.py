@@ -81,7 +81,9 @@ def test_deep_parts_go_through_layers_and_shallow_ones_through_steps() -> None:
         layers_ms = layers.share * (COST.fixed_ms + COST.row_ms(layers.start, layers.count))
         rows_ms = harness.scheduler.speed.step_ms(len(plan.slots), float(plan.starts.sum()))
         assert layers_ms <= LONG_SHARE * rows_ms
-    assert sum(layers.count * layers.is_last for _, layers in found) > 300
+    tokens = sum(layers.count * layers.is_last for _, layers in found)
+    assert tokens > 300
+    assert harness.scheduler.stats().layered_tokens_total == tokens
     harness.drain()
     harness.check_end()
 
