@@ -1,7 +1,7 @@
 """Scheduling policies on recorded traffic: in the simulator at rising speed, and a real piece.
 
     python -m bench.policies table --scene accelerator
-    python -m bench.policies piece --seconds 300 --policies fcfs,sjf,fair
+    python -m bench.policies piece --seconds 300 --policies fcfs,sjf
 
 `table` writes bench/results/policies-SCENE.json and PNG: every policy at every speed, the goals
 told to the engine (which may then refuse early), and two policies with goals kept back. `piece`
@@ -57,9 +57,10 @@ def main() -> None:
     tables.add_argument("--out", type=Path)
     piece = kinds.add_parser("piece", help="a piece of the trace on the real engine")
     piece.add_argument("--shape", default="qwen3-0.6b")
-    piece.add_argument("--policies", default="fcfs,sjf,fair")
+    # Fair share is first-come here: the trace names no tenants.
+    piece.add_argument("--policies", default="fcfs,sjf")
     piece.add_argument("--seconds", type=float, default=300.0, help="of arrivals, in real time")
-    piece.add_argument("--speed", type=float, default=0.05)
+    piece.add_argument("--speed", type=float, default=0.2, help="the order matters under overload")
     piece.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     piece.add_argument("--max-num-seqs", type=int, default=16)
     piece.add_argument("--kv-cache-memory", default="4GiB")

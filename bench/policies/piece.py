@@ -70,6 +70,8 @@ def measure_piece(
         "runs": runs,
     }
     with closing(engine.core.runner):
+        while engine.core.touch():  # as a server does before anybody asks
+            pass
         for policy in policies:
             progress.say(f"{policy}: {len(jobs)} requests in {jobs[-1].arrival_ms / 1e3:.0f} s")
             own = with_policy(config, policy)
@@ -84,6 +86,7 @@ def measure_piece(
                 num_blocks=num_blocks,
                 max_model_len=engine.card.max_model_len,
                 step_tokens=engine.step_tokens,
+                num_layers=engine.num_layers,
             )
             scheduler = make_scheduler(
                 own,
