@@ -47,8 +47,8 @@ class Cache:
 def report_json(report: CacheReport) -> dict[str, Any]:
     """The report as it is told; shares are of tokens that were looked up, null before any was."""
     queried = report.queried_tokens_total
-    disk = report.disk_hit_tokens_total
-    pool = report.hit_tokens_total - disk
+    host, disk = report.host_hit_tokens_total, report.disk_hit_tokens_total
+    pool = report.hit_tokens_total - host - disk
 
     def share(found: int) -> float | None:
         return round(found / queried, 4) if queried else None
@@ -70,10 +70,11 @@ def report_json(report: CacheReport) -> dict[str, Any]:
         "evicted_digests": {"known": report.ghosts, "most": report.ghosts_most},
         "tokens": {
             "queried_total": queried,
-            "found_total": {"pool": pool, "disk": disk},
+            "found_total": {"pool": pool, "host": host, "disk": disk},
             "hit_rate": {
                 "all": share(report.hit_tokens_total),
                 "pool": share(pool),
+                "host": share(host),
                 "disk": share(disk),
             },
         },

@@ -196,6 +196,7 @@ def _details(usage: Usage) -> dict[str, Any]:
     return {
         "cached_tokens_details": {
             "pool": sum(use.pool_tokens for use in usage.cache_uses),
+            "host": sum(use.host_tokens for use in usage.cache_uses),
             "disk": sum(use.disk_tokens for use in usage.cache_uses),
             "misses": [
                 None if use.miss is None else {"reason": use.miss.reason, "token": use.miss.token}

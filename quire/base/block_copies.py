@@ -19,10 +19,12 @@ Bools = NDArray[np.bool_]
 
 
 class Tier(IntEnum):
-    """Where a block lies. On a CPU the memory of the host is the pool's own."""
+    """Where a block lies. HOST: memory of the host, where the pool is in a device's; on a CPU it is
+    the pool's own."""
 
     POOL = 0
     DISK = 1
+    HOST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ class CacheUse:
     """Prompt tokens found at first admission, by tier; miss is None where all that could be was."""
 
     pool_tokens: int = 0
+    host_tokens: int = 0
     disk_tokens: int = 0
     miss: Miss | None = None
 
@@ -98,6 +99,7 @@ class CacheReport:
     ghosts_most: int
     queried_tokens_total: int
     hit_tokens_total: int
+    host_hit_tokens_total: int = 0
     disk_hit_tokens_total: int = 0
     evicted_blocks_total: int = 0
     prefixes: tuple[PrefixUse, ...] = ()

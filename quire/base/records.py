@@ -430,7 +430,8 @@ class EngineStats:
     layered_tokens_total: int = 0  # prompt tokens that were computed by layers
     prefix_queried_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
-    prefix_hit_disk_tokens_total: int = 0  # of those: fetched from the disk tier for the request
+    prefix_hit_host_tokens_total: int = 0  # of those: fetched from a tier in the host's memory
+    prefix_hit_disk_tokens_total: int = 0  # of those: fetched from a tier on disk
     preemptions_total: int = 0
     preemptions_moved_total: int = 0  # of those: their blocks went to the tier
     preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer

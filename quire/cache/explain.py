@@ -7,8 +7,12 @@ same salt alone, or of the same named tenant.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
+from quire.base.block_copies import Tier
 from quire.base.cache_use import CacheReport, Miss, MissReason, OwnerUse, PrefixUse
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
@@ -18,6 +22,8 @@ from quire.cache.table import Int32s
 # Other salts of a tenant that are looked at, the latest.
 MAX_OTHER_SALTS = 16
 _NOBODY = "(others)"
+
+NO_HITS: Mapping[Tier, int] = MappingProxyType({})
 
 
 def miss_of(
@@ -48,7 +54,7 @@ def report_of(
     *,
     queried_tokens_total: int,
     hit_tokens_total: int,
-    disk_hit_tokens_total: int = 0,
+    tier_hit_tokens_total: Mapping[Tier, int] = NO_HITS,
     num_prefixes: int,
 ) -> CacheReport:
     """What the books hold now, with the prefixes that spared most tokens."""
@@ -67,7 +73,8 @@ def report_of(
         ghosts_most=cache.ghosts.limit,
         queried_tokens_total=queried_tokens_total,
         hit_tokens_total=hit_tokens_total,
-        disk_hit_tokens_total=disk_hit_tokens_total,
+        host_hit_tokens_total=tier_hit_tokens_total.get(Tier.HOST, 0),
+        disk_hit_tokens_total=tier_hit_tokens_total.get(Tier.DISK, 0),
         evicted_blocks_total=cache.evicted_blocks_total,
         prefixes=_prefixes(cache, num_prefixes),
         owners=_owners(cache),

@@ -141,7 +141,7 @@ class TierBooks:
         for at, block in enumerate(blocks.tolist()):
             self._fetch_of[block] = (fetch, at)
         self._fetches.append(fetch)
-        self._to_plan.append(between(Tier.DISK, places, Tier.POOL, blocks, list(fetch.keys)))
+        self._to_plan.append(between(self.tier.kind, places, Tier.POOL, blocks, [*keys]))
         return fetch
 
     def take_copies(self, *, idle: bool) -> BlockCopies | None:
@@ -159,7 +159,7 @@ class TierBooks:
         if self._saves:
             keys, blocks, places = zip(*self._saves, strict=True)
             pool_blocks, tier_places = np.array(blocks, np.int32), np.array(places, np.int32)
-            saves = between(Tier.POOL, pool_blocks, Tier.DISK, tier_places, list(keys))
+            saves = between(Tier.POOL, pool_blocks, self.tier.kind, tier_places, [*keys])
             parts, self._saves = [saves, *parts], []
         return joined(parts)
 

@@ -14,14 +14,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.block_copies import Tier
+
 Int32s = NDArray[np.int32]
 
 
 class TierMap:
-    """`num_blocks` places; lower ones are filled first. Memory grows with those that were used."""
+    """`num_blocks` places of a tier of that kind; lower ones are filled first. Memory grows with
+    those that were used."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, kind: Tier = Tier.DISK) -> None:
+        self.num_blocks, self.kind = num_blocks, kind
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
         self._key_of: dict[int, bytes] = {}
         self._awaited: dict[int, bytes] = {}

@@ -134,13 +134,14 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _hits_by_tier(stats: EngineStats) -> Metric:
-    disk = stats.prefix_hit_disk_tokens_total
+    host, disk = stats.prefix_hit_host_tokens_total, stats.prefix_hit_disk_tokens_total
     family = CounterMetricFamily(
         "quire_prefix_hit_tokens_by_tier",
         "Prompt tokens found in the prefix cache, by where they lay when the request came",
         labels=("tier",),
     )
-    family.add_metric(("pool",), stats.prefix_hit_tokens_total - disk)
+    family.add_metric(("pool",), stats.prefix_hit_tokens_total - host - disk)
+    family.add_metric(("host",), host)
     family.add_metric(("disk",), disk)
     return family
 

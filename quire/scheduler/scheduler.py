@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from quire.base.block_copies import CopiesEnded
+from quire.base.block_copies import CopiesEnded, Tier
 from quire.base.cache_use import CacheReport
 from quire.base.errors import InvalidParameter
 from quire.base.records import (
@@ -354,7 +354,8 @@ class Scheduler:
             layered_tokens_total=self._layered.tokens_total,
             prefix_queried_tokens_total=self._seating.queried_tokens_total,
             prefix_hit_tokens_total=self._seating.hit_tokens_total,
-            prefix_hit_disk_tokens_total=self._seating.disk_hit_tokens_total,
+            prefix_hit_host_tokens_total=self._seating.tier_hit_tokens_total[Tier.HOST],
+            prefix_hit_disk_tokens_total=self._seating.tier_hit_tokens_total[Tier.DISK],
             **self._tally.stats(),
             **self._fetches.stats(),
             watermark_blocks=self._watermark.blocks(
@@ -377,7 +378,7 @@ class Scheduler:
             self._cache,
             queried_tokens_total=self._seating.queried_tokens_total,
             hit_tokens_total=self._seating.hit_tokens_total,
-            disk_hit_tokens_total=self._seating.disk_hit_tokens_total,
+            tier_hit_tokens_total=self._seating.tier_hit_tokens_total,
             num_prefixes=num_prefixes,
         )
 

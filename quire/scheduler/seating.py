@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.base.block_copies import Tier
 from quire.base.cache_use import CacheUse, Miss, MissReason
 from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
@@ -45,9 +46,10 @@ class Seating:
         self._fetches = fetches
         self._tally = tally
         self._speed = speed
+        self._tier = Tier.DISK if cache.tiers is None else cache.tiers.tier.kind
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
-        self.disk_hit_tokens_total = 0
+        self.tier_hit_tokens_total = {Tier.HOST: 0, Tier.DISK: 0}
 
     def seat(
         self, draft: PlanDraft, ticket: Ticket, placement: Placement, end: int, now_ms: float
@@ -99,7 +101,8 @@ class Seating:
         fetched = min(ticket.num_fetched_blocks, found)  # they are in the pool by now
         return CacheUse(
             pool_tokens=(found - fetched) * cache.block_size,
-            disk_tokens=fetched * cache.block_size,
+            host_tokens=fetched * cache.block_size if self._tier is Tier.HOST else 0,
+            disk_tokens=fetched * cache.block_size if self._tier is Tier.DISK else 0,
             miss=miss,
         )
 
@@ -109,6 +112,6 @@ class Seating:
         self.queried_tokens_total += len(ticket.token_ids)
         self.hit_tokens_total += placement.stored
         fetched_tokens = ticket.num_fetched_blocks * self._cache.block_size
-        self.disk_hit_tokens_total += min(fetched_tokens, placement.stored)
+        self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, placement.stored)
         if not ticket.was_admitted:
             ticket.cached_tokens = placement.stored

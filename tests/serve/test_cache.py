@@ -56,6 +56,7 @@ def test_a_response_tells_where_its_prompt_differs_from_the_nearest_known(
         "cached_tokens": 32,
         "cached_tokens_details": {
             "pool": 32,
+            "host": 0,
             "disk": 0,
             "misses": [{"reason": "first_difference", "token": 41}],
         },
@@ -131,10 +132,15 @@ def test_after_a_restart_a_prefix_comes_from_disk_and_the_response_says_so(
     with RunningServer(tiny, *flags) as server:
         second = server.post(COMPLETIONS, asked)[1]
         report = server.get("/v1/cache")[1]
-    assert _details(first) == {"pool": 0, "disk": 0, "misses": [{"reason": "not_seen", "token": 0}]}
-    assert _details(second) == {"pool": 0, "disk": cached(second), "misses": [None]}
+    assert _details(first) == {
+        "pool": 0,
+        "host": 0,
+        "disk": 0,
+        "misses": [{"reason": "not_seen", "token": 0}],
+    }
+    assert _details(second) == {"pool": 0, "host": 0, "disk": cached(second), "misses": [None]}
     assert cached(second) == num_blocks * 16
-    assert report["tokens"]["found_total"] == {"pool": 0, "disk": cached(second)}
+    assert report["tokens"]["found_total"] == {"pool": 0, "host": 0, "disk": cached(second)}
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
 
 

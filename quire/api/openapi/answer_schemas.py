@@ -266,7 +266,7 @@ def _usage() -> Schema:
     misses = list_of(or_null(_ref("Miss")))
     cached = _part(
         {"cached_tokens": COUNT},
-        cached_tokens_details=_whole(pool=COUNT, disk=COUNT, misses=misses),
+        cached_tokens_details=_whole(pool=COUNT, host=COUNT, disk=COUNT, misses=misses),
     )
     return _part(
         {
@@ -311,8 +311,8 @@ def _cache() -> Schema:
         evicted_digests=_whole(known=COUNT, most=COUNT),
         tokens=_whole(
             queried_total=COUNT,
-            found_total=_whole(pool=COUNT, disk=COUNT),
-            hit_rate=_whole(all=share, pool=share, disk=share),
+            found_total=_whole(pool=COUNT, host=COUNT, disk=COUNT),
+            hit_rate=_whole(all=share, pool=share, host=share, disk=share),
         ),
         prefixes=list_of(_ref("PrefixUse")),
         owners=list_of(_ref("OwnerUse")),

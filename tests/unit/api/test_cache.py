@@ -16,6 +16,7 @@ COMPLETIONS = "/v1/completions"
 FLUSHES = ("/v1/cache/flush", "/reset_prefix_cache", "/flush_cache")
 DIFFERS = CacheUse(
     pool_tokens=16,
+    host_tokens=8,
     disk_tokens=32,
     miss=Miss(reason=MissReason.FIRST_DIFFERENCE, token=53),
 )
@@ -47,6 +48,7 @@ def test_who_asks_is_told_cached_tokens_by_tier_and_the_reason_of_a_miss() -> No
         "cached_tokens": 2,
         "cached_tokens_details": {
             "pool": 16,
+            "host": 8,
             "disk": 32,
             "misses": [{"reason": "first_difference", "token": 53}],
         },
@@ -57,7 +59,7 @@ def test_each_prompt_has_its_own_miss_and_tokens_are_added_up() -> None:
     found = replace(DIFFERS, miss=None)
     told_of = told({"prompt": ["a", "b"], "return_cached_tokens_details": True}, use=found)
     details = told_of["cached_tokens_details"]
-    assert details == {"pool": 32, "disk": 64, "misses": [None, None]}
+    assert details == {"pool": 32, "host": 16, "disk": 64, "misses": [None, None]}
 
 
 def test_where_the_engine_tells_nothing_there_are_no_details() -> None:
@@ -122,7 +124,8 @@ def test_the_report_tells_sizes_states_and_rates_and_never_a_text() -> None:
             site.engine.cache,
             queried_tokens_total=200,
             hit_tokens_total=150,
-            disk_hit_tokens_total=50,
+            host_hit_tokens_total=20,
+            disk_hit_tokens_total=30,
             prefixes=(prefix,),
             owners=(OwnerUse(tenant="t", salt="", blocks=5),),
         )
@@ -130,7 +133,12 @@ def test_the_report_tells_sizes_states_and_rates_and_never_a_text() -> None:
 
     site, empty, full = run(story)
     assert empty.status == 200
-    assert empty.json["tokens"]["hit_rate"] == {"all": None, "pool": None, "disk": None}
+    assert empty.json["tokens"]["hit_rate"] == {
+        "all": None,
+        "pool": None,
+        "host": None,
+        "disk": None,
+    }
     assert empty.json["blocks"] == {
         "total": 9,
         "used": 2,
@@ -142,8 +150,8 @@ def test_the_report_tells_sizes_states_and_rates_and_never_a_text() -> None:
     }
     assert full.json["tokens"] == {
         "queried_total": 200,
-        "found_total": {"pool": 100, "disk": 50},
-        "hit_rate": {"all": 0.75, "pool": 0.5, "disk": 0.25},
+        "found_total": {"pool": 100, "host": 20, "disk": 30},
+        "hit_rate": {"all": 0.75, "pool": 0.5, "host": 0.1, "disk": 0.15},
     }
     assert full.json["prefixes"][0]["hits"] == 3
     assert full.json["owners"] == [{"tenant": "t", "salt": "", "blocks": 5}]

@@ -59,7 +59,11 @@ PREEMPTED: dict[str, Any] = {
     "preemption_cost_counts": (2, *([0] * (len(PREEMPTION_COSTS_MS) - 1)), 7),
     "preemption_cost_ms_total": 600.0,
 }
-FOUND: dict[str, Any] = {"prefix_hit_tokens_total": 46, "prefix_hit_disk_tokens_total": 16}
+FOUND: dict[str, Any] = {
+    "prefix_hit_tokens_total": 54,
+    "prefix_hit_host_tokens_total": 8,
+    "prefix_hit_disk_tokens_total": 16,
+}
 MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_time_to_first_token_seconds_sum", a_choice, 0.2),
     ("quire_time_per_output_token_seconds_sum", a_choice, 0.1),
@@ -113,6 +117,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_layered_tokens_total", engine(layered_tokens_total=23), 23),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
     ("quire_prefix_hit_tokens_by_tier_total{tier=pool}", engine(**FOUND), 30),
+    ("quire_prefix_hit_tokens_by_tier_total{tier=host}", engine(**FOUND), 8),
     ("quire_prefix_hit_tokens_by_tier_total{tier=disk}", engine(**FOUND), 16),
     ("quire_watermark_blocks", engine(watermark_blocks=14), 14),
     ("quire_tier_blocks", engine(tier_blocks_total=15), 15),
