@@ -121,9 +121,15 @@ class CacheConfig:
     kv_tier_bytes: int = setting(
         8 * 1024**3, "most that folder may take, as in 8GiB", flag="kv-tier-size"
     )
+    kv_tier_host_bytes: int | None = setting(
+        None,
+        "memory of the host, in place of a folder, in which KV blocks that leave a GPU's memory go "
+        "on to be found, as in 64GiB; default: none",
+        flag="kv-tier-host-size",
+    )
     kv_tier_fetch: Literal["cost", "always", "never"] = setting(
         "cost",
-        "when blocks are fetched from it: cost, where that is predicted to be faster than "
+        "when blocks are fetched from either: cost, where that is predicted to be faster than "
         "computing them; never: it is filled only",
     )
 
@@ -133,10 +139,19 @@ class CacheConfig:
         _one_of("kv_tier_fetch", self.kv_tier_fetch, ("cost", "always", "never"))
         if self.kv_tier_path == "":
             raise SettingError("kv_tier_path is empty; give a folder, or leave it out")
-        if self.kv_tier_path is not None and not self.enable_prefix_caching:
+        if self.kv_tier_host_bytes is not None:
+            _at_least("kv_tier_host_bytes", self.kv_tier_host_bytes, 1)
+        given = "kv_tier_path" if self.kv_tier_path is not None else "kv_tier_host_bytes"
+        if self.has_tier and not self.enable_prefix_caching:
             raise SettingError(
-                "kv_tier_path needs enable_prefix_caching: what a tier holds is found by its "
+                f"{given} needs enable_prefix_caching: what a tier holds is found by its "
                 "prefix; leave one of them out"
+            )
+        if self.kv_tier_path is not None and self.kv_tier_host_bytes is not None:
+            raise SettingError(
+                "kv_tier_path and kv_tier_host_bytes are both given; blocks go to one tier, and "
+                "nothing carries them on from the host's memory to a folder: leave one of them out "
+                "(the folder outlives a restart, the host's memory is faster)"
             )
         if self.block_size not in range(16, 129, 16):
             raise SettingError(
@@ -147,6 +162,11 @@ class CacheConfig:
         object.__setattr__(self, "kv_cache_dtype", own_name)
         if self.kv_cache_memory_bytes is not None:
             _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether KV blocks that leave memory go on to be found."""
+        return self.kv_tier_path is not None or self.kv_tier_host_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

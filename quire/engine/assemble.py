@@ -21,7 +21,7 @@ from quire.base.gguf_open import gguf_read_once
 from quire.base.log import Log
 from quire.base.report import Report
 from quire.config.groups import EngineConfig, ExecutorConfig
-from quire.config.machine import num_usable_cores
+from quire.config.machine import machine_memory, num_usable_cores
 from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
@@ -120,6 +120,10 @@ def _assembled(
     longest = engine_program(config, spec, checkpoint)
     make = _executor_class(config.executor)
     make.check_program(longest)
+    if config.cache.kv_tier_host_bytes is not None:
+        from quire.engine.tier import check_host_tier  # only where there is one: a megabyte
+
+        check_host_tier(config.cache.kv_tier_host_bytes, make.available_memory(), machine_memory())
     step_tokens = _step_tokens(config, make)
     max_samples = make.head_rows(config.scheduler.max_num_seqs)
     memory = _memory(config, spec, longest, make, step_tokens)
@@ -154,8 +158,8 @@ def _assembled(
         block_bytes=executor.block_bytes,
     )
     tier = None
-    if tier_folder is not None:
-        from quire.engine.tier import open_tier  # only where there is one: a megabyte
+    if config.cache.has_tier:
+        from quire.engine.tier import open_tier
 
         tier = open_tier(
             tier_folder,
@@ -243,14 +247,15 @@ def _memory(
             Rows.SEQUENCES: config.scheduler.max_num_seqs,
         },
     )
-    moving_bytes = 0
-    if config.cache.kv_tier_path is not None:
-        from quire.engine.tier import buffer_bytes
+    memory, block_bytes = make.available_memory(), held.token_bytes * config.cache.block_size
+    buffer_bytes = 0
+    if config.cache.has_tier:
+        from quire.engine.tier import moving_bytes
 
-        moving_bytes = buffer_bytes(held.token_bytes * config.cache.block_size)
+        buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=memory.is_own)
     needs = MemoryNeeds(
         weights_bytes=held.weights_bytes,
-        step_bytes=held.step_bytes + moving_bytes,
+        step_bytes=held.step_bytes + buffer_bytes,
         token_bytes=held.token_bytes,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -258,7 +263,7 @@ def _memory(
         max_model_len=config.model.max_model_len,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
     )
-    return plan_memory(needs, make.available_memory())
+    return plan_memory(needs, memory)
 
 
 def _pack_cache(settings: ExecutorConfig) -> PackCache | None:

@@ -1,4 +1,4 @@
-"""From a folder and an executor to a tier: who may read its blocks, what it holds, who moves them.
+"""From settings and an executor to a tier: who may read its blocks, what it holds, who moves them.
 
 A part of the wiring, like assemble.py. Always holds: blocks of another fingerprint than our own
 (block_fingerprint in runner/fingerprint.py) are never read.
@@ -6,20 +6,28 @@ A part of the wiring, like assemble.py. Always holds: blocks of another fingerpr
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from quire.base.block_copies import Tier
 from quire.base.clock import Clock
+from quire.base.errors import CapacityError, SettingError
 from quire.base.report import Report
 from quire.cache.tier_map import TierMap
 from quire.config.groups import CacheConfig
-from quire.execute.executor import Executor
+from quire.config.machine import MachineMemory
+from quire.config.memory import mib
+from quire.execute.executor import Executor, LateExecutor
 from quire.runner.tier_mover import TierMover, num_buffers
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
+from quire.transfer.host import HostStore, piece_sizes
 from quire.transfer.read_ahead import BUFFERS
 
-# What a disk is thought to read in a millisecond, until that is measured.
-_BYTES_A_MS = 500_000
+# What a tier is thought to give back in a millisecond, until that is measured.
+_BYTES_A_MS = {Tier.DISK: 500_000, Tier.HOST: 10_000_000}
+# Of the host's memory this is left alone: what is kept in place for a device is nobody else's.
+HOST_RESERVE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +42,27 @@ class OpenTier:
     note: str
 
 
+def check_host_tier(wanted: int, device: MachineMemory, host: MachineMemory) -> None:
+    """Before anything is loaded: raise SettingError where a tier of so many bytes in the host's
+    memory cannot be. device: the memory of what computes."""
+    if not device.is_own:
+        raise SettingError(
+            f"kv_tier_host_bytes is {wanted}; this engine computes on the CPU, where the KV cache "
+            "itself lies in the host's memory and a tier there would be more of the same: leave "
+            "it out and raise kv_cache_memory_bytes, give a folder (kv_tier_path), or take a GPU "
+            "(--executor torch)"
+        )
+    most = max(host.available_bytes - HOST_RESERVE_BYTES, 0)
+    if wanted > most:
+        raise SettingError(
+            f"kv_tier_host_bytes is {wanted} ({mib(wanted)}); of the host's memory "
+            f"{mib(host.available_bytes)} are left ({host.limit}), and {mib(HOST_RESERVE_BYTES)} "
+            f"of them stay free: give at most {most >> 20}MiB"
+        )
+
+
 def open_tier(
-    folder: TierFolder,
+    folder: TierFolder | None,
     config: CacheConfig,
     executor: Executor,
     *,
@@ -43,34 +70,60 @@ def open_tier(
     clock: Clock,
     report: Report,
 ) -> OpenTier:
-    """The tier in `folder`, for an executor whose cache is allocated. fingerprint: of its blocks.
-
-    Raises SettingError.
-    """
+    """The tier in `folder`, or without one in the host's memory, for an executor whose cache is
+    allocated. fingerprint: of its blocks. Raises SettingError and CapacityError."""
     block_bytes = executor.block_bytes
-    store = DiskStore(
-        folder,
-        max_bytes=config.kv_tier_bytes,
-        block_bytes=block_bytes,
-        fingerprint=fingerprint,
-    )
-    tier = TierMap(store.num_blocks)
+    store: DiskStore | HostStore
+    if folder is None:
+        assert config.kv_tier_host_bytes is not None, "there is one or the other"
+        store = _host_store(config.kv_tier_host_bytes, executor)
+        where, note = "memory of the host", ""
+    else:
+        store = DiskStore(
+            folder,
+            max_bytes=config.kv_tier_bytes,
+            block_bytes=block_bytes,
+            fingerprint=fingerprint,
+        )
+        where, note = str(folder.path), folder.note
+    tier = TierMap(store.num_blocks, store.tier)
     tier.load(store.held())
     mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
     return OpenTier(
         tier=tier,
         mover=mover,
-        hash_key=folder.hash_key,
-        most_saving=num_buffers(block_bytes),
-        block_ms=block_bytes / _BYTES_A_MS,
+        hash_key=os.urandom(16) if folder is None else folder.hash_key,
+        most_saving=num_buffers(block_bytes, store.tier),
+        block_ms=block_bytes / _BYTES_A_MS[store.tier],
         note=(
-            f"KV tier: {folder.path}, {store.num_blocks} blocks "
+            f"KV tier: {where}, {store.num_blocks} blocks "
             f"({store.num_blocks * config.block_size} tokens), {len(tier)} of them found there"
-            + (f"; {folder.note}" if folder.note else "")
+            + (f"; {note}" if note else "")
         ),
     )
 
 
-def buffer_bytes(block_bytes: int) -> int:
-    """Memory a mover takes beside the pool."""
-    return (num_buffers(block_bytes) + 1 + BUFFERS + 1) * block_bytes
+def moving_bytes(block_bytes: int, config: CacheConfig, *, beside_host: bool) -> int:
+    """Memory of what computes that moving takes beside the pool. beside_host: it has its own."""
+    tier = Tier.DISK if config.kv_tier_path is not None else Tier.HOST
+    if beside_host:
+        return 2 * num_buffers(block_bytes, tier) * block_bytes
+    return (num_buffers(block_bytes, tier) + 1 + BUFFERS + 1) * block_bytes
+
+
+def _host_store(wanted: int, executor: Executor) -> HostStore:
+    assert isinstance(executor, LateExecutor), "a device beside the host was asked for before"
+    block_bytes = executor.block_bytes
+    sizes = piece_sizes(wanted, block_bytes)
+    if not sizes:
+        raise SettingError(
+            f"kv_tier_host_bytes is {wanted}; a block takes {block_bytes} bytes: give the tier more"
+        )
+    try:
+        pieces = [executor.host_memory(size) for size in sizes]
+    except CapacityError as error:
+        raise SettingError(
+            f"kv_tier_host_bytes is {wanted} ({mib(wanted)}): {error}; lower it, or raise what "
+            "the system lets a process keep in place (ulimit -l, a container's limits)"
+        ) from error
+    return HostStore(pieces, block_bytes)

@@ -6,7 +6,7 @@ nothing of requests, scheduling or text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -167,3 +167,21 @@ class LateExecutor(Protocol):
 
     def mark(self) -> Callable[[], None]:
         """Called, what is returned waits until all that was told until now is done."""
+
+    def begin_moving(self, num_blocks: int) -> None:
+        """Room on the device for so many blocks on their way to the host at once, and from it.
+        Raises CapacityError."""
+
+    def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory of the host that the device reads and writes by itself. Raises CapacityError."""
+
+    def export_blocks(
+        self, blocks: NDArray[np.int32], outs: Sequence[NDArray[np.uint8]]
+    ) -> Callable[[], None]:
+        """As export_block does with each, of blocks as all that was told until now leaves them;
+        what is told later may write into them. The bytes are there when what is returned, which may
+        be called in any thread, has been."""
+
+    def import_blocks(self, blocks: NDArray[np.int32], raws: Sequence[NDArray[np.uint8]]) -> None:
+        """As import_block does with each, waiting until they are there: in any thread, one at a
+        time. What was told and reads or writes these blocks must be done."""

@@ -1,52 +1,66 @@
 """TierMover: copies blocks between the pool and a tier, in a thread of its own, beside the steps.
 
-A block that leaves is copied within memory when the plan that names it begins, because the plan may
-write into it, and to the tier later; one that comes is read beside the pool, checked, and copied
-into it. Fetches go first: somebody waits for them. What has ended is kept until it is asked for.
-Knows no scheduler and no medium. Always holds: a copy handed in ends exactly once, but for fetches
-at the end of all; nothing unchecked reaches the pool; a medium that fails is not asked again, which
-is reported once.
+A block that leaves is copied when the plan that names it begins, because the plan may write into
+it: within memory, or by a device that works beside the host, which is told and not waited for. It
+goes to the tier later. One that comes is read beside the pool, checked, and copied into it. Fetches
+go first: somebody waits for them. What has ended is kept until it is asked for. Knows no scheduler
+and no medium. Always holds: a copy handed in ends exactly once, but for fetches at the end of all;
+nothing unchecked reaches the pool; a medium that fails is not asked again, which is reported once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies, CopiesEnded, Tier
 from quire.base.report import Report
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, LateExecutor
 from quire.transfer.store import BlockStore
 
 Bytes = NDArray[np.uint8]
+Int32s = NDArray[np.int32]
 
-# Memory for blocks that have left the pool and are not in the tier yet, and how many at most.
-BUFFER_BYTES = 64 << 20
-MOST_BUFFERS = 32
+# Memory for blocks that have left the pool and are not in the tier yet, and how many at most: of
+# the host's where a tier is slow, of the device's where only a bus is between.
+BUFFER_BYTES = {Tier.DISK: 64 << 20, Tier.HOST: 256 << 20}
+MOST_BUFFERS = {Tier.DISK: 32, Tier.HOST: 128}
 
 
-def num_buffers(block_bytes: int) -> int:
+def num_buffers(block_bytes: int, tier: Tier) -> int:
     """Blocks that may be on their way to the tier at once."""
-    return max(1, min(MOST_BUFFERS, BUFFER_BYTES // block_bytes))
+    return max(1, min(MOST_BUFFERS[tier], BUFFER_BYTES[tier] // block_bytes))
+
+
+def nothing() -> None:
+    """There is nothing to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
+    """told: waits until the device has come to the copy, there: until raw is filled."""
+
     place: int
     digest: bytes
     raw: Bytes
+    told: Callable[[], None]
+    there: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
+    """told: waits until what was told before and reads the block is done."""
+
     place: int
     digest: bytes
     block: int
+    told: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -81,13 +95,19 @@ class TierMover:
         self.store = store
         self.wake = wake
         self._executor, self._now_ms, self._report = executor, now_ms, report
-        size = executor.block_bytes
-        self._buffers: list[Bytes] = [np.empty(size, np.uint8) for _ in range(num_buffers(size))]
-        self._incoming = np.empty(size, np.uint8)
+        self._late = executor if isinstance(executor, LateExecutor) else None
+        count = num_buffers(executor.block_bytes, store.tier)
+        if self._late is not None:
+            self._late.begin_moving(count)
+        self._most_fetched = count  # in one run
+        # One for what comes, the others for what leaves; none where the tier itself is memory.
+        self._is_memory = store.room(0) is not None
+        self._incoming, *self._buffers = self._host_buffers(count + 1)
         self._fetches: deque[_Fetch] = deque()
         # Saves in order, and fetches of places whose save is among them.
         self._behind: deque[_Save | _Fetch] = deque()
         self._pending: set[int] = set()  # pool blocks that have not arrived
+        self._being_read: Counter[int] = Counter()  # places
         self._must_clear = False
         self._closing = False
         self._is_broken = self._broken_told = False
@@ -99,22 +119,25 @@ class TierMover:
     def begin(self, copies: BlockCopies) -> None:
         """Hand copies in, before the plan that names them computes anything."""
         digests = copies.digests.tobytes()
-        fetches = []
-        for at, (source, block, place) in enumerate(
-            zip(
-                copies.from_tiers.tolist(),
-                copies.from_blocks.tolist(),
-                copies.to_blocks.tolist(),
-                strict=True,
+        listed = [
+            (source, target, digests[16 * at : 16 * at + 16])
+            for at, (source, target) in enumerate(
+                zip(copies.from_blocks.tolist(), copies.to_blocks.tolist(), strict=True)
             )
-        ):
-            digest = digests[16 * at : 16 * at + 16]
-            if source == Tier.POOL:
-                self._begin_save(block, place, digest)
-            else:
-                fetches.append(_Fetch(place=block, digest=digest, block=place))
-        if fetches:
-            self._begin_fetches(fetches)
+        ]
+        leaves = (copies.from_tiers == Tier.POOL).tolist()
+        saves = [one for one, is_save in zip(listed, leaves, strict=True) if is_save]
+        while saves:
+            saves = saves[self._begin_saves(saves) :]
+        if not all(leaves):
+            told = self._told()
+            self._begin_fetches(
+                [
+                    _Fetch(place=place, digest=digest, block=block, told=told)
+                    for (place, block, digest), is_save in zip(listed, leaves, strict=True)
+                    if not is_save
+                ]
+            )
 
     def wait_for(self, blocks: NDArray[np.int32]) -> None:
         """Until nothing is on its way into these pool blocks. Who plans waits for arrivals, so this
@@ -156,14 +179,47 @@ class TierMover:
         self._thread.join()
         self.store.close()
 
-    def _begin_save(self, block: int, place: int, digest: bytes) -> None:
+    def _host_buffers(self, count: int) -> list[Bytes]:
+        if self._is_memory:
+            return [np.empty(0, np.uint8)]
+        size = self._executor.block_bytes
+        if self._late is None:
+            return [np.empty(size, np.uint8) for _ in range(count)]
+        return [*self._late.host_memory(count * size).reshape(count, size)]
+
+    def _begin_saves(self, saves: list[tuple[int, int, bytes]]) -> int:
+        """Have (block, place, digest) copied, as many of the first as there is room for; their
+        number."""
+        raws = self._rooms([place for _, place, _ in saves])
+        saves = saves[: len(raws)]
+        blocks = np.array([block for block, _, _ in saves], np.int32)
+        there = nothing
+
+        def export() -> None:
+            nonlocal there
+            if self._late is not None:
+                there = self._late.export_blocks(blocks, raws)
+                return
+            for block, raw in zip(blocks.tolist(), raws, strict=True):
+                self._executor.export_block(block, raw)
+
+        self._ask(export)
+        told = self._told()
         with self._changed:
-            self._changed.wait_for(lambda: self._buffers)
-            raw = self._buffers.pop()
-        self._executor.export_block(block, raw)
-        with self._changed:
-            self._behind.append(_Save(place=place, digest=digest, raw=raw))
+            for (_, place, digest), raw in zip(saves, raws, strict=True):
+                self._behind.append(_Save(place, digest, raw, told, there))
             self._changed.notify_all()
+        return len(raws)
+
+    def _rooms(self, places: list[int]) -> list[Bytes]:
+        """Where blocks go to: their places, or as many buffers as there are, at least one."""
+        rooms = [room for room in map(self.store.room, places) if room is not None]
+        with self._changed:
+            if rooms:  # a place is only read where plans are replayed faster than they were made
+                self._changed.wait_for(lambda: not any(map(self._being_read.get, places)))
+                return rooms
+            self._changed.wait_for(lambda: self._buffers)
+            return [self._buffers.pop() for _ in places[: len(self._buffers)]]
 
     def _begin_fetches(self, fetches: list[_Fetch]) -> None:
         with self._changed:
@@ -172,7 +228,20 @@ class TierMover:
                 queue = self._behind if fetch.place in saving else self._fetches
                 queue.append(fetch)
                 self._pending.add(fetch.block)
+                self._being_read[fetch.place] += 1
             self._changed.notify_all()
+
+    def _told(self) -> Callable[[], None]:
+        """Waits until all that was told until now is done."""
+        wait = nothing
+
+        def mark() -> None:
+            nonlocal wait
+            if self._late is not None:
+                wait = self._late.mark()
+
+        self._ask(mark)
+        return wait
 
     def _work(self) -> None:
         expected = 0
@@ -199,18 +268,31 @@ class TierMover:
             if is_over:
                 return
 
-    def _next(self) -> _Save | _Fetch | None:
+    def _next(self) -> _Save | list[_Fetch] | None:
+        """A save, or fetches: one, or where places are memory those that were told together."""
         if self._fetches:
-            return self._fetches.popleft()
-        return self._behind.popleft() if self._behind else None
+            most = self._most_fetched if self._is_memory else 1
+            told = self._fetches[0].told
+            run = [*takewhile(lambda one: one.told is told, self._fetches)][:most]
+            for _ in run:
+                self._fetches.popleft()
+            return run
+        job = self._behind.popleft() if self._behind else None
+        return [job] if isinstance(job, _Fetch) else job
 
     def _save(self, save: _Save) -> None:
+        def put() -> None:
+            save.there()
+            self.store.save(save.place, save.digest, save.raw)
+
+        is_told = self._ask(save.told)
         began_ms = self._now_ms()
-        arrived = self._ask(lambda: self.store.save(save.place, save.digest, save.raw))
+        arrived = is_told and self._ask(put)
         took_ms = self._now_ms() - began_ms
         with self._changed:
-            self._buffers.append(save.raw)
-            self._note(Tier.DISK, save.place, arrived=arrived)
+            if not self._is_memory:
+                self._buffers.append(save.raw)
+            self._note(self.store.tier, save.place, arrived=arrived)
             self._ended.saved += arrived
             self._ended.save_ms += took_ms if arrived else 0.0
             none_left = not self._fetches and not self._behind
@@ -218,28 +300,54 @@ class TierMover:
         if none_left:
             self.wake()
 
-    def _fetch(self, fetch: _Fetch) -> None:
-        began_ms, raw = self._now_ms(), self._incoming
+    def _fetch(self, run: list[_Fetch]) -> None:
+        began_ms = self._now_ms()
+        found: list[tuple[int, Bytes]] = []
+        num_bad = 0
+        for fetch in run:
+            raw = self._read(fetch)
+            num_bad += raw is None and not self._is_broken
+            if raw is not None:
+                found.append((fetch.block, raw))
+        took_ms = self._now_ms() - began_ms
+        arrived = bool(found) and self._ask(run[0].told)
+        began_ms = self._now_ms()
+        arrived = arrived and self._ask(lambda: self._import(found))
+        took_ms += self._now_ms() - began_ms
+        there = {block for block, _ in found} if arrived else set()
+        with self._changed:
+            for fetch in run:
+                self._note(Tier.POOL, fetch.block, arrived=fetch.block in there)
+                self._pending.discard(fetch.block)
+                self._being_read[fetch.place] -= 1
+            self._ended.num_bad += num_bad
+            self._ended.fetched += len(there)
+            self._ended.fetch_ms += took_ms if there else 0.0
+            none_left = not self._fetches
+            self._changed.notify_all()
+        if none_left:
+            self.wake()
+
+    def _read(self, fetch: _Fetch) -> Bytes | None:
+        """What lies there, if it is whole."""
+        room = self.store.room(fetch.place)
+        raw = self._incoming if room is None else room
         is_whole = False
 
         def read() -> None:
             nonlocal is_whole
             is_whole = self.store.fetch(fetch.place, fetch.digest, raw)
 
-        answered = self._ask(read)
-        if is_whole:
-            self._executor.import_block(fetch.block, raw)
-        took_ms = self._now_ms() - began_ms
-        with self._changed:
-            self._note(Tier.POOL, fetch.block, arrived=is_whole)
-            self._ended.num_bad += answered and not is_whole
-            self._ended.fetched += is_whole
-            self._ended.fetch_ms += took_ms if is_whole else 0.0
-            self._pending.discard(fetch.block)
-            none_left = not self._fetches
-            self._changed.notify_all()
-        if none_left:
-            self.wake()
+        self._ask(read)
+        return raw if is_whole else None
+
+    def _import(self, found: Sequence[tuple[int, Bytes]]) -> None:
+        if self._late is None:
+            for block, raw in found:
+                self._executor.import_block(block, raw)
+        else:
+            blocks = np.array([block for block, _ in found], np.int32)
+            self._late.import_blocks(blocks, [raw for _, raw in found])
 
     def _note(self, tier: Tier, block: int, *, arrived: bool) -> None:
         self._ended.tiers.append(tier)
@@ -247,12 +355,12 @@ class TierMover:
         self._ended.arrived.append(arrived)
 
     def _ask(self, call: Callable[[], None]) -> bool:
-        """Whether the store did as it was asked; not asked where it has failed before."""
+        """Whether store or device did as they were asked; not asked where one failed before."""
         if self._is_broken:
             return False
         try:
             call()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  of a disk or a device; nobody else hears of it
             self._is_broken = True
             self._report(
                 "the KV tier failed and is out of use; what it held is computed again",

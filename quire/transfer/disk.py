@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.block_copies import Tier
 from quire.base.errors import SettingError
 from quire.transfer.folder import TierFolder, segment_files, segment_path, unusable
 from quire.transfer.read_ahead import ReadAhead
@@ -28,6 +29,8 @@ class DiskStore:
 
     Raises SettingError where the folder cannot be read, or the bytes are too few for a block.
     """
+
+    tier = Tier.DISK
 
     def __init__(
         self,
@@ -58,6 +61,9 @@ class DiskStore:
             self._open_segments()
         except OSError as error:
             raise unusable(folder.path, error) from error
+
+    def room(self, place: int) -> None:
+        """See BlockStore: places are in files."""
 
     def held(self) -> Sequence[tuple[bytes, int]]:
         """See BlockStore."""

@@ -14,15 +14,22 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.block_copies import Tier
+
 Bytes = NDArray[np.uint8]
 
 
 class BlockStore(Protocol):
     """Places 0 .. num_blocks - 1 of block_bytes each. Verbs raise OSError where the medium fails;
-    they are called from one thread."""
+    they are called from one thread, `room` from any."""
 
+    tier: Tier
     num_blocks: int
     block_bytes: int
+
+    def room(self, place: int) -> Bytes | None:
+        """The place itself, where it is memory: whoever fills it hands it to `save` then, and
+        `fetch` with it as out copies nothing. None where places are not memory."""
 
     def held(self) -> Sequence[tuple[bytes, int]]:
         """(digest, place) of all that lies there, the oldest first. Asked once, at the start."""

@@ -31,7 +31,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.engine.core import EngineCore
 from quire.engine.stop_texts import StopTexts
-from quire.execute.executor import PART_TOKENS, Executor, LayeredExecutor
+from quire.execute.executor import PART_TOKENS, Executor, LateExecutor, LayeredExecutor
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -50,7 +50,9 @@ from quire.structured.vocabulary import Vocabulary
 from quire.text.pieces import JoinRules
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
+from quire.transfer.host import HostStore
 from quire.transfer.segment import segment_bytes
+from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.workload import (
     ALONE,
@@ -115,7 +117,7 @@ class Outcome:
     streams: dict[str, Stream]
     preempted: bool
     prefix_hit: bool
-    saved: bool  # to the disk tier
+    saved: bool  # to the tier
     fetched: bool  # from it
     chunked: bool
     layered: bool  # a part of a prompt was computed over several steps
@@ -364,12 +366,21 @@ class TemporaryStore(DiskStore):
 
 
 def make_mover(executor: Executor, settings: Settings) -> TierMover:
-    """To and from a fresh tier on disk."""
+    """To and from a fresh tier, on disk or in the host's memory."""
 
     def report(problem: str, **_: Field) -> None:
         raise AssertionError(problem)
 
-    store = TemporaryStore(settings.tier_blocks, executor.block_bytes)
+    store: BlockStore
+    if settings.tier_in_host:
+        assert isinstance(executor, LateExecutor), "of a device beside the host"
+        pieces = [executor.host_memory(places * executor.block_bytes) for places in (1, 2)]
+        rest = settings.tier_blocks - 3
+        store = HostStore(
+            [*pieces, executor.host_memory(rest * executor.block_bytes)], executor.block_bytes
+        )
+    else:
+        store = TemporaryStore(settings.tier_blocks, executor.block_bytes)
     return TierMover(executor, store, now_ms=lambda: 0.0, report=report)
 
 
@@ -391,7 +402,7 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
         settings.num_blocks,
         settings.block_size,
         prefix_caching=settings.prefix_caching,
-        tier=None if mover is None else TierMap(mover.store.num_blocks),
+        tier=None if mover is None else TierMap(mover.store.num_blocks, mover.store.tier),
         most_saving=4,
         window=window,
     )

@@ -56,9 +56,10 @@ def plain(case: Case, *, reads_tokens: bool) -> Case:
 
 
 def overlapped(case: Case, number: int) -> Case:
-    """Two plans out, now and then three."""
-    in_flight = 3 if number % 5 == 4 else 2
-    return replace(case, settings=replace(case.settings, plans_in_flight=in_flight))
+    """Two plans out, now and then three; tiers mostly in the host's memory, some on disk."""
+    in_flight, in_host = 3 if number % 5 == 4 else 2, number % 4 != 3
+    settings = replace(case.settings, plans_in_flight=in_flight, tier_in_host=in_host)
+    return replace(case, settings=settings)
 
 
 DRAWS: dict[str, Callable[[Case], Case]] = {
@@ -104,6 +105,8 @@ SEEN: dict[str, Callable[[Outcome, list[tuple[Any, ...]]], bool]] = {
     "preemption": lambda outcome, _: outcome.preempted,
     "cancelled": lambda outcome, _: outcome.cancelled,
     "forks": lambda outcome, _: outcome.forked,
+    "saved to the host": lambda outcome, _: outcome.saved and outcome.case.settings.tier_in_host,
+    "fetched from it": lambda outcome, _: outcome.fetched and outcome.case.settings.tier_in_host,
 }
 
 

@@ -56,7 +56,8 @@ class Settings:
     prefix_caching: bool
     num_threads: int
     policy: str = "fcfs"
-    tier_blocks: int = 0  # places of a disk tier, which is used whenever it can be
+    tier_blocks: int = 0  # places of a tier, which is used whenever it can be
+    tier_in_host: bool = False  # in the host's memory, not on disk
     tenants: tuple[TenantLimits, ...] = ()
     layered: bool = False  # prompts by layers beside rows that make tokens, where they can be
     jump_ahead: bool = True  # where grammars leave no choice; alone each token is a step

@@ -7,7 +7,6 @@ kernels. QUIRE_GPU_EXACT_CASES draws more here.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,78 +17,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from numpy.typing import NDArray  # noqa: E402
-from torch import Tensor  # noqa: E402
-
 from quire.base.records import FinishReason  # noqa: E402
 from quire.execute.executor import Executor, LateExecutor  # noqa: E402
 from quire.execute.gpu.last_tokens import LastTokens  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts  # noqa: E402
-from quire.execute.gpu.stream import CpuStream, Mark  # noqa: E402
+from quire.execute.gpu.stream import CpuStream  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
 from tests.exact.rig import Model, Stream, run_case  # noqa: E402
 from tests.exact.test_overlap import overlapped, plain  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, CPU, program_of, torch_executor  # noqa: E402
+from tests.gpu.slow_stream import SlowStream  # noqa: E402
 from tests.gpu.test_exact_answers import MAX_ROWS, NUM_CASES, TorchModel  # noqa: E402
 from tests.gpu.test_graphs import Recorder, decode_batch  # noqa: E402
 from tests.kernels.sampling_cases import assert_same_choice, make_batch  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-
-UNREAD = -7777
-
-
-class SlowStream:
-    """A device that is beside the host. waits: what was still to be done when a mark was waited for
-    that the device had not come to; what comes to the host is UNREAD until then."""
-
-    is_beside = True
-
-    def __init__(self) -> None:
-        self.waits: list[int] = []
-        self._queue: deque[Callable[[], None]] = deque()
-        self._said = self._done = 0
-
-    def do(self, call: Callable[[], None]) -> None:
-        self._queue.append(call)
-        self._said += 1
-
-    def to_device(self, values: NDArray[Any]) -> Tensor:
-        given = torch.from_numpy(values.copy())
-        target = torch.full_like(given, UNREAD)
-        self.copy(given, target)
-        return target
-
-    def to_host(self, values: Tensor) -> Tensor:
-        target = torch.full_like(values, UNREAD)
-        self.copy(values, target)
-        return target
-
-    def pinned(self, values: Tensor) -> Tensor:
-        return values
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        self.do(lambda: target.copy_(source))
-
-    def mark(self) -> Mark:
-        return _Place(self, self._said)
-
-    def come_to(self, place: int) -> None:
-        if self._done < place:
-            self.waits.append(self._said - place)
-        while self._done < place:
-            self._queue.popleft()()
-            self._done += 1
-
-
-class _Place:
-    def __init__(self, stream: SlowStream, place: int) -> None:
-        self._stream, self._place = stream, place
-
-    def wait(self) -> None:
-        self._stream.come_to(self._place)
 
 
 class SlowModel(Model):

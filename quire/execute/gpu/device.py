@@ -116,14 +116,14 @@ def device_errors(doing: str) -> Iterator[None]:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # what is free in pieces may be whole
         raise StepMemoryError(
-            f"{doing}: the device has no memory left for this step ({_first_line(error)}); lower "
+            f"{doing}: the device has no memory left for this step ({first_line(error)}); lower "
             "--max-num-batched-tokens or --kv-cache-memory"
         ) from error
     except RuntimeError as error:
         if not any(word in str(error) for word in LOST):
             raise
         raise DeviceLost(
-            f"{doing}: the device is lost ({_first_line(error)}); look for its errors in the "
+            f"{doing}: the device is lost ({first_line(error)}); look for its errors in the "
             "system's log (dmesg), and start the engine again"
         ) from error
 
@@ -197,5 +197,6 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says first; its kind where it says nothing."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -7,16 +7,18 @@ replayed from captured graphs (graphs.py). Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.base.errors import WorkerError
+from quire.base.errors import CapacityError, WorkerError
+from quire.config.memory import mib
 from quire.execute.batch_check import check_batch, check_range
-from quire.execute.gpu.device import device_errors
+from quire.execute.gpu.block_port import BlockPort
+from quire.execute.gpu.device import device_errors, first_line
 from quire.execute.gpu.graphs import Capture, CudaCapture, Graphs
 from quire.execute.gpu.held import attention_steps, rope_angles, step_arena, step_sizes
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
@@ -32,6 +34,7 @@ from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
+Bytes = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 
@@ -80,6 +83,7 @@ class TorchExecutor:
             max_rows[Rows.SEQUENCES], self._stream, device, by_kernels=runs_kernels
         )
         self._pool = KvPool(program, device, self._stream)
+        self._port: BlockPort | None = None
         self._place = Place(
             program=program,
             buffers=buffers,
@@ -105,6 +109,7 @@ class TorchExecutor:
         """Make the KV pool of zeros."""
         if self._graphs is not None:
             self._graphs.clear()
+        self._port = None
         self._pool.allocate(num_blocks, block_size)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
@@ -119,13 +124,44 @@ class TorchExecutor:
         """Bytes of one pool block over all layers, as export_block gives them."""
         return self._pool.block_bytes
 
-    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+    def export_block(self, block: int, out: Bytes) -> None:
         """Copy a pool block's raw bytes over all layers, values before scales, to out."""
-        self._pool.export(block, out)
+        self.export_blocks(np.array([block], np.int32), [out])()
 
-    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+    def import_block(self, block: int, raw: Bytes) -> None:
         """Make a pool block what export_block gave."""
-        self._pool.put(block, raw)
+        self.import_blocks(np.array([block], np.int32), [raw])
+
+    def begin_moving(self, num_blocks: int) -> None:
+        """See LateExecutor."""
+        self._port = BlockPort(self._pool, self._device, self._stream, rows=num_blocks)
+
+    def host_memory(self, num_bytes: int) -> Bytes:
+        """See LateExecutor."""
+        try:
+            memory: Bytes = self._stream.host_memory(num_bytes).numpy()
+        except RuntimeError as error:  # out of memory, a limit, a system that pins none
+            raise CapacityError(
+                f"the system has no {mib(num_bytes)} of memory that it keeps in place for "
+                f"{self._device} (pinned memory): {first_line(error)}"
+            ) from error
+        return memory
+
+    def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
+        """See LateExecutor."""
+        with device_errors("copies of blocks to the host"):
+            there = self._moving().take_out(blocks, outs)
+
+        def wait() -> None:
+            with device_errors("copies of blocks to the host"):
+                there()
+
+        return wait
+
+    def import_blocks(self, blocks: Int32s, raws: Sequence[Bytes]) -> None:
+        """See LateExecutor."""
+        with device_errors("copies of blocks from the host"):
+            self._moving().bring_in(blocks, raws)
 
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         """Compute the trunk segment for all token rows of the batch."""
@@ -205,7 +241,7 @@ class TorchExecutor:
 
     def mark(self) -> Callable[[], None]:
         """See LateExecutor."""
-        mark = self._stream.mark()
+        mark = self._stream.mark(sleeps=True)
 
         def wait() -> None:
             with device_errors("a step"):
@@ -226,10 +262,17 @@ class TorchExecutor:
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
         self._pool.free()
+        self._port = None
         self._calls, self._counts = {}, None
         del self._place, self._arena, self._step, self._last
 
     # ---- private
+
+    def _moving(self) -> BlockPort:
+        if self._port is None:
+            self.begin_moving(1)
+        assert self._port is not None
+        return self._port
 
     def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[str], list[Call]]:
         if self._attention is None:

@@ -71,7 +71,9 @@ class CudaCapture:
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+        # What another thread asks the device for meanwhile (blocks that come) is none of it.
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capture:
             body()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -1,7 +1,7 @@
-"""KvPool: the cache of keys and values on a device, and its blocks copied, exported and imported.
+"""KvPool: the cache of keys and values on a device, and its blocks copied within it.
 
-Copies are said in the device's order of work; bytes that go to the host or come from it are waited
-for. Knows one cache of a program and no steps.
+Copies are said in the device's order of work; how blocks leave and come is block_port.py's. Knows
+one cache of a program and no steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KvPool:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, as `export` gives them."""
+        """Bytes of one block over all layers, scales included."""
         return self.blocks().block_bytes
 
     @property
@@ -73,7 +73,7 @@ class KvPool:
 
     def copy(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, in order."""
-        parts = self._parts()
+        parts = self.parts()
         pairs = list(zip(copy_from.tolist(), copy_to.tolist(), strict=True))
 
         def copy() -> None:
@@ -84,29 +84,11 @@ class KvPool:
         with device_errors("copies of blocks"):
             self._stream.do(copy)
 
-    def export(self, block: int, out: NDArray[np.uint8]) -> None:
-        """Copy a block's raw bytes over all layers, values before scales, to out."""
-        self._stream.mark().wait()
-        first = 0
-        for part in self._parts():
-            raw = part[:, block].contiguous().view(torch.uint8).reshape(-1)
-            torch.from_numpy(out[first : first + len(raw)]).copy_(raw)
-            first += len(raw)
-
-    def put(self, block: int, raw: NDArray[np.uint8]) -> None:
-        """Make a block what `export` gave."""
-        self._stream.mark().wait()
-        first = 0
-        for part in self._parts():
-            of_block = part[:, block]
-            given = torch.from_numpy(np.array(raw[first : first + of_block.nbytes]))
-            of_block.copy_(given.view(part.dtype).reshape(of_block.shape))
-            first += of_block.nbytes
-
     def free(self) -> None:
         """Let go of the blocks."""
         self._blocks = None
 
-    def _parts(self) -> list[Tensor]:
+    def parts(self) -> list[Tensor]:
+        """Values and, where there are, scales: [layers, blocks, ...] each."""
         pool = self.blocks()
         return [pool.values] if pool.scales is None else [pool.values, pool.scales]

@@ -2,8 +2,10 @@
 
 On the CPU everything is done when it is said. On a GPU calls launch and return, and copies go
 through pinned memory, which PyTorch keeps until the device has read or written it; whoever needs
-what has come to the host waits for a mark behind it. Knows no step. Always holds: what is said
-later is done later; only a mark is ever waited for.
+what has come to the host waits for a mark behind it. A device has other orders beside its own, for
+copies that steps do not wait for; they know nothing of each other but what is said to be behind a
+mark of another. Knows no step. Always holds: what is said later in an order is done later; only a
+mark is ever waited for.
 """
 
 from __future__ import annotations
@@ -41,11 +43,22 @@ class Stream(Protocol):
     def pinned(self, values: Tensor) -> Tensor:
         """The same in memory that a device reads by itself."""
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Memory of the host that a device reads and writes by itself, uint8, of any content.
+        Raises RuntimeError."""
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Between host memory that is pinned and the device's."""
 
-    def mark(self) -> Mark:
-        """A place behind all that was said."""
+    def mark(self, *, sleeps: bool = False) -> Mark:
+        """A place behind all that was said. sleeps: who waits for it leaves the processor to others
+        and comes back a little later."""
+
+    def beside(self) -> Stream:
+        """Another order of work of the same device, in which nothing was said."""
+
+    def behind(self, mark: Mark) -> None:
+        """What is said from now on is done behind `mark`, which is of any order of the device."""
 
 
 def stream_of(device: torch.device) -> Stream:
@@ -78,48 +91,80 @@ class CpuStream:
         """See Stream."""
         target.copy_(source)
 
-    def mark(self) -> Mark:
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """See Stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def mark(self, *, sleeps: bool = False) -> Mark:
         """See Stream."""
         return _DONE
 
+    def beside(self) -> Stream:
+        """See Stream."""
+        return self
+
+    def behind(self, mark: Mark) -> None:
+        """See Stream: it is done already."""
+
 
 class GpuStream:
-    """PyTorch's current stream of a device, the one that all its threads have by default."""
+    """PyTorch's current stream of a device, the one that all its threads have by default; or one of
+    its own, beside that."""
 
     is_beside = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, own: torch.cuda.Stream | None = None) -> None:
+        self._device, self._own = device, own
 
     def do(self, call: Callable[[], None]) -> None:
         """See Stream."""
-        call()
+        with torch.cuda.stream(self._own):  # of None: as it is
+            call()
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
         """See Stream."""
         if not values.size:
             return torch.from_numpy(values.copy()).to(self._device)
         pinned = torch.from_numpy(values.copy()).pin_memory()
-        return pinned.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._own):
+            return pinned.to(self._device, non_blocking=True)
 
     def to_host(self, values: Tensor) -> Tensor:
         """See Stream."""
         target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        return target.copy_(values, non_blocking=True)
+        self.copy(values, target)
+        return target
 
     def pinned(self, values: Tensor) -> Tensor:
         """See Stream."""
         return values.pin_memory()
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """See Stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See Stream."""
-        target.copy_(source, non_blocking=True)
+        with torch.cuda.stream(self._own):
+            target.copy_(source, non_blocking=True)
 
-    def mark(self) -> Mark:
+    def mark(self, *, sleeps: bool = False) -> Mark:
         """See Stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event = torch.cuda.Event(blocking=sleeps)
+        event.record(self._now())
         return _Event(event)
+
+    def beside(self) -> Stream:
+        """See Stream."""
+        return GpuStream(self._device, torch.cuda.Stream(self._device))
+
+    def behind(self, mark: Mark) -> None:
+        """See Stream."""
+        assert isinstance(mark, _Event), "marks of one device only"
+        self._now().wait_event(mark.event)
+
+    def _now(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if self._own is None else self._own
 
 
 class _Done:
@@ -129,11 +174,11 @@ class _Done:
 
 class _Event:
     def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+        self.event = event
 
     def wait(self) -> None:
         """Until the device has come there."""
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 _DONE = _Done()

@@ -16,6 +16,8 @@ from quire.base.records import EngineStats
 from quire.bench.local import LocalEngine
 from quire.bench.workloads import Ask
 from quire.config.groups import CacheConfig
+from quire.config.machine import MachineMemory
+from quire.engine.tier import check_host_tier
 from quire.scheduler.move_cost import MoveCost
 from quire.transfer.folder import TierFolder
 from quire.transfer.segment import Segment
@@ -152,3 +154,25 @@ def test_settings_of_a_tier_that_cannot_be_are_refused_in_words() -> None:
         CacheConfig(kv_tier_path="tier", enable_prefix_caching=False)
     with pytest.raises(SettingError, match="kv_tier_bytes is 0"):
         CacheConfig(kv_tier_bytes=0)
+    with pytest.raises(SettingError, match="kv_tier_host_bytes is 0"):
+        CacheConfig(kv_tier_host_bytes=0)
+    with pytest.raises(SettingError, match="kv_tier_host_bytes needs enable_prefix_caching"):
+        CacheConfig(kv_tier_host_bytes=1, enable_prefix_caching=False)
+    with pytest.raises(SettingError, match="blocks go to one tier, and nothing carries them on"):
+        CacheConfig(kv_tier_host_bytes=1, kv_tier_path="tier")
+
+
+@pytest.mark.parametrize("executor", ["native", "reference"])
+def test_a_tier_in_the_hosts_memory_is_refused_where_the_pool_lies_there(
+    model: Path, executor: str
+) -> None:
+    with pytest.raises(SettingError, match="this engine computes on the CPU, where the KV cache"):
+        answered(model, None, executor=executor, kv_tier_host_size="1MiB")
+
+
+def test_more_of_the_hosts_memory_than_there_is_is_refused() -> None:
+    device = MachineMemory(available_bytes=1 << 40, limit="memory of a GPU", is_own=True)
+    host = MachineMemory(available_bytes=8 << 30, limit="control group")
+    check_host_tier(6 << 30, device, host)
+    with pytest.raises(SettingError, match=r"8192.0 MiB are left \(control group\).*most 6144MiB"):
+        check_host_tier((6 << 30) + 1, device, host)

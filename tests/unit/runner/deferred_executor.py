@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from quire.program.batch import ForwardBatch
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
+Bytes = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
+UNREAD = 0xEE  # bytes of which the device may be writing
 
 
 class _Logits:
@@ -137,13 +139,35 @@ class DeferredExecutor:
         scores: Scores = self._executor.score(values, batch)
         return scores
 
-    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
-        self._settle()
-        self._executor.export_block(block, out)
+    def begin_moving(self, num_blocks: int) -> None:
+        pass
 
-    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
-        given = raw.copy()
-        self._say(lambda: self._executor.import_block(block, given))
+    def host_memory(self, num_bytes: int) -> Bytes:
+        return np.full(num_bytes, UNREAD, np.uint8)
+
+    def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
+        rows = [np.full(len(out), UNREAD, np.uint8) for out in outs]
+
+        def gather() -> None:
+            for block, row in zip(blocks.tolist(), rows, strict=True):
+                self._executor.export_block(block, row)
+
+        place = self._say(gather)
+        for out in outs:
+            out[:] = UNREAD  # the device may be writing
+
+        def wait() -> None:
+            self._do_until(place)
+            for out, row in zip(outs, rows, strict=True):
+                out[:] = row
+
+        return wait
+
+    def import_blocks(self, blocks: Int32s, raws: Sequence[Bytes]) -> None:
+        """Beside what was told and is not done."""
+        with self._lock:
+            for block, raw in zip(blocks.tolist(), raws, strict=True):
+                self._executor.import_block(block, raw)
 
     def _fill(self, batch: ForwardBatch) -> ForwardBatch:
         if not len(batch.late_slots):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ class Pool(ScriptedExecutor):
 class Store:
     """A tier in a dict, which can be made to wait and to fail."""
 
-    num_blocks, block_bytes = 16, SIZE
+    tier, num_blocks, block_bytes = Tier.DISK, 16, SIZE
 
     def __init__(self) -> None:
         self.kept: dict[int, tuple[bytes, bytes]] = {}
@@ -49,6 +49,9 @@ class Store:
         self.may_go_on.set()
         self.is_closed = False
         self.asked: list[str] = []
+
+    def room(self, place: int) -> None:
+        pass
 
     def held(self) -> Sequence[tuple[bytes, int]]:
         return ()
@@ -80,11 +83,72 @@ class Store:
             raise self.fails
 
 
+class HostMemory(Store):
+    """A tier whose places are memory."""
+
+    tier = Tier.HOST
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms = np.zeros((16, SIZE), np.uint8)
+
+    def room(self, place: int) -> NDArray[np.uint8]:
+        return self.rooms[place]
+
+
+class LatePool(Pool):
+    """Of a device beside the host, which copies blocks out when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Callable[[], None]] = []
+        self.imports: list[list[int]] = []
+        self.fails: Exception | None = None
+
+    def sample_later(self, logits: object, batch: object, slots: object) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def begin_moving(self, num_blocks: int) -> None:
+        self.rows = num_blocks
+
+    def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.zeros(num_bytes, np.uint8)
+
+    def mark(self) -> Callable[[], None]:
+        return self._do
+
+    def export_blocks(
+        self, blocks: NDArray[np.int32], outs: Sequence[NDArray[np.uint8]]
+    ) -> Callable[[], None]:
+        if self.fails is not None:
+            raise self.fails
+
+        def copy() -> None:
+            for block, out in zip(blocks.tolist(), outs, strict=True):
+                out[:] = self.blocks[block]
+
+        self.told.append(copy)
+        return self._do
+
+    def import_blocks(self, blocks: NDArray[np.int32], raws: Sequence[NDArray[np.uint8]]) -> None:
+        self.imports.append(blocks.tolist())
+        for block, raw in zip(blocks.tolist(), raws, strict=True):
+            self.blocks[block] = raw
+
+    def overwrite(self, block: int) -> None:
+        """As a step told later does."""
+        self.told.append(lambda: self.blocks[block].fill(99))
+
+    def _do(self) -> None:
+        while self.told:
+            self.told.pop(0)()
+
+
 class Rig:
     """A mover, what it reported, and a wait until it has nothing to do."""
 
-    def __init__(self) -> None:
-        self.pool, self.store = Pool(), Store()
+    def __init__(self, pool: Pool | None = None, store: Store | None = None) -> None:
+        self.pool, self.store = pool or Pool(), store or Store()
         self.reports: list[str] = []
         self.woken = threading.Event()
         self.mover = TierMover(
@@ -96,11 +160,11 @@ class Rig:
 
     def save(self, *pairs: tuple[int, int]) -> None:
         blocks, places = (np.array(one, np.int32) for one in zip(*pairs, strict=True))
-        self.mover.begin(between(Tier.POOL, blocks, Tier.DISK, places, _keys(places)))
+        self.mover.begin(between(Tier.POOL, blocks, self.store.tier, places, _keys(places)))
 
     def fetch(self, *pairs: tuple[int, int]) -> None:
         places, blocks = (np.array(one, np.int32) for one in zip(*pairs, strict=True))
-        self.mover.begin(between(Tier.DISK, places, Tier.POOL, blocks, _keys(places)))
+        self.mover.begin(between(self.store.tier, places, Tier.POOL, blocks, _keys(places)))
 
     def ended(self, count: int) -> list[CopiesEnded]:
         """All that ended, until so many copies have."""
@@ -230,4 +294,107 @@ def test_a_runner_without_a_tier_refuses_plans_that_need_one(rig: Rig) -> None:
     copies = joined([between(Tier.DISK, none, Tier.POOL, none, _keys(none))] * 2)
     with pytest.raises(WorkerError, match="moves 2 blocks"):
         runner.collect(runner.submit(StepPlan(step=1, tier_copies=copies)))
+    rig.mover.close()
+
+
+@pytest.fixture(params=[Store, HostMemory], ids=["disk", "host"])
+def late(request: pytest.FixtureRequest) -> tuple[Rig, LatePool]:
+    pool = LatePool()
+    return Rig(pool, request.param()), pool
+
+
+def test_a_device_beside_the_host_is_told_and_not_waited_for(late: tuple[Rig, LatePool]) -> None:
+    rig, pool = late
+    before = pool.blocks[[3, 4]].copy()
+    rig.store.may_go_on.clear()
+    rig.fetch((9, 1))  # so that the thread has something else to do
+    rig.save((3, 5), (4, 6))
+    assert len(pool.told) == 1
+    pool.overwrite(3)
+    pool.overwrite(4)
+    rig.store.may_go_on.set()
+    rig.ended(3)
+    rig.fetch((5, 10), (6, 11))
+    (copies,) = rig.ended(2)
+    assert copies.arrived.all()
+    assert np.array_equal(pool.blocks[[10, 11]], before)
+    rig.mover.close()
+
+
+def test_nothing_comes_into_a_block_before_it_has_been_read(late: tuple[Rig, LatePool]) -> None:
+    """One plan saves a block and has another fetched into it; fetches overtake saves."""
+    rig, pool = late
+    rig.save((1, 1))
+    rig.ended(1)
+    before = pool.blocks[2].copy()
+    rig.store.may_go_on.clear()
+    rig.fetch((9, 7))
+    places, blocks = np.array([8, 1], np.int32), np.array([2, 2], np.int32)
+    save = between(Tier.POOL, blocks[:1], rig.store.tier, places[:1], _keys(places[:1]))
+    fetch = between(rig.store.tier, places[1:], Tier.POOL, blocks[1:], _keys(places[1:]))
+    both = joined([save, fetch])
+    assert both is not None
+    rig.mover.begin(both)
+    rig.store.may_go_on.set()
+    rig.ended(3)
+    assert np.array_equal(pool.blocks[2], pool.blocks[1])
+    rig.fetch((8, 12))
+    rig.ended(1)
+    assert np.array_equal(pool.blocks[12], before)
+    rig.mover.close()
+
+
+def test_what_is_told_together_comes_together_where_places_are_memory() -> None:
+    pool = LatePool()
+    rig = Rig(pool, HostMemory())
+    rig.save(*((block, block) for block in range(6)))
+    rig.ended(6)
+    rig.store.kept[3] = (b"another", b"")
+    rig.fetch(*((place, place + 8) for place in range(6)))
+    (copies,) = rig.ended(6)
+    assert copies.arrived.tolist() == [True, True, True, False, True, True]
+    assert (copies.fetched, copies.num_bad) == (5, 1)
+    assert pool.imports == [[8, 9, 10, 12, 13]]
+    assert np.array_equal(pool.blocks[[8, 9, 12, 13]], pool.blocks[[0, 1, 4, 5]])
+    rig.mover.close()
+
+
+def test_a_place_is_filled_anew_only_when_it_was_read() -> None:
+    """As it may be where plans are replayed faster than they were made."""
+    pool = LatePool()
+    rig = Rig(pool, HostMemory())
+    before = pool.blocks[1].copy()
+    rig.save((1, 1))
+    rig.ended(1)
+    rig.store.may_go_on.clear()
+    rig.fetch((1, 6))
+    begun = threading.Event()
+
+    def save() -> None:
+        rig.save((2, 1))
+        begun.set()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert not begun.wait(0.05)
+    rig.store.may_go_on.set()
+    assert begun.wait(10)
+    thread.join()
+    rig.mover.close()
+    assert np.array_equal(pool.blocks[6], before)
+
+
+def test_a_device_that_fails_ends_its_copies_and_is_reported_once(
+    late: tuple[Rig, LatePool],
+) -> None:
+    rig, pool = late
+    rig.save((1, 1))
+    rig.ended(1)
+    pool.fails = WorkerError("the device is lost")
+    rig.save((2, 2), (3, 3))
+    rig.fetch((1, 4))
+    found = rig.ended(3)
+    assert any(copies.broken for copies in found)
+    assert not any(copies.arrived.any() for copies in found)
+    assert len(rig.reports) == 1
     rig.mover.close()

@@ -1,0 +1,99 @@
+"""SlowStream: a device beside the host, of CPU tensors, that does nothing before it is waited for.
+
+Then it does only what was said before that place in that order of work, and in others only what
+was said to come before. So whoever reads too early, writes too early, or counts on an order between
+streams that was not said, finds what he should not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.execute.gpu.stream import Mark, Stream
+
+UNREAD = -7777  # what numbers are on the other side until they have come there
+
+
+class SlowStream:
+    """waits: what was still to be done when a mark was waited for that the device had not come to.
+    waiters: the threads that did. A test that waits in several threads may, as on a device."""
+
+    is_beside = True
+
+    def __init__(self, lock: threading.RLock | None = None) -> None:
+        self.waits: list[int] = []
+        self.waiters: list[str] = []
+        self._lock = threading.RLock() if lock is None else lock
+        self._queue: deque[Callable[[], None]] = deque()
+        self._said = self._done = 0
+
+    def do(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            self._queue.append(call)
+            self._said += 1
+
+    def to_device(self, values: NDArray[Any]) -> Tensor:
+        given = torch.from_numpy(values.copy())
+        target = torch.full_like(given, UNREAD)
+        self.copy(given, target)
+        return target
+
+    def to_host(self, values: Tensor) -> Tensor:
+        target = torch.full_like(values, UNREAD)
+        self.copy(values, target)
+        return target
+
+    def pinned(self, values: Tensor) -> Tensor:
+        return values
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self.do(lambda: target.copy_(source))
+
+    def mark(self, *, sleeps: bool = False) -> Mark:
+        return Place(self, self._said)
+
+    def beside(self) -> Stream:
+        return SlowStream(self._lock)
+
+    def behind(self, mark: Mark) -> None:
+        assert isinstance(mark, Place)
+        self.do(mark.come)
+
+    def come_to(self, place: int) -> bool:
+        """Whether anything was left to be done."""
+        with self._lock:
+            was_there = self._done >= place
+            while self._done < place:
+                self._queue.popleft()()
+                self._done += 1
+            return not was_there
+
+    def waited_for(self, place: int) -> None:
+        left = self._said - place
+        if self.come_to(place):
+            self.waits.append(left)
+            self.waiters.append(threading.current_thread().name)
+
+
+class Place:
+    """A Mark."""
+
+    def __init__(self, stream: SlowStream, place: int) -> None:
+        self._stream, self._place = stream, place
+
+    def wait(self) -> None:
+        self._stream.waited_for(self._place)
+
+    def come(self) -> None:
+        """By the device itself, which waits for another order of its work."""
+        self._stream.come_to(self._place)

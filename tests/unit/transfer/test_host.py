@@ -1,0 +1,52 @@
+"""HostStore: places in memory of the host, found by the digest they were saved under."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.transfer.host import PIECE_BYTES, HostStore, piece_sizes
+
+SIZE = 24
+
+
+def store_of(*places: int) -> HostStore:
+    """Pieces of so many places, and some bytes beyond."""
+    return HostStore([np.zeros(count * SIZE + 5, np.uint8) for count in places], SIZE)
+
+
+def test_every_place_is_memory_of_its_own() -> None:
+    store = store_of(3, 0, 1, 4)
+    assert store.num_blocks == 8
+    for place in range(8):
+        store.room(place)[:] = place
+    assert [store.room(place).tolist() for place in range(8)] == [[at] * SIZE for at in range(8)]
+
+
+def test_a_block_is_found_by_its_digest_only() -> None:
+    store = store_of(4)
+    store.room(2)[:] = 7
+    store.save(2, b"one", store.room(2))
+    assert store.held() == ()
+    assert store.fetch(2, b"one", store.room(2))
+    assert not store.fetch(2, b"two", store.room(2))
+    assert not store.fetch(1, b"one", store.room(1))
+    store.save(2, b"two", store.room(2))
+    assert not store.fetch(2, b"one", store.room(2))
+    store.clear()
+    assert not store.fetch(2, b"two", store.room(2))
+    store.close()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4096, 3 << 20, PIECE_BYTES, PIECE_BYTES + 1])
+@pytest.mark.parametrize(
+    "max_bytes", [0, 1, 4095, 100 << 20, PIECE_BYTES, (PIECE_BYTES * 7) // 2, 3 * PIECE_BYTES + 9]
+)
+def test_pieces_are_powers_of_two_and_no_more_than_was_given(
+    max_bytes: int, block_bytes: int
+) -> None:
+    sizes = piece_sizes(max_bytes, block_bytes)
+    assert sum(sizes) <= max_bytes
+    assert all(size & (size - 1) == 0 and size >= block_bytes for size in sizes)
+    left = max_bytes - sum(sizes)
+    assert left < 2 * block_bytes  # what is left would not hold another
