@@ -54,10 +54,6 @@ int64_t nanoseconds() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-int64_t bytes_of(const BufferSpec& buffer) {
-    return buffer.max_rows * buffer.stride * type_bytes(buffer.type);
-}
-
 // What an embed looks up.
 const int32_t* ids_of(const OpSpec& op, const StepInputs& inputs) {
     return op.ints[0] ? inputs.rope_positions : inputs.token_ids;
@@ -87,32 +83,7 @@ OpKind op_kind_named(const std::string& name) {
 
 Program::Program(std::shared_ptr<Pool> pool, int64_t arena_bytes, int64_t apart_bytes)
     : pool_(std::move(pool)), alone_(1, pool_->kernels()),
-      arena_{Memory(static_cast<size_t>(arena_bytes)), {}},
-      apart_{Memory(static_cast<size_t>(apart_bytes)), {}} {}
-
-const BufferSpec& Program::buffer_at(int64_t index) const {
-    if (index < 0 || index >= static_cast<int64_t>(now_->buffers.size())) {
-        throw std::invalid_argument("no buffer " + std::to_string(index));
-    }
-    return now_->buffers[static_cast<size_t>(index)];
-}
-
-void Program::Arena::add(const BufferSpec& buffer) {
-    const int64_t bytes = bytes_of(buffer);
-    if (buffer.offset_bytes < 0 || buffer.offset_bytes % 64 != 0 ||
-        buffer.offset_bytes + bytes > static_cast<int64_t>(memory.bytes())) {
-        throw std::invalid_argument("buffer " + std::to_string(buffers.size()) +
-                                    " does not lie in the arena");
-    }
-    buffers.push_back(buffer);
-}
-
-bool Program::Arena::overlap(int64_t one, int64_t other) const {
-    const BufferSpec& a = buffers[static_cast<size_t>(one)];
-    const BufferSpec& b = buffers[static_cast<size_t>(other)];
-    return a.offset_bytes < b.offset_bytes + bytes_of(b) &&
-           b.offset_bytes < a.offset_bytes + bytes_of(a);
-}
+      arena_(arena_bytes), apart_(apart_bytes) {}
 
 void Program::add_buffer(const BufferSpec& buffer) { arena_.add(buffer); }
 
@@ -193,10 +164,10 @@ void Program::check_op(const OpSpec& op) const {
 
 void Program::add_segment(std::vector<OpSpec> ops) {
     Segment segment;
-    if (!apart_.buffers.empty() && apart_.buffers.size() != arena_.buffers.size()) {
+    if (apart_.num_buffers() > 0 && apart_.num_buffers() != arena_.num_buffers()) {
         throw std::invalid_argument("the second arena has not the buffers of the first");
     }
-    std::vector<bool> seen(arena_.buffers.size(), false);
+    std::vector<bool> seen(arena_.num_buffers(), false);
     for (const Segment& earlier : segments_) {
         for (int64_t buffer : earlier.own_buffers) seen[static_cast<size_t>(buffer)] = true;
     }
@@ -235,7 +206,7 @@ std::vector<Program::Unit> Program::fuse(const std::vector<OpSpec>& ops) const {
                 for (const ViewSpec& view : op.views) {
                     if (view.buffer == other.buffer) continue;
                     if (arena_.overlap(view.buffer, other.buffer)) return true;
-                    if (apart_.buffers.empty()) continue;
+                    if (apart_.num_buffers() == 0) continue;
                     if (apart_.overlap(view.buffer, other.buffer)) return true;
                 }
             }
@@ -302,7 +273,7 @@ void Program::copy_blocks(const int32_t* from, const int32_t* to, int64_t count)
 
 Rows Program::rows(const ViewSpec& view) const {
     const BufferSpec& buffer = buffer_at(view.buffer);
-    char* data = now_->memory.data() + buffer.offset_bytes + view.offset * type_bytes(buffer.type);
+    char* data = now_->data(buffer) + view.offset * type_bytes(buffer.type);
     return {data, buffer.stride, buffer.type, view.width};
 }
 
@@ -387,8 +358,7 @@ void Program::check(const Segment& segment, const StepInputs& inputs) const {
 void Program::poison(const Segment& segment) {
     for (int64_t index : segment.own_buffers) {
         const BufferSpec& buffer = buffer_at(index);
-        std::memset(now_->memory.data() + buffer.offset_bytes, 0xff,
-                    static_cast<size_t>(bytes_of(buffer)));
+        std::memset(now_->data(buffer), 0xff, static_cast<size_t>(bytes_of(buffer)));
     }
 }
 
@@ -417,10 +387,11 @@ void Program::run(int64_t segment_index, const StepInputs& inputs) {
 void Program::run_layers(int64_t segment_index, const StepInputs& inputs, int64_t first,
                          int64_t end) {
     const int64_t layers = num_layers(segment_index);
-    if (apart_.buffers.empty() || first < 0 || first >= end || end > layers) {
+    const bool has_apart = apart_.num_buffers() > 0;
+    if (!has_apart || first < 0 || first >= end || end > layers) {
         throw std::invalid_argument("layers " + std::to_string(first) + " to " +
                                     std::to_string(end) + " of " + std::to_string(layers) +
-                                    (apart_.buffers.empty() ? "; there is no second arena" : ""));
+                                    (has_apart ? "" : "; there is no second arena"));
     }
     struct Apart {
         Program& program;

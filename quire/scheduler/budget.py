@@ -95,11 +95,16 @@ class StepBudget:
             return None
         return left_ms
 
-    def tokens_of_prompt(self, start: int, wanted: int, *, is_long: bool) -> int:
-        """What hand_out_one would give such a prompt now, where prompts are bounded."""
-        assert self._prompt_cost is not None, "prompts are bounded"
+    def prompt_pace(self, start: int, wanted: int, *, is_long: bool) -> float:
+        """Tokens that hand_out_one would give such a prompt now, where prompts are bounded; fewer
+        where they take longer than the bound: as many as it would allow."""
+        cost = self._prompt_cost
+        assert cost is not None, "prompts are bounded"
         count = min(wanted, self.tokens)
-        return self._within(self._prompt_cost, start, count, scored=False, is_long=is_long)
+        count = self._within(cost, start, count, scored=False, is_long=is_long)
+        left_ms = self._left_ms(is_long=is_long)
+        ms = cost.row_ms(start, count)
+        return count * left_ms / ms if ms > left_ms > 0 else float(count)
 
     def part_tokens(self, start: int, ms: float) -> int:
         """Tokens of a part that is computed by itself, whole, in so much time."""

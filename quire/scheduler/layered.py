@@ -114,15 +114,15 @@ class LayeredParts:
         """The part by which most tokens are computed a step, within the step's bounds; None where
         there are none, or an ordinary row does about as well."""
         room_ms = budget.prompt_room_ms(is_long=is_long)
-        if room_ms is None or wanted <= 2 * TILE_TOKENS:
+        if room_ms is None:
             return None
-        ordinary = budget.tokens_of_prompt(start, wanted, is_long=is_long)
-        best, best_pace = 0, WORTH * ordinary
+        best, best_pace = 0, WORTH * budget.prompt_pace(start, wanted, is_long=is_long)
         for layers in range(1, self._num_layers + 1):
             num_steps = -(-self._num_layers // layers)
             most = budget.part_tokens(start, room_ms * self._num_layers / layers)
             count = min(most, self._most_tokens, wanted - 1)
-            count -= count % TILE_TOKENS
+            if count < wanted - 1:
+                count -= count % TILE_TOKENS
             if count > best_pace * num_steps:
                 best, best_pace = count, count / num_steps
         return Part(start=start, count=best) if best else None

@@ -23,21 +23,11 @@
 #include <string>
 #include <vector>
 
+#include "quire/arena.h"
 #include "quire/kernels.h"
-#include "quire/memory.h"
 #include "quire/weight.h"
 
 namespace quire {
-
-enum class RowCount : int32_t { tokens = 0, samples = 1, sequences = 2 };
-
-struct BufferSpec {
-    RowCount rows;
-    int64_t offset_bytes;  // in the arena
-    int64_t stride;        // elements
-    int64_t max_rows;
-    Type type;
-};
 
 struct ViewSpec {
     int64_t buffer, offset, width;
@@ -138,12 +128,6 @@ class Program {
         const float* sin = nullptr;
         int64_t positions = 0, half = 0;
     };
-    struct Arena {
-        Memory memory;
-        std::vector<BufferSpec> buffers;
-        void add(const BufferSpec& buffer);
-        bool overlap(int64_t one, int64_t other) const;  // in memory
-    };
     struct Segment {
         std::vector<OpSpec> ops;
         std::vector<Unit> units;  // all operations, in order
@@ -152,7 +136,7 @@ class Program {
         bool uses_cache = false, uses_samples = false;
     };
 
-    const BufferSpec& buffer_at(int64_t index) const;
+    const BufferSpec& buffer_at(int64_t index) const { return now_->at(index); }
     const Segment& segment_at(int64_t index) const;
     std::vector<Unit> fuse(const std::vector<OpSpec>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
