@@ -31,6 +31,7 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "prefill": Section("bench.gpu.steps:prefill", 180),
         "exact_price": Section("bench.gpu.steps:exact_price", 240),
         "requests": Section("bench.gpu.requests:requests", 420),
+        "host_tier": Section("bench.gpu.host_tier:host_tier", 180),
         "peer": Section("bench.gpu.requests:peer", 300),
         "ready": Section("bench.gpu.ready:ready", 240),
     }

@@ -50,7 +50,7 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
-    code, result = _check(tmp_path, "--only", "limits,fp8_products,requests")
+    code, result = _check(tmp_path, "--only", "limits,fp8_products,requests,host_tier")
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
     assert code == 0
@@ -58,6 +58,9 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     assert result["machine"]["packages"]["torch"]
     assert result["sections"]["limits"]["found"]["copy_bytes_per_s"] > 0
     assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
+    tier = result["sections"]["host_tier"]["found"]
+    assert tier["tokens"] == {"are_equal": True, "tokens": 4}
+    assert tier["beside_swaps"]["moved_bytes_per_s"] > 0
 
 
 def test_a_section_that_has_no_time_is_told_and_fails_the_check(tmp_path: Path) -> None:
