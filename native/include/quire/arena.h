@@ -1,4 +1,5 @@
 // Arena: the buffers of a program at fixed places of one area of memory, which they share by turns.
+// A program has one for steps, and one for a part of a prompt that is computed by layers.
 // Knows no operations. Always holds: every buffer lies inside the area, aligned to 64 bytes.
 #pragma once
 
