@@ -15,7 +15,7 @@ Int64s = NDArray[np.int64]
 
 
 class AgeQueue:
-    """Room for all of `num_blocks` blocks; empty at first."""
+    """Room for all of `num_blocks` blocks; empty at first. size: how many are in it."""
 
     def __init__(self, num_blocks: int) -> None:
         self._entries: Index = np.zeros(2 * num_blocks, np.intp)
@@ -24,10 +24,10 @@ class AgeQueue:
         self._tail = 0
         self._stamps: Int64s = np.zeros(num_blocks, np.int64)  # 0: not in the queue
         self._next_stamp = 1
-        self._size = 0
+        self.size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def push(self, blocks: Index) -> None:
         """Add `blocks` (distinct, none of them in the queue), the first of them as the oldest."""
@@ -41,7 +41,7 @@ class AgeQueue:
         self._entry_stamps[tail : tail + count] = stamps
         self._stamps[blocks] = stamps
         self._tail = tail + count
-        self._size += count
+        self.size += count
 
     def pop(self, count: int) -> Index:
         """The `count` oldest blocks, oldest first; there must be so many."""
@@ -56,13 +56,13 @@ class AgeQueue:
             missing -= len(parts[-1])
         blocks = parts[0] if len(parts) == 1 else np.concatenate([self._entries[:0], *parts])
         self._stamps[blocks] = 0
-        self._size -= count
+        self.size -= count
         return blocks
 
     def take(self, blocks: Index) -> None:
         """Take `blocks` (distinct, all of them in the queue) out of it, wherever they are."""
         self._stamps[blocks] = 0
-        self._size -= len(blocks)
+        self.size -= len(blocks)
 
     def blocks(self) -> Index:
         """All blocks, oldest first."""
@@ -74,7 +74,7 @@ class AgeQueue:
         """Empty the queue; what was in it, oldest first."""
         blocks = self.blocks()
         self._stamps[:] = 0
-        self._head = self._tail = self._size = 0
+        self._head = self._tail = self.size = 0
         return blocks
 
     def _compact(self) -> None:

@@ -32,7 +32,7 @@ def check(
     With `repair`, reference counts and free blocks are derived anew from tables and holds, and
     the marks of findable blocks from the index: leaked blocks return, nothing is lost.
     """
-    due, names = _references_due(pool.num_blocks, tables, holds), tables.last_holders
+    due, names = _references_due(pool.num_blocks, tables, holds), tables.last_holders()
     keyed = index.known
     found = [
         *_table_problems(tables),

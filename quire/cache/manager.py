@@ -167,8 +167,10 @@ class CacheManager:
     def entries(self, slot: int) -> TableDeltas:
         """All table entries of a slot, to tell of one that was just filled."""
         blocks, first = self.tables.row(slot).copy(), int(self.tables.firsts[slot])
+        slots = np.empty_like(blocks)
+        slots.fill(slot)
         return TableDeltas(
-            slots=np.full(len(blocks), slot, np.int32),
+            slots=slots,
             columns=np.arange(first, first + len(blocks), dtype=np.int32),
             blocks=blocks,
         )
@@ -286,7 +288,7 @@ class CacheManager:
         if order is not None:
             slots, firsts, lasts = slots[order], firsts[order], lasts[order]
         counts = lasts - firsts
-        ends = counts.cumsum()
+        ends = np.add.accumulate(counts, dtype=np.intp)
         begins = ends - counts
         columns = np.arange(len(digests)) - (begins - firsts).repeat(counts)
         each_slot = slots.repeat(counts)
@@ -377,7 +379,7 @@ class CacheManager:
 
     def name_slot(self, slot: int, holder: str) -> None:
         """Who takes `slot`: the audit tells it of blocks that nobody else named since."""
-        self.tables.holders[slot] = holder
+        self.tables.name(slot, holder)
 
     def check_integrity(self, *, repair: bool = False, quick: bool = False) -> list[str]:
         """Compare all books; returns contradictions in words, none if all agree.

@@ -50,7 +50,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now, findable ones included."""
-        return self._stack_size + len(self._once) + len(self._again)
+        return self._stack_size + self._once.size + self._again.size
 
     @property
     def num_never_used(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 Index = NDArray[np.intp]
 
 
@@ -22,13 +23,33 @@ class BlockTable:
 
     def __init__(self, num_slots: int, num_columns: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
-        # Who is in a slot, and who was in the slot that last named a block: for the audit's words.
-        self.holders: NDArray[Any] = np.full(num_slots, "", object)
-        self.last_holders: NDArray[Any] = np.full(num_blocks, "", object)
+        # Who is in a slot, and who was in the slot that last named a block: numbers of names, for
+        # the audit's words.
+        self._holders: Int64s = np.zeros(num_slots, np.int64)
+        self._last_holders: Int64s = np.zeros(num_blocks, np.int64)
+        self._names = {0: ""}
+        self._num_named = 0
         self.blocks: Int32s = np.full((num_slots, num_columns), -1, np.int32)
         self.firsts: Int32s = np.zeros(num_slots, np.int32)
         self.counts: Int32s = np.zeros(num_slots, np.int32)
         self.capacities: Int32s = np.zeros(num_slots, np.int32)
+
+    def name(self, slot: int, holder: str) -> None:
+        """`holder` takes `slot`."""
+        self._num_named += 1
+        self._holders[slot] = self._num_named
+        self._names[self._num_named] = holder
+        if len(self._names) > 2 * (len(self._holders) + len(self._last_holders)):
+            used = {0, *self._holders.tolist(), *self._last_holders.tolist()}
+            self._names = {number: self._names[number] for number in used}
+
+    def holder(self, slot: int) -> str:
+        """Who took `slot` last."""
+        return self._names[int(self._holders[slot])]
+
+    def last_holders(self) -> NDArray[Any]:
+        """Who was in the slot that last named each block, "" where nobody was."""
+        return np.array([self._names[number] for number in self._last_holders.tolist()], object)
 
     def row(self, slot: int) -> Int32s:
         """The blocks of `slot`, from column firsts[slot] on (a view)."""
@@ -61,7 +82,7 @@ class BlockTable:
         first = int(self.counts[slot])
         last = first + len(blocks)
         self.blocks[slot, first:last] = blocks
-        self.last_holders[blocks] = self.holders[slot]
+        self._last_holders[blocks] = self._holders[slot]
         self.counts[slot] = last
         self.capacities[slot] = last * self.block_size
 
@@ -71,15 +92,16 @@ class BlockTable:
         Returns (slots, columns), each as long as `blocks`.
         """
         first = self.counts[slots]
+        counts = first + added
         if len(blocks) == len(slots):
             rows, columns = slots, first
         else:
             rows = slots.repeat(added)
-            before = np.cumsum(added, dtype=np.int32) - added
-            columns = (first - before).repeat(added) + np.arange(len(blocks), dtype=np.int32)
+            ends: Int32s = np.add.accumulate(added, dtype=np.int32)
+            columns = np.arange(len(blocks), dtype=np.int32)
+            columns += (counts - ends).repeat(added)
         self.blocks[rows, columns] = blocks
-        self.last_holders[blocks] = self.holders[rows]
-        counts = first + added
+        self._last_holders[blocks] = self._holders[rows]
         self.counts[slots] = counts
         self.capacities[slots] = counts * np.int32(self.block_size)
         return rows, columns

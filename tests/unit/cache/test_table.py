@@ -52,3 +52,16 @@ def test_taking_one_slot_gives_its_last_block_first_and_nothing_from_before_its_
     assert table.take(slots(1)).tolist() == [3, 2]
     assert (table.blocks == -1).all()
     assert [array[1] for array in (table.firsts, table.counts, table.capacities)] == [0, 0, 0]
+
+
+def test_who_last_named_a_block_is_told_however_many_have_come_since() -> None:
+    table = BlockTable(num_slots=2, num_columns=4, block_size=4, num_blocks=5)
+    table.name(0, "first")
+    table.append(0, ints(4, 1))
+    for number in range(100):
+        table.take(slots(1))
+        table.name(1, f"later {number}")
+        table.append(1, ints(2))
+    assert table.last_holders().tolist() == ["", "first", "later 99", "", "first"]
+    assert (table.holder(0), table.holder(1)) == ("first", "later 99")
+    assert len(table._names) <= 2 * (2 + 5)

@@ -284,7 +284,7 @@ def test_a_leak_is_found_while_there_is_work_and_told_with_the_request_that_caus
     free = CacheManager.free
 
     def forgets_one(self: CacheManager, slots: Any, last_steps: Any) -> int:
-        leaky = next((s for s in slots if self.tables.holders[s] == "leaky/0"), None)
+        leaky = next((s for s in slots if self.tables.holder(s) == "leaky/0"), None)
         if leaky is not None:  # its last block is in no table and in no list any more
             self.tables.counts[leaky] -= 1
             self.tables.blocks[leaky, self.tables.counts[leaky]] = -1
