@@ -50,7 +50,9 @@ class ComingBlocks:
             return
         self._ends[ticket.slot] = end
         number, digests = self._next_number, ticket.chain.digests[num_found:]
-        mine = self._coming.put(digests, np.full(len(digests), number, np.int32))
+        numbers = np.empty(len(digests), np.int32)
+        numbers.fill(number)
+        mine = self._coming.put(digests, numbers)
         if len(mine) < len(digests):  # others compute the rest
             digests = digests[mine]
         self._under_way[number] = (ticket, digests)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from quire.base.records import (
     FinishReason,
     RequestOutput,
@@ -72,12 +70,13 @@ class Results:
         if len(result.complete):
             certain = certain_of(plan, result, landing, self._roster.flights)
             has_event[list(certain)] = True
-        if not (np.count_nonzero(has_event) or landing.errors or scored):
+        rows = has_event.nonzero()[0]
+        if not (len(rows) or landing.errors or scored):
             return make_outputs(result, entries, None, state.request_ids(index), [], [])
         plain = (~has_event).nonzero()[0]
         request_ids = state.request_ids(index[plain])
-        found = self._beams.take(index, has_event.nonzero()[0], result, entries, now_ms)
-        events = self._events(index, ids, lengths, stops, has_event, certain, now_ms)
+        found = self._beams.take(index, rows, result, entries, now_ms)
+        events = self._events(index, ids, lengths, stops, rows, certain, now_ms)
         ended = self._fail(landing.errors, plan) + self._end_scored(scored, now_ms)
         ended += [output for group in found for output in self._end_beams(group, now_ms)]
         finished = [event.ticket for event in events if event.finish_reason is not None]
@@ -93,13 +92,13 @@ class Results:
         ids: Int32s,
         lengths: Int32s,
         stops: Bools,
-        has_event: Bools,
+        rows: Index,
         certain: Mapping[int, Certain],
         now_ms: float,
     ) -> list[Event]:
-        """First tokens, tokens that were certain with others, and ends among the rows of a step."""
+        """First tokens, tokens that were certain with others, and ends among `rows` of a step."""
         events = []
-        for row in has_event.nonzero()[0].tolist():
+        for row in rows.tolist():
             slot = int(index[row])
             ticket = self._state.ticket(slot)
             if ticket.beams is not None:
@@ -127,6 +126,8 @@ class Results:
 
     def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:
         """End the requests of failed rows; their last outputs."""
+        if not errors:
+            return []
         failed = [(self._state.ticket(plan.slot_of(e.row)), e.message) for e in errors]
         self.row_errors += len(failed)
         groups = {ticket.beams: message for ticket, message in failed if ticket.beams is not None}

@@ -119,8 +119,9 @@ class RunningState:
 
     def activate(self, slots: Sequence[int]) -> None:
         """`slots`, all occupied since the last call, run from now on."""
-        self._runs[slots] = True
-        self._set_active(np.concatenate((self.active, np.array(slots, np.intp))))
+        index = np.array(slots, np.intp)
+        self._runs[index] = True
+        self._set_active(np.concatenate((self.active, index)))
 
     def hold_at(self, slots: Sequence[int], known: int, *, computed: int) -> None:
         """Each of `slots`, computed so far, goes on to `known` tokens and waits there.
@@ -189,10 +190,10 @@ class RunningState:
     def hits_stop(self, index: Index, token_ids: Int32s) -> Bools:
         """Whether token_ids[i] ends the request in slot index[i]."""
         hits: Bools = self._stops_any.take(token_ids, mode="clip")
-        if np.count_nonzero(hits):
-            rows = hits.nonzero()[0]
+        rows = hits.nonzero()[0]
+        if len(rows):
             own = self._stop_ids[index[rows]] == token_ids[rows, None]
-            hits[rows] = own.any(axis=1)
+            hits[rows] = np.logical_or.reduce(own, axis=1)
         return hits
 
     def request_ids(self, index: Index) -> list[str]:
