@@ -1,13 +1,11 @@
 """ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
 
 Order within a plan: admissions, table deltas, copies between tiers, block copies, layers of a
-prompt's part, trunk (masks of
-grammars are made beside it); head in slices, with the scores of prompts; head in slices, with token
-choice; what ends the answers of beams; append to the token table.
-Knows nothing of policy,
-text or time. Always holds: plans run strictly in the order they were submitted; a failed row never
-touches another; what a plan's rows read was put into the mirrors by this plan or an earlier one,
-even where computing an earlier one failed.
+prompt's part, trunk (masks of grammars are made beside it); head in slices, with the scores of
+prompts; head in slices, with token choice; what ends the answers of beams; append to the token
+table. Knows nothing of policy, text or time. Always holds: plans run strictly in the order they
+were submitted; a failed row never touches another; what a plan's rows read was put into the mirrors
+by this plan or an earlier one, even where computing an earlier one failed.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from quire.runner.grammar_rows import MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.in_parts import computed_in_parts
 from quire.runner.overlap import Overlap
-from quire.runner.part_run import PartRun
+from quire.runner.part_run import PartLost, PartRun
 from quire.runner.slot_tables import SlotTables
-from quire.runner.step_result import Computed, no_rows, step_result
+from quire.runner.step_result import Computed, no_rows, step_result, without_part
 from quire.runner.step_run import Means, StepRun
 from quire.runner.tier_mover import TierMover
 from quire.runner.worker_thread import Job, WorkerThread
@@ -110,7 +108,13 @@ class ModelRunner:
         self.executor.close()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        self._apply(plan)
+        try:
+            self._apply(plan)
+        except PartLost as error:  # all else of the plan was taken over before
+            return without_part(plan, self._rows_result(plan), str(error))
+        return self._rows_result(plan)
+
+    def _rows_result(self, plan: StepPlan) -> StepResult:
         if len(plan.slots) == 0:
             return no_rows(plan)
         run = StepRun(plan, self._means)

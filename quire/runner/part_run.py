@@ -1,7 +1,7 @@
 """PartRun: a part of a prompt on its way through an executor, some layers a plan.
 
 Knows no other rows. Always holds: layers are computed in order, each once, of the part that was
-begun last; a plan that goes on with another one, or leaves layers out, is refused.
+begun last; layers of another one, or with some left out, are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from quire.runner.batches import forward_batch
 from quire.runner.slot_tables import SlotTables
 
 
+class PartLost(WorkerError):
+    """Layers that go on with what is not there: the plan with those before them failed while this
+    one was out already. The rows beside them can be computed."""
+
+
 class PartRun:
     """Of a runner's plans, in order."""
 
@@ -27,8 +32,8 @@ class PartRun:
         self._last: PartLayers | None = None
 
     def compute(self, layers: PartLayers) -> None:
-        """The layers of a plan that was applied. Raises WorkerError where they do not follow the
-        last, or the executor computes no layers by themselves."""
+        """The layers of a plan that was applied. Raises PartLost where they do not follow the last,
+        WorkerError where the executor computes no layers by themselves."""
         if not isinstance(self._executor, LayeredExecutor):
             raise WorkerError(
                 f"a plan computes layers {layers.first_layer} to {layers.end_layer} of a prompt's "
@@ -38,9 +43,10 @@ class PartRun:
         if layers.first_layer == 0:
             self._batch = _batch_of(layers, self._tables)
         elif self._batch is None or not _follows(layers, self._last):
-            raise WorkerError(
+            last, self._last = self._last, None
+            raise PartLost(
                 f"layers {layers.first_layer} to {layers.end_layer} of positions {layers.start} to "
-                f"{layers.start + layers.count} in slot {layers.slot} do not follow {self._last}"
+                f"{layers.start + layers.count} in slot {layers.slot} do not follow {last}"
             )
         assert self._batch is not None, "a part has a batch from its first layers on"
         self._last = None  # nothing to go on with, should this fail

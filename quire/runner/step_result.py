@@ -8,7 +8,7 @@ entries; what a row yields is kept for its slot only while the slot is still its
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +122,11 @@ def step_result(
 def no_rows(plan: StepPlan) -> StepResult:
     """Of a plan that computes nothing."""
     return StepResult(step=plan.step, token_counts=np.zeros(0, np.int32), token_ids=_none())
+
+
+def without_part(plan: StepPlan, result: StepResult, message: str) -> StepResult:
+    """`result`, of a plan whose part of a prompt failed; its rows stand."""
+    return replace(result, errors=(*result.errors, RowError(row=len(plan.slots), message=message)))
 
 
 def failed_row(plan: StepPlan, message: str) -> Computed:

@@ -79,12 +79,17 @@ def test_layers_are_computed_beside_rows_with_the_same_batch_to_the_last() -> No
     ],
     ids=["a layer left out", "one again", "another slot", "another start", "another count"],
 )
-def test_layers_that_do_not_follow_are_refused(wrong: PartLayers) -> None:
+def test_layers_that_do_not_follow_are_refused_and_the_rows_beside_them_stand(
+    wrong: PartLayers,
+) -> None:
     executor = LayeredScript()
     runner, handle = begun(executor)
     runner.collect(handle)
-    with pytest.raises(WorkerError, match="do not follow"):
-        runner.collect(runner.submit(plan_of(2, [], layers=wrong)))
+    result = runner.collect(runner.submit(plan_of(2, [(0, 2, 1, True)], layers=wrong)))
+    assert result.token_counts.tolist() == [1]
+    (error,) = result.errors
+    assert error.row == 1
+    assert "do not follow PartLayers" in error.message
     assert len(executor.layers) == 1
 
 
@@ -95,8 +100,9 @@ def test_a_part_whose_layers_failed_is_not_gone_on_with() -> None:
     executor.fail_next_layers = True
     with pytest.raises(MemoryError):
         runner.collect(runner.submit(plan_of(2, [], layers=layers_of(2, 4))))
-    with pytest.raises(WorkerError, match="do not follow None"):
-        runner.collect(runner.submit(plan_of(3, [], layers=layers_of(4, 6))))
+    (error,) = runner.collect(runner.submit(plan_of(3, [], layers=layers_of(4, 6)))).errors
+    assert error.row == 0
+    assert "do not follow None" in error.message
     runner.collect(runner.submit(plan_of(4, [], layers=layers_of(0, 6))))
     assert [(first, end) for _, first, end in executor.layers] == [(0, 2), (0, 6)]
 
