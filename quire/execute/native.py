@@ -343,9 +343,11 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
 
 
 def _int_row_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
-    """What rows of a step take as integers, at most: native/include/quire/int_rows.h."""
+    """What rows of a step, or of a part by layers, take as integers, at most:
+    native/include/quire/int_rows.h."""
+    most = {**max_rows, Rows.TOKENS: max(max_rows[Rows.TOKENS], PART_TOKENS)}
     sizes = [
-        max_rows[op.inputs[0].buffer.rows] * (-(-weight.columns // 64) * 136 + 64)
+        most[op.inputs[0].buffer.rows] * (-(-weight.columns // 64) * 136 + 64)
         for ops in program.segments.values()
         for op in ops
         if op.kind is OpKind.LINEAR

@@ -11,11 +11,12 @@ import pytest
 from quire import _native
 from quire.base.errors import ModelError, SettingError
 from quire.execute.executor import PART_TOKENS
-from quire.execute.native import NativeExecutor
+from quire.execute.native import NativeExecutor, _int_row_bytes
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType, OpKind, Rows
 from quire.program.program import Program
+from quire.program.quantize import quantize
 from quire.weights.checkpoint import open_checkpoint
 from tests.tiny_models import write_tiny_llama
 
@@ -82,6 +83,18 @@ def test_the_native_executor_takes_the_programs_dtypes(tmp_path: Path) -> None:
     )
     executor.allocate_cache(2, 16)
     assert np.asarray(executor._native.cache).nbytes == 32 * narrow.token_bytes
+
+
+def test_integer_rows_of_a_part_by_layers_are_counted_where_steps_are_smaller(
+    tmp_path: Path,
+) -> None:
+    int8 = quantize(_program(tmp_path), "int8")
+    whole = [
+        _int_row_bytes(int8, {**ROWS, Rows.TOKENS: num})
+        for num in (8, PART_TOKENS, 2 * PART_TOKENS)
+    ]
+    assert whole == [whole[1], whole[1], 2 * whole[1]]
+    assert whole[1] > 0
 
 
 def test_a_full_step_is_larger_where_products_come_in_blocks(
