@@ -7,7 +7,8 @@ spread over as many steps as the bound asks for (the idea: layered prefill, arXi
 row's bits do not depend on what is computed beside it, so no answer changes. Knows depths, layers
 and budgets; no blocks. Always holds: one part is under way at a time, in one request's ticket; it
 leaves the prompt's last token to an ordinary row, which samples; whose request leaves its slot has
-no part any more.
+no part any more; a part that took the place of another's is computed to the end, or its request
+leaves, before a third does so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.scheduler.budget import TILE_TOKENS, StepBudget
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.state import Index, RunningState
-from quire.scheduler.ticket import Part, Ticket
+from quire.scheduler.ticket import NO_SLOT, Part, Ticket
 
 # A part must promise so many times what an ordinary one of the same step does.
 WORTH = 1.1
@@ -33,13 +34,14 @@ class LayeredParts:
         self._most_tokens = limits.layered_part_tokens
         self._state = state
         self._holder: Ticket | None = None  # whose part is under way, if it still has one
+        self._was_taken = False  # the part under way began in place of another's
         self._now: tuple[Ticket, int] | None = None  # in this step: up to which layer
-        self._is_sent = False
+        self._is_sent = self._had_turn = False  # had_turn: whose part is under way
         self.tokens_total = 0  # of parts that were computed to the last layer
 
     def begin_step(self) -> None:
         """A new step is put together."""
-        self._now, self._is_sent = None, False
+        self._now, self._is_sent, self._had_turn = None, False, False
 
     def hand_out(
         self, budget: StepBudget, ticket: Ticket, start: int, wanted: int, *, scored: bool
@@ -50,12 +52,13 @@ class LayeredParts:
             return None
         part = self._part_of(ticket, start)
         if part is None:
-            if scored or ticket.beams is not None or self._is_busy(ticket):
+            if scored or ticket.beams is not None or self._is_sent or self._is_busy():
                 return None
             part = self._new_part(budget, start, wanted, is_long=ticket.is_long)
             if part is None:
                 return None
-            ticket.part, self._holder = part, ticket
+            self._begin(ticket, part)
+        self._had_turn = True
         if self._is_sent:
             return 0
         left = self._num_layers - part.layers_done
@@ -103,10 +106,25 @@ class LayeredParts:
             ticket.part = None
         return ticket.part
 
-    def _is_busy(self, ticket: Ticket) -> bool:
-        """Whether another request has a part under way."""
+    def _under_way(self) -> Ticket | None:
+        """Whose part is begun and not computed."""
         holder = self._holder
-        return holder is not None and holder is not ticket and holder.part is not None
+        if holder is not None and holder.slot != NO_SLOT:
+            self._part_of(holder, int(self._state.scheduled[holder.slot]))
+        return holder if holder is not None and holder.part is not None else None
+
+    def _is_busy(self) -> bool:
+        """Whether another request's part goes on: its turn was before, or it took the place of one
+        itself. Else it is begun anew when its turn comes: prompts are asked in the policy's order,
+        and the first does not wait for those behind it."""
+        return self._under_way() is not None and (self._had_turn or self._was_taken)
+
+    def _begin(self, ticket: Ticket, part: Part) -> None:
+        other = self._under_way()
+        self._was_taken = other is not None
+        if other is not None:
+            other.part = None
+        ticket.part, self._holder = part, ticket
 
     def _new_part(
         self, budget: StepBudget, start: int, wanted: int, *, is_long: bool
@@ -114,7 +132,7 @@ class LayeredParts:
         """The part by which most tokens are computed a step, within the step's bounds; None where
         there are none, or an ordinary row does about as well."""
         room_ms = budget.prompt_room_ms(is_long=is_long)
-        if room_ms is None:
+        if room_ms is None or room_ms <= 0:
             return None
         best, best_pace = 0, WORTH * budget.prompt_pace(start, wanted, is_long=is_long)
         for layers in range(1, self._num_layers + 1):

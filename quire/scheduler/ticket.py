@@ -101,6 +101,11 @@ class Ticket:
         return len(self.request.prompt_ids)
 
     @property
+    def layers_done(self) -> int:
+        """Of the part under way; 0 without one."""
+        return 0 if self.part is None else self.part.layers_done
+
+    @property
     def num_slots(self) -> int:
         """Slots it takes when it is admitted: a group of beams has one each."""
         return 1 if self.beams is None else self.beams.search.width

@@ -33,11 +33,13 @@ GOING_ON = 16
 @dataclass(frozen=True, slots=True)
 class StandsBack:
     """Rows left out of a step for the prompt of `ticket`, which was scheduled up to `scheduled`,
-    -1 if it waited. tickets: theirs; with how often each had been preempted."""
+    -1 if it waited, and by layers_done layers further. tickets: theirs; with how often each had
+    been preempted."""
 
     slots: list[int] = field(default_factory=list)
     ticket: Ticket | None = None
     scheduled: int = -1
+    layers_done: int = 0
     tickets: list[tuple[Ticket, int]] = field(default_factory=list)
 
     def was_for(self, state: RunningState) -> bool:
@@ -45,7 +47,8 @@ class StandsBack:
         ticket = self.ticket
         if ticket is None or ticket.slot == NO_SLOT:
             return False
-        return bool(state.scheduled[ticket.slot] > self.scheduled)
+        reached = int(state.scheduled[ticket.slot]), ticket.layers_done
+        return reached > (self.scheduled, self.layers_done)
 
     def others(self, state: RunningState) -> list[int]:
         """Slots that run and are not of those that stood back, or not any more."""
@@ -142,6 +145,7 @@ class Yielding:
             slots=[one.slot for one in standing],
             ticket=ticket,
             scheduled=-1 if ticket.slot == NO_SLOT else int(state.scheduled[ticket.slot]),
+            layers_done=ticket.layers_done,
             tickets=[(one, one.num_preemptions) for one in standing],
         )
 

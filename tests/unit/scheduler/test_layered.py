@@ -16,6 +16,7 @@ import pytest
 from quire.base.records import FinishReason, PartLayers
 from quire.scheduler import budget, layered
 from quire.scheduler.cost import LinearCost
+from quire.scheduler.draft import PlanDraft
 from quire.scheduler.policies import make_policy
 from quire.scheduler.prompts import LONG_SHARE
 from quire.scheduler.ticket import NO_SLOT
@@ -204,6 +205,86 @@ def test_a_scored_prompt_and_its_last_token_are_ordinary_rows() -> None:
     assert all(plan.layers is None for plan in harness.plans)
 
 
+def test_who_comes_first_by_the_policy_does_not_wait_for_a_part_of_who_comes_later() -> None:
+    harness = harness_of(policy="priority", num_blocks=4096)
+    decoding(harness, 5)
+    harness.add(make_request("later", [3] * 700, max_tokens=4, priority=5))
+    slot = until_layers(harness).slot
+    assert slot == slot_of(harness, "later")
+    harness.add(make_request("first", [4] * 600, max_tokens=4, priority=-5))
+    while until_layers(harness).slot != slot_of(harness, "first"):
+        assert not harness.tokens["first"]
+    while not harness.tokens["first"]:
+        harness.step()
+    begun = len(harness.plans)
+    found = [plan.layers for plan in harness.plans if plan.layers is not None]
+    assert sum(one.count * one.is_last for one in found if one.slot != slot) > 300
+    harness.drain()
+    harness.check_end()
+    later = [plan.layers for plan in harness.plans[begun:] if plan.layers is not None]
+    assert later[0].slot == slot
+    assert later[0].first_layer == 0, "its part is begun anew"
+
+
+def test_a_part_that_took_anothers_place_is_not_taken_itself() -> None:
+    """So that a policy whose order changes from step to step cannot keep all from getting on."""
+    harness = harness_of(policy="priority", num_blocks=4096)
+    decoding(harness, 5)
+    ranks = {"p": 1, "q": 2}
+    policy = harness.scheduler._policy
+    own = policy.rank
+    policy.rank = lambda t: (ranks.get(t.request.request_id, 0), *own(t))  # type: ignore[method-assign]
+    harness.add(make_request("p", [3] * 500, max_tokens=4))
+    harness.add(make_request("q", [4] * 500, max_tokens=4))
+    computed = 0
+    for _ in range(60):
+        ranks["p"], ranks["q"] = ranks["q"], ranks["p"]
+        harness.step()
+        layers = harness.plans[-1].layers
+        computed += layers.count if layers is not None and layers.is_last else 0
+    assert computed > 300
+    harness.drain()
+    harness.check_end()
+
+
+def test_a_part_of_who_went_on_by_ordinary_rows_keeps_nobody_waiting() -> None:
+    harness = harness_of(num_blocks=4096)
+    decoding(harness, 5)
+    harness.add(make_request("p", [3] * 200, max_tokens=300))
+    until_layers(harness)
+    scheduler, p = harness.scheduler, harness.scheduler._roster.tickets["p"]
+    # As the step in which nobody else could go on does: strictly by key, p's prompt to its end.
+    only_p = [slot for slot in scheduler._state.active.tolist() if slot != p.slot]
+    while harness.scheduler._state.scheduled[p.slot] < 200:
+        draft = PlanDraft(scheduler._roster.flights.step + 1)
+        scheduler._progress.go_on(draft, scheduler._budget(), only_p, by_key=True)
+        plan = scheduler._roster.flights.send(draft.finish([]), harness.now_ms)
+        harness.check_plan(plan)
+        harness.out.append((plan, harness.worker.run(plan), ()))
+        harness.update()
+    harness.add(make_request("q", [4] * 500, max_tokens=4))
+    assert until_layers(harness).slot == slot_of(harness, "q")
+    harness.drain()
+    harness.check_end()
+
+
+def test_layers_count_as_getting_on_for_those_who_stand_back() -> None:
+    """Else they go on in the same step, and it takes longer than any of them was promised."""
+    harness = harness_of(policy="fair", num_blocks=4096, tpot_target_ms=70.0)
+    for place in range(7):
+        harness.add(make_request(f"d{place}", [1, 2], max_tokens=400, tenant="flood"))
+    while any(len(harness.tokens[f"d{place}"]) < 100 for place in range(7)):
+        harness.step()
+    harness.add(make_request("light", [3] * 250, max_tokens=4, tenant="light"))
+    until_layers(harness)
+    while not harness.tokens["light"]:
+        plan = harness.plans[-1]
+        assert plan.layers is None or len(plan.slots) == 1, "one of seven goes on"
+        harness.step()
+    harness.drain()
+    harness.check_end()
+
+
 @pytest.fixture
 def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of drawn cases are too short to be worth layers."""
@@ -216,7 +297,7 @@ def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drawn_cases_give_each_request_the_tokens_it_gets_alone() -> None:
     met, cases = Counter[str](), 120
     for seed in range(cases):
-        met.update(run_case(Random(seed)))
+        met.update(run_case(seed))
     shares = {name: number / cases for name, number in met.items()}
     print({name: f"{share:.0%}" for name, share in shares.items()})
     assert shares["layers"] >= 0.6
@@ -225,8 +306,9 @@ def test_drawn_cases_give_each_request_the_tokens_it_gets_alone() -> None:
     assert shares["two out"] >= 0.3
 
 
-def run_case(random: Random) -> set[str]:
+def run_case(seed: int) -> set[str]:
     """Operations in a small pool, then all to the end; what was met."""
+    random, target_ms = Random(seed), Random(f"target {seed}").choice([0.0, 0.0, 30.0])
     setup = Setup(
         num_blocks=random.choice([20, 28, 40]),
         max_num_seqs=random.choice([3, 6]),
@@ -240,6 +322,7 @@ def run_case(random: Random) -> set[str]:
         policy=partial(make_policy, random.choice(["fcfs", "priority", "sjf", "fair"])),
         tier_places=random.choice([0, 0, 12]),
         window=random.choice([0, 0, 0, 7]),
+        tpot_target_ms=target_ms,
     )
     harness, met = Harness(setup), set[str]()
     harness.scheduler.speed._linear = LinearCost(
