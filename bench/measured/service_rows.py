@@ -53,9 +53,11 @@ def piece_rows(result: dict[str, Any]) -> list[str]:
     """The simulator beside the real engine."""
     settings, agreement = result["settings"], result["agreement"]
     ranks = "the same" if agreement["same_ranks"] else "another"
+    shorter = settings["shorter"]
+    lengths = "" if shorter == 1 else f" lengths over {shorter:.0f},"
     return [
-        f"| {settings['num_requests']} requests of {settings['seconds']:.0f} s of a trace, lengths "
-        f"over {settings['shorter']:.0f}, on the real engine and simulated "
+        f"| {settings['num_requests']} requests of {settings['seconds']:.0f} s of a trace at "
+        f"{settings['speed']:g} of its pace,{lengths} on the real engine and simulated "
         f"({', '.join(result['runs'])}): order of the policies; most that a mean latency differs "
         f"| {ranks}; {100 * agreement['most_off']:.0f} % | the same; 15 % |"
     ]

@@ -78,6 +78,7 @@ _ACCELERATOR = Scene(
         "max_num_batched_tokens": 1024,
         "max_model_len": 16_384,
         "kv_cache_memory": "40GiB",
+        "executor": "torch",
     },
 )
 SCENES: Mapping[str, Scene] = {scene.name: scene for scene in (_ACCELERATOR, _CPU)}
