@@ -14,6 +14,7 @@ _MODEL = "the model's folder is given without a flag: quire serve FOLDER"
 _CONTEXT = "the longest prompt and output together is --max-model-len"
 _MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
 _KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
+_HOST = "memory of the host for keys and values that leave a GPU's is --kv-tier-host-size"
 _THREADS = "threads are set by --threads N"
 _ONE_DEVICE = "one process on one device serves a model here; leave it out"
 _CODE = (
@@ -39,6 +40,10 @@ INSTEAD = MappingProxyType(
         "--cache-type-v": _KV,
         "-ctk": _KV,
         "-ctv": _KV,
+        "--swap-space": _HOST,
+        "--kv-offloading-size": _HOST,
+        "--hicache-size": _HOST,
+        "--enable-hierarchical-cache": _HOST,
         "-t": _THREADS,
         "--parallel": "how many requests are computed at once is --max-num-seqs",
         "-np": "how many requests are computed at once is --max-num-seqs",
