@@ -95,9 +95,9 @@ class BlockPort:
     def _pairs(self, rows: Tensor) -> Iterator[Pair]:
         """Of values and of scales: the pool's words [layers, blocks, words of one], and where they
         lie in rows [n, block_bytes], as [layers, n, words]."""
-        words, first = rows.view(torch.int32), 0
+        words, first = rows.view(torch.int64), 0
         for held in self._pool.parts():
-            blocks = held.flatten(2).view(torch.int32)
+            blocks = held.flatten(2).view(torch.int64)
             layers, _, size = blocks.shape
             part = words[:, first : first + layers * size].unflatten(1, (layers, size))
             yield blocks, part.transpose(0, 1)

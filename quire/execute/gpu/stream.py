@@ -11,6 +11,7 @@ mark is ever waited for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -118,7 +119,7 @@ class GpuStream:
 
     def do(self, call: Callable[[], None]) -> None:
         """See Stream."""
-        with torch.cuda.stream(self._own):  # of None: as it is
+        with self._here():
             call()
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
@@ -126,7 +127,7 @@ class GpuStream:
         if not values.size:
             return torch.from_numpy(values.copy()).to(self._device)
         pinned = torch.from_numpy(values.copy()).pin_memory()
-        with torch.cuda.stream(self._own):
+        with self._here():
             return pinned.to(self._device, non_blocking=True)
 
     def to_host(self, values: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class GpuStream:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See Stream."""
-        with torch.cuda.stream(self._own):
+        with self._here():
             target.copy_(source, non_blocking=True)
 
     def mark(self, *, sleeps: bool = False) -> Mark:
@@ -162,6 +163,9 @@ class GpuStream:
         """See Stream."""
         assert isinstance(mark, _Event), "marks of one device only"
         self._now().wait_event(mark.event)
+
+    def _here(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._own is None else torch.cuda.stream(self._own)
 
     def _now(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if self._own is None else self._own
