@@ -31,6 +31,12 @@ class LayeredParts:
 
     def __init__(self, limits: SchedulerLimits, state: RunningState) -> None:
         self._num_layers = limits.part_layers
+        # Steps that a part may take, and the fewest layers a step that suffice: more of them leave
+        # each less time.
+        layers_of = {
+            -(-self._num_layers // layers): layers for layers in range(self._num_layers, 0, -1)
+        }
+        self._shares = sorted(layers_of.items(), reverse=True)
         self._most_tokens = limits.layered_part_tokens
         self._state = state
         self._holder: Ticket | None = None  # whose part is under way, if it still has one
@@ -135,10 +141,11 @@ class LayeredParts:
         if room_ms is None or room_ms <= 0:
             return None
         best, best_pace = 0, WORTH * budget.prompt_pace(start, wanted, is_long=is_long)
-        for layers in range(1, self._num_layers + 1):
-            num_steps = -(-self._num_layers // layers)
-            most = budget.part_tokens(start, room_ms * self._num_layers / layers)
-            count = min(most, self._most_tokens, wanted - 1)
+        longest = min(self._most_tokens, wanted - 1)
+        for num_steps, layers in self._shares:
+            if longest <= best_pace * num_steps:  # too little a step, whatever the time allows
+                continue
+            count = min(budget.part_tokens(start, room_ms * self._num_layers / layers), longest)
             if count < wanted - 1:
                 count -= count % TILE_TOKENS
             if count > best_pace * num_steps:
