@@ -77,7 +77,7 @@ def open_tier(
     if folder is None:
         assert config.kv_tier_host_bytes is not None, "there is one or the other"
         store = _host_store(config.kv_tier_host_bytes, executor)
-        where, note = "memory of the host", ""
+        where, note = "memory of the host", "gone when the engine ends"
     else:
         store = DiskStore(
             folder,
@@ -97,7 +97,8 @@ def open_tier(
         block_ms=block_bytes / _BYTES_A_MS[store.tier],
         note=(
             f"KV tier: {where}, {store.num_blocks} blocks "
-            f"({store.num_blocks * config.block_size} tokens), {len(tier)} of them found there"
+            f"({store.num_blocks * config.block_size} tokens)"
+            + (f", {len(tier)} of them found there" if folder is not None else "")
             + (f"; {note}" if note else "")
         ),
     )

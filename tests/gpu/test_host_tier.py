@@ -248,6 +248,14 @@ def test_an_engine_finds_in_the_hosts_memory_what_left_the_devices(posing: Path)
     assert stats.prefix_hit_disk_tokens_total == 0
 
 
+def test_a_folder_is_a_tier_of_a_device_too(posing: Path, tmp_path: Path) -> None:
+    alone, _ = answered(posing)
+    got, stats = answered(posing, kv_tier_path=str(tmp_path / "tier"), kv_tier_size="1MiB")
+    assert got == alone
+    assert stats.tier_fetched_blocks_total > 0
+    assert stats.prefix_hit_disk_tokens_total == 16 * stats.tier_fetched_blocks_total
+
+
 def test_memory_that_cannot_be_had_ends_the_start_in_words(
     posing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
