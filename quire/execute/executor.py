@@ -161,7 +161,8 @@ class LateExecutor(Protocol):
     def sample_later(
         self, logits: NDArray[np.float32], batch: SampleBatch, slots: NDArray[np.int32]
     ) -> Callable[[], TokenChoice]:
-        """As `sample` does, and keep each row's token as the last of its slot. The result is waited
+        """As `sample` does, and keep each row's token as the last of its slot. A history that lacks
+        its last token (batch.late_slots) has what was kept of its slot before. The result is waited
         for by calling what is returned. Not for rows that are chosen on the host: those with rare
         parameters, and beams."""
 

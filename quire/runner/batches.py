@@ -128,6 +128,7 @@ def sample_batch(
     slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
     banned = (positions < tables.stops_from[slots]).nonzero()[0]
     history_starts, history = _history(slots, positions, tables)
+    late_slots = _late(slots, positions, tables) if len(history) else NO_INTS
     bias_starts, bias_ids, bias_values = _bias(slots, tables)
     banned_starts, banned_ids = ragged(
         [tables.stop_ids[slot] for slot in slots[banned]], banned, len(slots)
@@ -147,6 +148,7 @@ def sample_batch(
         num_logprobs=tables.num_logprobs[slots],
         history_starts=history_starts,
         history=history,
+        late_slots=late_slots,
         bias_starts=bias_starts,
         bias_ids=bias_ids,
         bias_values=bias_values,
@@ -164,13 +166,31 @@ def _num_candidates(slots: Index, tables: SlotTables) -> Int32s:
     return counts if counts.any() else NO_INTS
 
 
+def num_unknown(slots: Int32s | Index, positions: Int32s, tables: SlotTables) -> Int32s:
+    """How many tokens before `positions` [R] are not in the table: steps that are not finished have
+    chosen them, or will."""
+    unknown: Int32s = positions - tables.tokens.lengths[slots]
+    return unknown
+
+
 def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
+    """Of rows that read it, as far as it is known."""
     rows = (tables.has_penalty[slots] | tables.rare.has_history[slots]).nonzero()[0]
-    tokens = tables.tokens.tokens
+    tokens, lengths = tables.tokens.tokens, tables.tokens.lengths
     read = [
-        tokens[slot, :length] for slot, length in zip(slots[rows], positions[rows], strict=True)
+        tokens[slot, : min(position, lengths[slot])]
+        for slot, position in zip(slots[rows], positions[rows], strict=True)
     ]
     return ragged(read, rows, len(slots))
+
+
+def _late(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
+    """Slots of rows that read their history and lack its last token."""
+    unknown = np.where(tables.has_penalty[slots], num_unknown(slots, positions, tables), 0)
+    assert (unknown < 2).all(), "a step of such rows is chosen when the one before is finished"
+    if not (unknown > 0).any():
+        return NO_INTS
+    return np.where(unknown > 0, slots, -1).astype(np.int32)
 
 
 def _bias(slots: Index, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:

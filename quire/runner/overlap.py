@@ -1,9 +1,11 @@
 """Overlap: steps on a device that works beside the host, where tokens stay until they are read.
 
 A step is begun before the tokens of the step before it are on the host: its trunk takes them on
-the device. Its own tokens are chosen at once, too, if that needs nothing but logits. Rows with
-penalties or a grammar read the tokens so far: the whole step's are then chosen when the step before
-is finished, while the device is busy with the trunk. Rows that are chosen on the host (rare
+the device. Its own tokens are chosen at once, too, if that needs nothing but logits and tokens that
+the host has, and at most the last of a row's, which the device has (penalties). Rows with a grammar
+read all tokens so far, and with penalties those of two steps before where three are out: the whole
+step's are then chosen when the step before is finished, while the device is busy with the trunk.
+Rows that are chosen on the host (rare
 parameters, beams, scores) end the overlap for their step: the next one waits for it. Knows no
 policy and no device. Always holds: steps are begun, chosen and finished in the order they were
 submitted; a step begins after the choice of the one before it; handing in a step waits for nothing,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
 from quire.execute.executor import Executor, LateExecutor
-from quire.runner.batches import KeptSampleBatch, forward_batch
+from quire.runner.batches import KeptSampleBatch, forward_batch, num_unknown
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
 from quire.runner.slot_tables import SlotTables
@@ -58,10 +58,12 @@ class StepRun:
             or bool(tables.rare.uses[self.slots].any())
             or bool(tables.num_candidates[self.slots].any())
         )
-        # Rows whose choice depends on the tokens before it in more than what the trunk computes.
+        # Rows whose choice depends on tokens that are not on the host yet, in more than what the
+        # trunk computes. A penalty's last token may be on the device.
+        unknown = num_unknown(self.slots, self.positions, tables)
         self.reads_tokens = (
             self.is_on_host
-            or bool(tables.has_penalty[self.slots].any())
+            or bool((tables.has_penalty[self.slots] & (unknown > 1)).any())
             or bool(tables.grammars.has[self.slots].any())
         )
         self._is_late = is_late and not self.is_on_host

@@ -44,7 +44,7 @@ choose (of a beam: with no finite logit), is a row error, never a wrong token. T
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,8 @@ class SampleBatch:
     history: all known tokens of the row's request, prompt first (read only where the row has a
     penalty, DRY, banned sequences or n-grams; may be empty otherwise); num_prompt_tokens of them
     are the prompt.
+    late_slots: of rows whose history lacks its last token, which only the device knows: the slot
+    that has chosen it last; -1 of other rows, empty where no row is one. `completed` adds them.
     num_logprobs: -1 none, else the alternatives wanted (0 to 20).
     banned: ids that may not be chosen now (stop ids while min_tokens is not reached).
     rare: None where no row asks for any of it.
@@ -132,6 +134,7 @@ class SampleBatch:
     num_logprobs: Int32s  # [R]
     history_starts: Int32s  # [R + 1]
     history: Int32s = field(default_factory=_ints)
+    late_slots: Int32s = field(default_factory=_ints)  # [R] or empty
     bias_starts: Int32s  # [R + 1]
     bias_ids: Int32s = field(default_factory=_ints)
     bias_values: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
@@ -152,6 +155,18 @@ class SampleBatch:
             object.__setattr__(batch, name, getattr(self, name))
         object.__setattr__(batch, "positions", positions)
         return batch
+
+    def completed(self, last: Int32s) -> SampleBatch:
+        """The same with nothing late, where the last token of each slot is known: last [slots], -1
+        of one whose row had failed, and which adds nothing."""
+        if not len(self.late_slots):
+            return self
+        tokens = np.where(self.late_slots >= 0, last[self.late_slots], -1).astype(np.int32)
+        grows = tokens >= 0
+        starts = self.history_starts.copy()
+        starts[1:] += np.cumsum(grows, dtype=np.int32)
+        history = np.insert(self.history, self.history_starts[1:][grows], tokens[grows])
+        return replace(self, history=history, history_starts=starts, late_slots=_ints())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

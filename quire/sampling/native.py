@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.records import Candidates
 from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
-from quire.sampling.reference import check_shapes, has_mirostat
+from quire.sampling.reference import check_known, check_shapes, has_mirostat
 
 if TYPE_CHECKING:
     from quire._native import Pool
@@ -73,6 +73,7 @@ class _Wishes:
 
     def __init__(self, logits: NDArray[np.float32], batch: SampleBatch) -> None:
         check_shapes(logits, batch)
+        check_known(batch)
         self.num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
         self.has_mirostat = has_mirostat(batch)
         self._has_beams = len(batch.num_candidates) > 0

@@ -50,6 +50,7 @@ class _Row:
 def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
     """Choose a token for each row of logits [R, V]. Raises ValueError on shapes that disagree."""
     check_shapes(logits, batch)
+    check_known(batch)
     num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
     rows = [_choose_row(logits[index], batch, index) for index in range(len(logits))]
     top_ids = np.full((len(rows), num_top), -1, np.int32)
@@ -70,6 +71,12 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
 def has_mirostat(batch: SampleBatch) -> bool:
     """Whether a row steers by mirostat."""
     return batch.rare is not None and bool((batch.rare.mirostat == MIROSTAT).any())
+
+
+def check_known(batch: SampleBatch) -> None:
+    """Raise ValueError where a row's history lacks its last token."""
+    if (batch.late_slots >= 0).any():
+        raise ValueError("some rows' last tokens are late; SampleBatch.completed adds them")
 
 
 def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:

@@ -34,7 +34,7 @@ from quire.execute.gpu.kernels.activation import activation
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
-from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
+from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.grouped import Groups
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
@@ -289,7 +289,9 @@ def _last_tokens() -> None:
 def _edits() -> None:
     words = -(-VOCABULARY // 32)
     entries, masked = tensor(8, 100, dtype=I32), tensor(2, 3, dtype=I32)
-    edits = Edits(entries=entries, masked=masked, masks=tensor(3, words, dtype=I32))
+    masks, late = tensor(3, words, dtype=I32), tensor(3, 2, dtype=I32)
+    edits = Edits(entries=entries, late=late, masked=masked, masks=masks)
+    add_late_tokens(edits, tensor(256, dtype=I32))
     edit_logits(tensor(4, VOCABULARY, dtype=F32), edits)
 
 

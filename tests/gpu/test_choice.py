@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from quire.base.records import NO_INTS
 from quire.execute.gpu import choice
+from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.wishes import rows_for_the_host
 from quire.sampling import reference, scoring
 from quire.sampling.batch import SampleBatch
@@ -60,6 +64,76 @@ def test_penalties_bias_bans_and_masks_need_no_host() -> None:
     )
     found = choice.choose(torch.from_numpy(logits), batch, never)
     assert_same_choice(found, reference.choose(logits, batch))
+
+
+def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, NDArray[np.int32]]:
+    """Rows that lack their last token but one of them, and the last token of each of ten slots: one
+    that the row has in its prompt, in its output, that is biased, banned, new, and of a failed
+    row; the longest history takes several looks."""
+    long = rng.integers(20, vocabulary, 3000).tolist()
+    batch = make_batch(
+        7,
+        temperature=[0.0, 1.0, 0.8, 1.0, 0.0, 1.0, 0.9],
+        repetition_penalty=[1.3, 1.0, 2.0, 1.2, 1.1, 1.5, 1.2],
+        frequency_penalty=[0.3, 0.5, 0.0, -0.4, 0.2, 0.3, 0.0],
+        presence_penalty=[0.0, -1.5, 0.2, 0.0, 0.1, 0.4, 0.7],
+        num_prompt_tokens=[2, 0, 1, 3, 2, 1, 3000],
+        num_logprobs=[-1, 0, 5, 20, -1, 2, 3],
+        history=[[1, 5, 5, 9], [7, 7, 7], [8], [3, 4, 5], [6, 2], [4, 4], long],
+        bias=[[(9, -4.0)], [], [(3, -100.0)], [(5, 30.0)], [], [], []],
+        banned=[[], [1], [], [5], [], [], []],
+    )
+    slots = np.array([9, 0, 4, 3, -1, 6, 1], np.int32)
+    last = np.full(10, -7, np.int32)
+    last[slots[[0, 1, 2, 3, 5, 6]]] = [1, 7, 3, 11, -1, long[2500]]
+    return replace(batch, late_slots=slots), last
+
+
+def test_a_last_token_that_only_the_device_has_counts() -> None:
+    rng, vocabulary = np.random.default_rng(14), 5000
+    batch, last = late_batch(rng, vocabulary)
+    logits = rng.standard_normal((7, vocabulary)).astype(np.float32)
+    # Of a greedy row the likeliest, but for the penalty of this last time.
+    logits[0, last[9]] = np.float32(1.3) * (logits[0].max() + np.float32(0.1))
+    known = batch.completed(last)
+    assert known.history_starts.tolist() == [0, 5, 9, 11, 15, 17, 19, 3020]
+    assert known.history[:5].tolist() == [1, 5, 5, 9, 1]
+    assert known.history[-1] == last[1]
+    tensor = torch.from_numpy(logits.copy())
+    kept: list[list[int]] = []
+    found = choice.choose_later(
+        tensor,
+        batch,
+        choice.CPU_STREAM,
+        last=torch.from_numpy(last),
+        keep=lambda ids: kept.append(ids.tolist()),
+    ).wait()
+    expected = reference.choose(logits, known)
+    assert_same_choice(found, expected)
+    assert kept == [expected.token_ids.tolist()]
+    without = reference.choose(logits, replace(batch, late_slots=NO_INTS))
+    assert without.token_ids[0] == last[9] != expected.token_ids[0]
+    edited = []
+    for given in (batch, known):
+        edits, of_these = Edits.of(given), tensor.clone()
+        assert edits is not None
+        add_late_tokens(edits, torch.from_numpy(last))
+        edit_logits(of_these, edits)
+        edited.append(of_these)
+    assert torch.equal(*edited)
+    changed = (edited[0] != tensor).sum(dim=1).tolist()
+    assert changed == [3, 2, 2, 4, 2, 1, len(set(known.history[19:].tolist()))]
+
+
+def test_a_history_that_lacks_its_last_token_is_not_chosen_from() -> None:
+    batch, _ = late_batch(np.random.default_rng(15), 4000)
+    logits = np.zeros((7, 4000), np.float32)
+    for choose in (
+        reference.choose,
+        lambda *given: choice.choose(torch.zeros(7, 4000), batch, never),
+    ):
+        with pytest.raises(ValueError, match="last tokens are late"):
+            choose(logits, batch)
 
 
 def test_only_the_rows_that_need_it_are_chosen_on_the_host() -> None:

@@ -24,7 +24,7 @@ from quire.execute.gpu.step_buffers import Counts  # noqa: E402
 from quire.execute.gpu.stream import CpuStream  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
 from tests.exact.rig import Model, Stream, run_case  # noqa: E402
-from tests.exact.test_overlap import overlapped, plain  # noqa: E402
+from tests.exact.test_overlap import overlapped, plain, with_penalties  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, CPU, program_of, torch_executor  # noqa: E402
 from tests.gpu.slow_stream import SlowStream  # noqa: E402
@@ -90,11 +90,15 @@ def test_every_request_gets_what_it_gets_a_step_at_a_time(
             assert stream.tokens[:shorter] == other.tokens[:shorter], (number, name)
 
 
-def test_a_step_is_waited_for_when_the_next_one_is_told(models: tuple[Model, SlowModel]) -> None:
+@pytest.mark.parametrize("has_penalties", [False, True])
+def test_a_step_is_waited_for_when_the_next_one_is_told(
+    has_penalties: bool, models: tuple[Model, SlowModel]
+) -> None:
     _, slow = models
     assert isinstance(slow.executor(1), LateExecutor)
     slow.stream.waits.clear()
-    drawn = plain(draw_case(0, num_models=1, vocab_size=VOCAB_SIZE), reads_tokens=False)
+    drawn = draw_case(0, num_models=1, vocab_size=VOCAB_SIZE)
+    drawn = with_penalties(drawn) if has_penalties else plain(drawn, reads_tokens=False)
     outcome = run_case(slow, with_settings(drawn, plans_in_flight=2, max_samples=8))
     waits, steps = slow.stream.waits, sum(len(plan.slots) > 0 for plan, _ in outcome.plans)
     assert len(waits) == steps  # and nothing else is waited for

@@ -149,7 +149,7 @@ def take_rows(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
         if name == "rare":
             fields[name] = None if values is None else take_rare(values, rows)
             continue
-        if name in ("mask_rows", "masks", "num_candidates"):
+        if name in ("mask_rows", "masks", "num_candidates", "late_slots"):
             fields[name] = values[rows] if name != "masks" and len(values) else values
             continue
         if not name.endswith("_starts"):

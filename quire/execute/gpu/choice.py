@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import Candidates
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
-from quire.execute.gpu.kernels.edit_logits import Edits, edit_logits
+from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.kernels.wishes import Wishes, rows_for_the_host
 from quire.execute.gpu.stream import CpuStream, Mark, Stream
@@ -86,14 +86,23 @@ def choose(
 
 
 def choose_later(
-    logits: torch.Tensor, batch: SampleBatch, stream: Stream, *, keep: Keep | None = None
+    logits: torch.Tensor,
+    batch: SampleBatch,
+    stream: Stream,
+    *,
+    last: torch.Tensor | None = None,
+    keep: Keep | None = None,
 ) -> Chosen:
-    """As `choose`, by kernels alone: rows that are for the host get any token. keep: told where the
-    device has the tokens."""
+    """As `choose`, by kernels alone: rows that are for the host get any token. last: of each slot,
+    where histories lack theirs. keep: told where the device has the tokens."""
     reference.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
     token_ids = torch.empty((len(logits),), dtype=torch.int32, device=logits.device)
     edits, edited = Edits.of(batch, stream.to_device), None
     if edits is not None:
+        if last is not None:
+            add_late_tokens(edits, last)
+        else:
+            reference.check_known(batch)
         edited = logits.clone()
         edit_logits(edited, edits)
     choose_tokens(logits, Wishes.of(batch, stream.to_device), token_ids, edited=edited)

@@ -218,6 +218,7 @@ class TorchExecutor:
     ) -> Callable[[], TokenChoice]:
         """See LateExecutor."""
         check_range("slots", slots, 0, len(self._last))
+        check_range("late_slots", batch.late_slots, -1, len(self._last))
         if isinstance(logits, np.ndarray):
             return self._sample_plain_later(logits, batch, slots)
         from quire.execute.gpu.choice import choose_later
@@ -230,6 +231,7 @@ class TorchExecutor:
                 logits.float().contiguous(),
                 batch,
                 self._stream,
+                last=self._last.tokens,
                 keep=lambda token_ids: self._last.keep(slots, token_ids),
             )
 
@@ -333,7 +335,7 @@ class TorchExecutor:
         found: list[TokenChoice] = []
 
         def choose() -> None:
-            found.append(choose_on_host(logits, batch))
+            found.append(choose_on_host(logits, batch.completed(self._last.tokens.numpy())))
             self._last.put(slots, found[0].token_ids)
 
         self._stream.do(choose)

@@ -28,6 +28,11 @@ class LastTokens:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [slots], -1 of a row that failed."""
+        return self._tokens
+
     def take(self, token_ids: Tensor, late_slots: Tensor, num_rows: int) -> None:
         """Of the first rows, those with a slot get its token."""
         ids, slots = token_ids[:num_rows], late_slots[:num_rows]

@@ -107,7 +107,8 @@ class DeferredExecutor:
         found: list[TokenChoice] = []
 
         def run() -> None:
-            found.append(self._executor.sample(logits.values, batch))
+            known = batch.completed(self._last)
+            found.append(self._executor.sample(logits.values, known))
             self._last[slots] = found[0].token_ids
 
         place = self._say(run)

@@ -80,21 +80,45 @@ def test_what_a_stopped_request_had_coming_touches_nobody_who_has_its_slot_now()
     assert world.tokens(0) == [7, 8, 9, 23]
 
 
-def test_rows_with_penalties_are_chosen_when_the_tokens_before_are_there() -> None:
+def test_rows_with_penalties_have_their_last_token_from_the_device() -> None:
+    """Beside a row without, and one whose tokens are all known."""
     world = World()
-    penal = admission_of(0, [1, 2], repetition_penalty=1.5)
+    both = (admission_of(0, [1, 2], repetition_penalty=1.5), admission_of(1, [5]))
+    first = world.runner.submit(
+        plan_of(1, [(0, 0, 2, True), (1, 0, 1, True)], admissions=both, blocks={0: [3], 1: [4]})
+    )
+    known = admission_of(2, [6, 7], presence_penalty=0.5)
+    rows = [(1, 1, 1, True), (0, 2, 1, True), (2, 0, 2, True)]
+    second = world.runner.submit(plan_of(2, rows, admissions=(known,), blocks={2: [5]}))
+    assert world.told() == ["trunk", "head", "choose"] * 2
+    world.result(first)
+    third = world.runner.submit(plan_of(3, [(0, 3, 1, True)]))
+    assert world.told() == ["wait", "trunk", "head", "choose"]
+    world.result(second)
+    world.result(third)
+    seen = [(one.history.tolist(), one.history_starts.tolist()) for one in world.scripted.samples]
+    assert seen == [
+        ([1, 2], [0, 2, 2]),
+        ([1, 2, 22, 6, 7], [0, 0, 3, 5]),
+        ([1, 2, 22, 23], [0, 4]),
+    ]
+
+
+def test_rows_with_penalties_wait_where_two_tokens_are_not_known() -> None:
+    world = World()
+    penal = admission_of(0, [1, 2], frequency_penalty=0.5)
     first = world.runner.submit(
         plan_of(1, [(0, 0, 2, True)], admissions=(penal,), blocks={0: [3, 4]})
     )
-    second = world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
-    assert world.told() == ["trunk", "head", "choose", "trunk"]
-    world.result(first)
-    assert world.told() == ["wait", "head", "choose"]
+    world.runner.submit(plan_of(2, [(0, 2, 1, True)]))
+    world.told()
     third = world.runner.submit(plan_of(3, [(0, 3, 1, True)]))
-    world.result(second)
-    world.result(third)
-    histories = [batch.history.tolist() for batch in world.scripted.samples]
-    assert histories == [[1, 2], [1, 2, 22], [1, 2, 22, 23]]
+    assert world.told() == ["trunk"]
+    world.result(first)
+    assert world.told() == ["wait"]
+    assert world.result(third).token_ids.tolist() == [24]
+    assert world.told() == ["wait", "head", "choose", "wait"]
+    assert world.scripted.samples[-1].history.tolist() == [1, 2, 22, 23]
 
 
 @pytest.mark.parametrize(

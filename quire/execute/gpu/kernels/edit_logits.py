@@ -2,8 +2,10 @@
 
 Twin: steps 2 to 4 of quire/sampling/batch.py, as sampling/reference.py does them, bit for bit. The
 host makes one entry for each token id that anything names (`entries_of`); a kernel changes these
-logits, and another goes over the rows that have a mask. Always holds: an id is named once a row, so
-that entries may be taken in any order. Knows no rare parameters.
+logits, and another goes over the rows that have a mask. A row whose last token only the device has
+gets an entry more, into which a kernel puts that token, unless the row has an entry of it. Always
+holds: an id is named once a row, so that entries may be taken in any order. Knows no rare
+parameters.
 """
 
 from __future__ import annotations
@@ -28,36 +30,44 @@ ENTRY_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """entries: int32 [8, E]: row, token id, what is to be done, count in the output, and as f32
-    bits bias, repetition, frequency and presence penalty. masked: int32 [2, M]: rows and which of
-    `masks` int32 [any, ceil(V / 32)] each has."""
+    """entries: int32 [8, E]: row, token id (-1: nothing is named), what is to be done, count in the
+    output, and as f32 bits bias, repetition, frequency and presence penalty. late: int32 [3, L]:
+    slots, and of each one's row the first entry, and the last, which names nothing yet. masked:
+    int32 [2, M]: rows and which of `masks` int32 [any, ceil(V / 32)] each has."""
 
     entries: torch.Tensor
+    late: torch.Tensor
     masked: torch.Tensor
     masks: torch.Tensor
 
     @classmethod
     def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> Edits | None:
         """Those of a batch, or None where there are none."""
-        entries = entries_of(batch)
+        of_rows = [_row_entries(batch, row) for row in range(len(batch.temperature))]
+        entries = np.concatenate([np.empty((ENTRY_WORDS, 0), np.int32), *of_rows], axis=1)
         rows = np.flatnonzero(batch.mask_rows >= 0).astype(np.int32)
         if not entries.shape[1] and not len(rows):
             return None
         masked = np.stack([rows, batch.mask_rows[rows]]) if len(rows) else np.empty((2, 0))
         return cls(
             entries=to_device(entries),
+            late=to_device(_late(batch, of_rows)),
             masked=to_device(masked.astype(np.int32)),
             masks=to_device(np.array(batch.masks).view(np.int32)),
         )
 
 
-def entries_of(batch: SampleBatch) -> NDArray[np.int32]:
-    """All rows' entries; rows that name no id have none."""
-    rows = [_row_entries(batch, row) for row in range(len(batch.temperature))]
-    return np.concatenate([np.empty((ENTRY_WORDS, 0), np.int32), *rows], axis=1)
+def _late(batch: SampleBatch, of_rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """As Edits has it, of all rows' entries."""
+    rows = np.flatnonzero(batch.late_slots >= 0)
+    ends = np.cumsum([entries.shape[1] for entries in of_rows])
+    firsts = ends - [entries.shape[1] for entries in of_rows]
+    late = [batch.late_slots[rows], firsts[rows], ends[rows] - 1] if len(rows) else [[], [], []]
+    return np.array(late, np.int32)
 
 
 def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
+    """Of each id that a row names; of one whose last token is late, one more at the end."""
     bias = slice(batch.bias_starts[row], batch.bias_starts[row + 1])
     banned = batch.banned_ids[batch.banned_starts[row] : batch.banned_starts[row + 1]]
     history = batch.history[batch.history_starts[row] : batch.history_starts[row + 1]]
@@ -70,11 +80,13 @@ def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
         output = output[:0]
     named = (batch.bias_ids[bias], history, output, banned)
     ids = np.unique(np.concatenate(named))
+    if len(batch.late_slots) and batch.late_slots[row] >= 0:
+        ids = np.append(ids, np.int32(-1))
     entries = np.zeros((ENTRY_WORDS, len(ids)), np.int32)
     if not len(ids):
         return entries
     entries[0], entries[1] = row, ids
-    places = [np.searchsorted(ids, part) for part in named]
+    places = [np.searchsorted(ids[ids >= 0], part) for part in named]
     for flag, place in ((IS_BIASED, 0), (IS_SEEN, 1), (IS_BANNED, 3)):
         entries[2, places[place]] |= flag.value
     np.add.at(entries[3], places[2], 1)
@@ -89,7 +101,9 @@ def _edit(entries, logits, count, V: tl.constexpr, AT_ONCE: tl.constexpr):
     at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = at < count
     row = tl.load(entries + at, mask=inside, other=0).to(tl.int64)
-    place = logits + row * V + tl.load(entries + count + at, mask=inside, other=0)
+    token = tl.load(entries + count + at, mask=inside, other=-1)
+    place = logits + row * V + token
+    inside = token >= 0
     todo = tl.load(entries + 2 * count + at, mask=inside, other=0)
     times = tl.load(entries + 3 * count + at, mask=inside, other=0)
     bias = _f32(tl.load(entries + 4 * count + at, mask=inside, other=0))
@@ -106,6 +120,28 @@ def _edit(entries, logits, count, V: tl.constexpr, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
+def _add_late(entries, late, last, count, num_late, BLOCK: tl.constexpr):
+    number = tl.program_id(0)
+    token = tl.load(last + tl.load(late + number))
+    place = tl.load(late + num_late + number)
+    spare = tl.load(late + 2 * num_late + number)
+    found = 0
+    while place < spare:
+        at = place + tl.arange(0, BLOCK)
+        is_it = (at < spare) & (tl.load(entries + count + at, mask=at < spare, other=-1) == token)
+        todo = tl.load(entries + 2 * count + at, mask=is_it, other=0)
+        times = tl.load(entries + 3 * count + at, mask=is_it, other=0)
+        tl.store(entries + 2 * count + at, todo | IS_SEEN, mask=is_it)
+        tl.store(entries + 3 * count + at, times + 1, mask=is_it)
+        found += tl.sum(is_it.to(tl.int32), axis=0)
+        place += BLOCK
+    is_new = (found == 0) & (token >= 0)  # -1: the row that chose it had failed
+    tl.store(entries + count + spare, token, mask=is_new)
+    tl.store(entries + 2 * count + spare, IS_SEEN, mask=is_new)
+    tl.store(entries + 3 * count + spare, 1, mask=is_new)
+
+
+@triton.jit
 def _f32(bits):
     return bits.to(tl.float32, bitcast=True)
 
@@ -119,6 +155,15 @@ def _mask(masked, masks, logits, count, V: tl.constexpr, WORDS: tl.constexpr, BL
     word = tl.load(masks + mask * WORDS + ids // 32, mask=inside, other=-1)
     forbidden = inside & (((word >> (ids % 32)) & 1) == 0)
     tl.store(logits + row * V + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=forbidden)
+
+
+def add_late_tokens(edits: Edits, last: torch.Tensor) -> None:
+    """Late rows' entries, in place, with the last token of their slots: last int32 [slots]."""
+    if num_late := edits.late.shape[1]:
+        count = edits.entries.shape[1]
+        _add_late[num_late,](
+            edits.entries, edits.late, last, count, num_late, BLOCK=BLOCK, num_warps=4
+        )
 
 
 def edit_logits(logits: torch.Tensor, edits: Edits) -> None:
