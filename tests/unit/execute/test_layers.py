@@ -3,6 +3,7 @@ values and what comes after them are those of one run, bit for bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,29 +54,17 @@ def open_executor(kind: type[Any], folder: Path, dtype: DType, **more: Any) -> E
 def part(start: int, count: int) -> ForwardBatch:
     """Positions start .. of IDS, which sample nothing."""
     batch = sequence_batch(IDS[start : start + count], start, POSITIONS)
-    return ForwardBatch(
-        token_ids=batch.token_ids,
-        positions=batch.positions,
-        rope_positions=batch.rope_positions,
-        kv_slots=batch.kv_slots,
-        seq_starts=batch.seq_starts,
-        block_tables=batch.block_tables,
-        sample_rows=batch.sample_rows[:0],
-    )
+    return replace(batch, sample_rows=batch.sample_rows[:0])
 
 
 def others_step(executor: Executor) -> None:
     """A step of somebody else, in the pool's last block."""
     last = NUM_BLOCKS - 1
     batch = sequence_batch(IDS[7:12], 0, BLOCK_SIZE)  # in block 1
-    elsewhere = ForwardBatch(
-        token_ids=batch.token_ids,
-        positions=batch.positions,
-        rope_positions=batch.rope_positions,
+    elsewhere = replace(
+        batch,
         kv_slots=batch.kv_slots + np.int32((last - 1) * BLOCK_SIZE),
-        seq_starts=batch.seq_starts,
         block_tables=np.full((1, 1), last, np.int32),
-        sample_rows=batch.sample_rows,
     )
     executor.run_trunk(elsewhere, head_rows=1)
     executor.run_head(elsewhere, 0, 1)
