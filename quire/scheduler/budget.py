@@ -114,13 +114,13 @@ class StepBudget:
     def hand_out_layers(
         self, start: int, count: int, left: int, num_layers: int, *, is_long: bool
     ) -> int:
-        """How many of the `left` layers a part of so many tokens gets; all where nothing bounds
-        it. It reads its weights for itself, so that it costs a share of a whole step."""
-        cost = self._prompt_cost or self._cost
-        if cost is None:
-            return left
+        """How many of the `left` layers a part of so many tokens gets, once prompts are bounded;
+        all where the bound is none. It reads its weights for itself, so that it costs a share of a
+        whole step."""
+        cost = self._prompt_cost
+        assert cost is not None, "prompts are bounded"
         room_ms = min(self._left_ms(is_long=is_long), self.ms)
-        layer_ms = (cost.fixed_ms + cost.row_ms(start, count)) / num_layers
+        layer_ms = max((cost.fixed_ms + cost.row_ms(start, count)) / num_layers, 1e-9)
         least = int(self._untouched or self._least > 0)
         num = left if room_ms >= left * layer_ms else max(int(room_ms / layer_ms), least)
         if num:
