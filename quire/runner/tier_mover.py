@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies, CopiesEnded, Tier
 from quire.base.report import Report
-from quire.execute.executor import Executor, LateExecutor
+from quire.execute.executor import Executor
+from quire.runner.block_way import BlockWay, nothing
 from quire.transfer.store import BlockStore
 
 Bytes = NDArray[np.uint8]
@@ -36,10 +37,6 @@ MOST_BUFFERS = {Tier.DISK: 32, Tier.HOST: 128}
 def num_buffers(block_bytes: int, tier: Tier) -> int:
     """Blocks that may be on their way to the tier at once."""
     return max(1, min(MOST_BUFFERS[tier], BUFFER_BYTES[tier] // block_bytes))
-
-
-def nothing() -> None:
-    """There is nothing to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +91,14 @@ class TierMover:
     ) -> None:
         self.store = store
         self.wake = wake
-        self._executor, self._now_ms, self._report = executor, now_ms, report
-        self._late = executor if isinstance(executor, LateExecutor) else None
+        self._now_ms, self._report = now_ms, report
         count = num_buffers(executor.block_bytes, store.tier)
-        if self._late is not None:
-            self._late.begin_moving(count)
+        self._way = BlockWay(executor, most=count)
         self._most_fetched = count  # in one run
-        # One for what comes, the others for what leaves; none where the tier itself is memory.
         self._is_memory = store.room(0) is not None
-        self._incoming, *self._buffers = self._host_buffers(count + 1)
+        # Where the tier is not memory itself: one for what comes, the others for what leaves.
+        self._buffers = [] if self._is_memory else self._way.buffers(count + 1)
+        self._incoming = None if self._is_memory else self._buffers.pop()
         self._fetches: deque[_Fetch] = deque()
         # Saves in order, and fetches of places whose save is among them.
         self._behind: deque[_Save | _Fetch] = deque()
@@ -130,7 +126,7 @@ class TierMover:
         while saves:
             saves = saves[self._begin_saves(saves) :]
         if not all(leaves):
-            told = self._told()
+            told = self._wait_of(self._way.told)
             self._begin_fetches(
                 [
                     _Fetch(place=place, digest=digest, block=block, told=told)
@@ -179,32 +175,14 @@ class TierMover:
         self._thread.join()
         self.store.close()
 
-    def _host_buffers(self, count: int) -> list[Bytes]:
-        if self._is_memory:
-            return [np.empty(0, np.uint8)]
-        size = self._executor.block_bytes
-        if self._late is None:
-            return [np.empty(size, np.uint8) for _ in range(count)]
-        return [*self._late.host_memory(count * size).reshape(count, size)]
-
     def _begin_saves(self, saves: list[tuple[int, int, bytes]]) -> int:
         """Have (block, place, digest) copied, as many of the first as there is room for; their
         number."""
         raws = self._rooms([place for _, place, _ in saves])
         saves = saves[: len(raws)]
-        blocks = np.array([block for block, _, _ in saves], np.int32)
-        there = nothing
-
-        def export() -> None:
-            nonlocal there
-            if self._late is not None:
-                there = self._late.export_blocks(blocks, raws)
-                return
-            for block, raw in zip(blocks.tolist(), raws, strict=True):
-                self._executor.export_block(block, raw)
-
-        self._ask(export)
-        told = self._told()
+        blocks = [block for block, _, _ in saves]
+        there = self._wait_of(lambda: self._way.take_out(blocks, raws))
+        told = self._wait_of(self._way.told)
         with self._changed:
             for (_, place, digest), raw in zip(saves, raws, strict=True):
                 self._behind.append(_Save(place, digest, raw, told, there))
@@ -231,16 +209,15 @@ class TierMover:
                 self._being_read[fetch.place] += 1
             self._changed.notify_all()
 
-    def _told(self) -> Callable[[], None]:
-        """Waits until all that was told until now is done."""
+    def _wait_of(self, tell: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """What there is to be waited for, once the device was told; where that fails, nothing."""
         wait = nothing
 
-        def mark() -> None:
+        def say() -> None:
             nonlocal wait
-            if self._late is not None:
-                wait = self._late.mark()
+            wait = tell()
 
-        self._ask(mark)
+        self._ask(say)
         return wait
 
     def _work(self) -> None:
@@ -302,19 +279,21 @@ class TierMover:
 
     def _fetch(self, run: list[_Fetch]) -> None:
         began_ms = self._now_ms()
-        found: list[tuple[int, Bytes]] = []
+        blocks: list[int] = []
+        raws: list[Bytes] = []
         num_bad = 0
         for fetch in run:
             raw = self._read(fetch)
             num_bad += raw is None and not self._is_broken
             if raw is not None:
-                found.append((fetch.block, raw))
+                blocks.append(fetch.block)
+                raws.append(raw)
         took_ms = self._now_ms() - began_ms
-        arrived = bool(found) and self._ask(run[0].told)
+        arrived = bool(blocks) and self._ask(run[0].told)
         began_ms = self._now_ms()
-        arrived = arrived and self._ask(lambda: self._import(found))
+        arrived = arrived and self._ask(lambda: self._way.bring_in(blocks, raws))
         took_ms += self._now_ms() - began_ms
-        there = {block for block, _ in found} if arrived else set()
+        there = set(blocks) if arrived else set[int]()
         with self._changed:
             for fetch in run:
                 self._note(Tier.POOL, fetch.block, arrived=fetch.block in there)
@@ -330,8 +309,8 @@ class TierMover:
 
     def _read(self, fetch: _Fetch) -> Bytes | None:
         """What lies there, if it is whole."""
-        room = self.store.room(fetch.place)
-        raw = self._incoming if room is None else room
+        raw = self.store.room(fetch.place) if self._incoming is None else self._incoming
+        assert raw is not None, "a place is memory, or there are buffers"
         is_whole = False
 
         def read() -> None:
@@ -340,14 +319,6 @@ class TierMover:
 
         self._ask(read)
         return raw if is_whole else None
-
-    def _import(self, found: Sequence[tuple[int, Bytes]]) -> None:
-        if self._late is None:
-            for block, raw in found:
-                self._executor.import_block(block, raw)
-        else:
-            blocks = np.array([block for block, _ in found], np.int32)
-            self._late.import_blocks(blocks, [raw for _, raw in found])
 
     def _note(self, tier: Tier, block: int, *, arrived: bool) -> None:
         self._ended.tiers.append(tier)
