@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.records import NO_BOOLS, NO_INTS, Admission, PartLayers, StepPlan
+from quire.base.records import Admission, StepPlan
 from quire.base.sampling_params import SamplingParams
 from quire.runner.model_runner import ModelRunner
 from quire.scheduler.cost import LinearCost
@@ -42,34 +42,6 @@ def warm_up(runner: ModelRunner, limits: SchedulerLimits, *, num_blocks: int) ->
         samplings = _SAMPLINGS[first : first + rows]
         _run(runner, [tokens] * len(samplings), 0, samplings)
     _run(runner, [1], 0, _SAMPLINGS[:1])
-    if limits.part_layers:
-        _run_first_layer(runner, limits, num_blocks)
-
-
-def _run_first_layer(runner: ModelRunner, limits: SchedulerLimits, num_blocks: int) -> None:
-    """Touch the buffers of a part that is computed by layers; it is dropped with that."""
-    held_tokens = min(limits.max_model_len, num_blocks * runner.tables.block_size)
-    count = min(limits.layered_part_tokens, held_tokens)
-    plan = made_up_plan([count], [0], runner.tables.block_size, _SAMPLINGS[0])
-    layers = PartLayers(
-        slot=0,
-        start=0,
-        count=count,
-        store_from=0,
-        first_layer=0,
-        end_layer=1,
-        num_layers=limits.part_layers,
-    )
-    no_rows = replace(
-        plan,
-        slots=NO_INTS,
-        starts=NO_INTS,
-        counts=NO_INTS,
-        store_from=NO_INTS,
-        samples=NO_BOOLS,
-        layers=layers,
-    )
-    runner.collect(runner.submit(no_rows))
 
 
 def measure_cost(

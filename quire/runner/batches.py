@@ -106,14 +106,16 @@ class KeptSampleBatch:
         self._tables = tables
         self._last: tuple[int, bytes, SampleBatch] | None = None
 
-    def of(self, slots: Int32s, positions: Int32s, masks: Masks) -> SampleBatch:
+    def of(
+        self, slots: Int32s, positions: Int32s, masks: Masks, *, is_late: bool = False
+    ) -> SampleBatch:
         """See sample_batch."""
         tables, rows = self._tables, slots.tobytes()
         if self._last is not None and not len(masks.rows):
             changes, last_rows, batch = self._last
             if changes == tables.changes and last_rows == rows:
                 return batch.at(positions)
-        batch = sample_batch(slots, positions, tables, masks)
+        batch = sample_batch(slots, positions, tables, masks, is_late=is_late)
         lasting = not (len(batch.history) or len(batch.bias_ids) or batch.rare or len(masks.rows))
         stays = lasting and not tables.stops_from[slots].any()
         self._last = (tables.changes, rows, batch) if stays else None
@@ -121,14 +123,20 @@ class KeptSampleBatch:
 
 
 def sample_batch(
-    of_slots: Int32s, positions: Int32s, tables: SlotTables, masks: Masks = NO_MASK
+    of_slots: Int32s,
+    positions: Int32s,
+    tables: SlotTables,
+    masks: Masks = NO_MASK,
+    *,
+    is_late: bool = False,
 ) -> SampleBatch:
     """Parameters of the rows in `of_slots` [R] whose next token gets `positions` [R]; masks: of
-    these rows."""
+    these rows. is_late: a token before may be on the device only. Elsewhere one that is not in the
+    table is of a request that failed or ended, and whose row nobody is told of."""
     slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
     banned = (positions < tables.stops_from[slots]).nonzero()[0]
     history_starts, history = _history(slots, positions, tables)
-    late_slots = _late(slots, positions, tables) if len(history) else NO_INTS
+    late_slots = _late(slots, positions, tables) if is_late and len(history) else NO_INTS
     bias_starts, bias_ids, bias_values = _bias(slots, tables)
     banned_starts, banned_ids = ragged(
         [tables.stop_ids[slot] for slot in slots[banned]], banned, len(slots)
@@ -185,12 +193,10 @@ def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32
 
 
 def _late(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
-    """Slots of rows that read their history and lack its last token."""
-    unknown = np.where(tables.has_penalty[slots], num_unknown(slots, positions, tables), 0)
-    assert (unknown < 2).all(), "a step of such rows is chosen when the one before is finished"
-    if not (unknown > 0).any():
-        return NO_INTS
-    return np.where(unknown > 0, slots, -1).astype(np.int32)
+    """Slots of rows that read their history and lack its last token. Who lacks more has failed: a
+    step of such rows is chosen when the one before is finished."""
+    lacks_one = tables.has_penalty[slots] & (num_unknown(slots, positions, tables) == 1)
+    return np.where(lacks_one, slots, -1).astype(np.int32) if lacks_one.any() else NO_INTS
 
 
 def _bias(slots: Index, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:

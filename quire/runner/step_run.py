@@ -126,7 +126,8 @@ class StepRun:
         if count < len(self.slots):
             masks = replace(masks, rows=masks.rows[rows])
         logits = means.executor.run_head(self._batch, first, count)
-        sampling = means.sampling.of(slots, self.positions[rows], masks)
+        positions = self.positions[rows]
+        sampling = means.sampling.of(slots, positions, masks, is_late=self._is_late)
         if self._is_late:
             listed = np.empty((count, 0), np.float32)
             later = cast(LateExecutor, means.executor)

@@ -18,7 +18,7 @@ from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def tiny_parts() -> Iterator[None]:
     """Prompts of the cases are too short to be worth layers, and go through them all the same."""
     with pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,7 @@ GOALS = {
     "saved": 0.3,
     "fetched": 0.12,
     "chunked": 0.8,
-    "layered": 0.1,  # most prompts are scored, and those are not
+    "layered": 0.08,  # most prompts are scored, and those are not
     "forked": 0.4,
     "cancelled": 0.15,
     "held": 0.1,

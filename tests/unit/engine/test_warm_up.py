@@ -9,7 +9,6 @@ from quire.engine.warm_up import measure_cost, warm_up
 from quire.runner.model_runner import ModelRunner
 from quire.scheduler.limits import SchedulerLimits
 from tests.unit.runner.scripted_executor import ScriptedExecutor
-from tests.unit.runner.test_part_run import LayeredScript
 
 
 class CountingClock(Clock):
@@ -62,24 +61,6 @@ def test_two_steps_warm_every_kind_of_token_choice_and_several_rows() -> None:
     assert [len(batch.token_ids) for batch in executor.batches] == [30, 1]
     assert any(len(batch.history) for batch in executor.samples)
     assert any(batch.num_logprobs.max() > 0 for batch in executor.samples)
-
-
-@pytest.mark.parametrize("num_blocks", [100, 2])
-def test_buffers_of_a_part_by_layers_are_touched_with_one_layer(num_blocks: int) -> None:
-    executor = LayeredScript()
-    runner = ModelRunner(executor, num_slots=8, max_model_len=512, block_size=16, max_samples=64)
-    limits = SchedulerLimits(
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        max_model_len=512,
-        part_layers=executor.num_layers,
-        layered_part_tokens=256,
-    )
-    warm_up(runner, limits, num_blocks=num_blocks)
-    [(batch, first, end)] = executor.layers
-    assert (first, end) == (0, 1)
-    assert len(batch.token_ids) == min(256, num_blocks * 16)
-    assert batch.kv_slots.max() < num_blocks * 16
 
 
 def test_a_clock_that_ticks_evenly_gives_a_fixed_cost_only() -> None:

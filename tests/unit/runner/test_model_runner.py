@@ -289,6 +289,31 @@ def test_with_overlap_submit_returns_at_once_and_plans_run_in_order() -> None:
     runner.close()
 
 
+def test_rows_planned_behind_one_that_failed_lack_its_token_and_hold_nobody_up() -> None:
+    def choose(positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.where(positions == 2, -1, next_ids(positions)).astype(np.int32)
+
+    executor = ScriptedExecutor(choose)
+    runner = runner_of(executor, overlap=True)
+    admissions = (
+        admission_of(0, [1, 2], repetition_penalty=1.3),
+        admission_of(1, [3, 4, 5], repetition_penalty=1.3),
+    )
+    plans = [
+        plan_of(
+            1, [(0, 0, 2, True), (1, 0, 3, True)], admissions=admissions, blocks={0: [0], 1: [1]}
+        ),
+        plan_of(2, [(0, 2, 1, True), (1, 3, 1, True)]),
+        plan_of(3, [(0, 3, 1, True), (1, 4, 1, True)]),
+    ]
+    handles = [runner.submit(plan) for plan in plans]
+    results = [runner.collect(handle) for handle in handles]
+    assert [error.row for error in results[0].errors] == [0]
+    assert [result.token_ids.tolist()[-1] for result in results] == [3, 4, 5]
+    assert all(not len(batch.late_slots) for batch in executor.samples)
+    runner.close()
+
+
 @pytest.mark.parametrize("most", [1, 11])
 def test_random_steps_agree_with_a_loop_over_rows(most: int) -> None:
     rng = np.random.default_rng(0)
