@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,6 +28,10 @@ from quire.weights.pack_cache import PackCache
 HEAD_ROWS = 64
 # Most rows of a part that is computed by layers: products and attention gain little beyond.
 PART_TOKENS = 512
+# Rows of such a part, which samples nothing.
+PART_ROWS: Mapping[Rows, int] = MappingProxyType(
+    {Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1}
+)
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
-from quire.execute.executor import HEAD_ROWS, PART_TOKENS, ExecutorMemory, Progress
-from quire.execute.layout import Layout, lay_out
+from quire.execute.executor import HEAD_ROWS, PART_ROWS, PART_TOKENS, ExecutorMemory, Progress
+from quire.execute.layout import lay_out
 from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -276,7 +276,7 @@ class NativeExecutor:
         return ExecutorMemory(
             weights_bytes=program.weight_bytes,
             step_bytes=lay_out(program, max_rows).arena_bytes
-            + _lay_out_apart(program).arena_bytes
+            + lay_out(program, PART_ROWS).arena_bytes
             + rope_bytes(program)
             + _int_row_bytes(program, max_rows),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
@@ -403,7 +403,7 @@ def _place_buffers(
     program: Program, max_rows: Mapping[Rows, int], pool: _native.Pool
 ) -> _native.Program:
     """A native program with an arena for steps, and one for a part that is computed by layers."""
-    layout, apart = lay_out(program, max_rows), _lay_out_apart(program)
+    layout, apart = lay_out(program, max_rows), lay_out(program, PART_ROWS)
     native = _native.Program(pool, layout.arena_bytes, apart.arena_bytes)
     for places, is_apart in ((layout.places, False), (apart.places, True)):
         for buffer, place in zip(program.buffers, places, strict=True):
@@ -416,11 +416,6 @@ def _place_buffers(
                 apart=is_apart,
             )
     return native
-
-
-def _lay_out_apart(program: Program) -> Layout:
-    """Buffers of one part of a prompt, which samples nothing."""
-    return lay_out(program, {Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1})
 
 
 def _triple(view: View) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
-from quire.execute.executor import HEAD_ROWS, PART_TOKENS, ExecutorMemory, Progress
+from quire.execute.executor import HEAD_ROWS, PART_ROWS, ExecutorMemory, Progress
 from quire.execute.few_bits import in_few_bits, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
@@ -83,9 +83,7 @@ class ReferenceExecutor:
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._buffers = self._new_buffers(self._limits)
         self._apart: list[Float32s] = []  # of a part that is computed by layers
-        trunk = program.segments["trunk"]
-        # Where layers begin but the first, which has what comes before its attention too.
-        self._layers = [i for i, op in enumerate(trunk) if op.kind is OpKind.ATTENTION]
+        self._layers = program.layer_starts
         self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
         self.ops_done = 0  # operations finished so far; read by other threads
         self._is_closed = False
@@ -214,8 +212,7 @@ class ReferenceExecutor:
     def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
         """Everything in float32, each buffer by itself, whatever the program's dtypes."""
         weights = sum(weight.size for weight in program.weights.values())
-        apart = {Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1}
-        columns = sum((max_rows[b.rows] + apart[b.rows]) * b.width for b in program.buffers)
+        columns = sum((max_rows[b.rows] + PART_ROWS[b.rows]) * b.width for b in program.buffers)
         token = sum(2 * c.layers * c.kv_heads * (c.head_dim + 1) for c in program.caches)
         return ExecutorMemory(
             weights_bytes=4 * weights,

@@ -59,6 +59,13 @@ class Program:
         """Bytes of all weights as they are kept."""
         return sum(weight.num_bytes for weight in self.weights.values())
 
+    @property
+    def layer_starts(self) -> tuple[int, ...]:
+        """Where each layer of the trunk begins: at its attention. What comes before the first
+        belongs to it."""
+        trunk = self.segments["trunk"]
+        return tuple(at for at, op in enumerate(trunk) if op.kind is OpKind.ATTENTION)
+
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor the weights come from, by its name, in the order they are named."""
         return {

@@ -17,7 +17,6 @@ from quire.engine.model_files import model_folder, model_name
 from quire.engine.precision import weights_if_there
 from quire.engine.programs import engine_program
 from quire.models.registry import open_model
-from quire.program.ops import OpKind
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost
 from quire.sim.cost import RooflineCost, StepCost
@@ -63,11 +62,6 @@ class Machine:
         return scheduler.max_num_batched_tokens or max(self.step_tokens, 2 * scheduler.max_num_seqs)
 
 
-def _num_layers(program: Program) -> int:
-    """As LayeredExecutor counts them."""
-    return sum(op.kind is OpKind.ATTENTION for op in program.segments["trunk"])
-
-
 def planned_program(config: EngineConfig) -> Program:
     """The program an engine of this config runs, for as long a context as it may have.
 
@@ -98,6 +92,6 @@ def described_machine(
         token_bytes=sum(cache.token_bytes for cache in program.caches),
         max_model_len=program.max_positions,
         step_tokens=STEP_TOKENS,
-        num_layers=_num_layers(program) if config.executor.executor != "torch" else 0,
+        num_layers=len(program.layer_starts) if config.executor.executor != "torch" else 0,
         about={"gb_per_s": gb_per_s, "gflop_per_s": gflop_per_s, "fixed_ms": fixed_ms},
     )

@@ -10,7 +10,7 @@ import pytest
 
 from quire import _native
 from quire.base.errors import ModelError, SettingError
-from quire.execute.executor import PART_TOKENS
+from quire.execute.executor import PART_ROWS, PART_TOKENS
 from quire.execute.native import NativeExecutor, _int_row_bytes
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -64,7 +64,7 @@ def test_the_reference_takes_f32_for_everything(tmp_path: Path, dtype: DType) ->
     executor.allocate_cache(2, 16)
     assert held.weights_bytes == sum(values.nbytes for values in executor._weights.values())
     assert held.token_bytes * 32 == executor._cache_k.nbytes + executor._cache_v.nbytes
-    apart = executor._new_buffers({Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1})
+    apart = executor._new_buffers(PART_ROWS)
     buffers = sum(buffer.nbytes for buffer in (*executor._buffers, *apart))
     angles = 4 * 32 * sum(rope.rotary_dim for rope in program.ropes)
     assert held.step_bytes == buffers + angles
