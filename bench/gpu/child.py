@@ -33,6 +33,10 @@ def main() -> int:
         arguments.told.write_text(json.dumps({"found": found}), encoding="utf-8")
         print(f"{what}: {json.dumps(value)}", flush=True)
 
+    if arguments.dry_run_on_cpu:
+        from bench.gpu.interpreter import mend
+
+        mend()
     module, _, function = SECTIONS[arguments.name].function.partition(":")
     stage = Stage(
         is_dry=arguments.dry_run_on_cpu,
