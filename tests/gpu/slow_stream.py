@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class SlowStream:
         self._lock = threading.RLock() if lock is None else lock
         self._queue: deque[Callable[[], None]] = deque()
         self._said = self._done = 0
+
+    def here(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def do(self, call: Callable[[], None]) -> None:
         with self._lock:

@@ -63,6 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("port") / "odd", seed=5, num_hidden_layers=2)
 
 
+def test_rows_are_used_when_what_was_told_before_there_were_any_is_done(folder: Path) -> None:
+    """Their memory may be what a step before gave back, in the device's own order."""
+    world, done = World(folder, rows=2), []
+    world.stream.do(lambda: done.append("before"))
+    world.executor.begin_moving(2)
+    world.executor.import_block(1, world.blocks[0])
+    assert done == ["before"]
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_blocks_leave_as_they_were_when_that_was_told_and_come_back(
     cache: str, folder: Path

@@ -17,6 +17,7 @@ from quire.base.errors import (  # noqa: E402
     WorkerError,
 )
 from quire.config.memory import MemoryNeeds, plan_memory  # noqa: E402
+from quire.execute.executor import StepMemoryError  # noqa: E402
 from quire.execute.gpu.device import (  # noqa: E402
     Card,
     Machine,
@@ -45,8 +46,6 @@ CARD = Card(
     name="Some H200",
     capability=(9, 0),
     architecture="sm_90",
-    total_bytes=140 * GIB,
-    free_bytes=139 * GIB,
 )
 MACHINE = Machine(
     torch_version="2.11.0+cu128",
@@ -221,3 +220,58 @@ def test_a_step_without_memory_fails_and_a_lost_device_ends_the_engine() -> None
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="shapes"), device_errors("step"):
         raise RuntimeError("shapes disagree")
+
+
+# What PyTorch adds to each of the driver's errors, from its second line on.
+ADDED = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+    "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory" + ADDED,  # a graph, or pinned memory
+        "Triton Error [CUDA]: out of memory",  # a kernel that is loaded
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "HIP error: out of memory",
+    ],
+)
+def test_memory_that_the_driver_lacks_makes_a_step_smaller(said: str) -> None:
+    with pytest.raises(StepMemoryError, match="no memory left"), device_errors("step"):
+        raise RuntimeError(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: an illegal memory access was encountered" + ADDED,
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "Triton Error [CUDA]: misaligned address",
+        "CUDA error: unspecified launch failure" + ADDED,
+        "CUDA error: device-side assert triggered" + ADDED,
+        "CUDA error: uncorrectable ECC error encountered" + ADDED,
+        "CUDA error: unknown error" + ADDED,
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+    ],
+)
+def test_a_device_that_fails_for_good_is_lost_whoever_says_so(said: str) -> None:
+    with pytest.raises(DeviceLost), device_errors("step"):
+        raise RuntimeError(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: operation not permitted when stream is capturing" + ADDED,
+        "CUDA error: invalid configuration argument" + ADDED,
+        "Triton Error [CUDA]: invalid argument",
+        "mat1 and mat2 shapes cannot be multiplied" + ADDED,
+    ],
+)
+def test_a_call_that_was_refused_fails_its_step_and_not_the_engine(said: str) -> None:
+    with pytest.raises(RuntimeError) as caught, device_errors("step"):
+        raise RuntimeError(said)
+    assert not isinstance(caught.value, WorkerError)

@@ -44,6 +44,9 @@ class BlockPort:
                 f"{2 * rows} blocks on their way to the host and back ({2 * rows * shape[1]} "
                 f"bytes) do not fit into the memory of {device}; lower --kv-cache-memory"
             ) from error
+        # What these rows were before, if anything, is still being done in the device's own order.
+        for beside in (self._leaving, self._coming):
+            beside.behind(stream.mark())
         self._next = 0  # row of those that leave
         self._read: list[Mark | None] = [None] * rows  # behind which a row may be written again
 

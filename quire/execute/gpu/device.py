@@ -8,7 +8,7 @@ bf16, no Triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,8 +20,27 @@ from quire.execute.executor import StepMemoryError
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products; Ampere
 FP8_CAPABILITY = (8, 9)  # products and conversions of e4m3; Ada and Hopper
-# What errors that leave a device unusable say; all later calls fail with the same.
-LOST = ("CUDA error", "HIP error", "device-side assert", "ECC", "fallen off the bus")
+# What the first line of an error says that comes from the driver: through PyTorch, or from Triton,
+# which launches by itself. (PyTorch's next lines speak of device-side assertions whatever it is.)
+OF_DRIVER = ("CUDA error", "HIP error", "Triton Error", "device-side assert", "ECC", "off the bus")
+# Of those: memory that lacks outside PyTorch's allocator, for graphs, kernels, cuBLAS, the host;
+OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# and a call that was refused, after which the device works on. All others leave it unusable: every
+# later call fails with the same.
+REFUSED = (
+    "captur",  # what may not be captured, or was not
+    "invalid argument",
+    "invalid configuration argument",
+    "invalid device function",
+    "invalid resource handle",
+    "no kernel image",
+    "kernel image is invalid",
+    "unsupported toolchain",
+    "too many resources requested",
+    "not supported",
+    "CUBLAS_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_INVALID_VALUE",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +50,6 @@ class Card:
     name: str
     capability: tuple[int, int]
     architecture: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +129,15 @@ def device_errors(doing: str) -> Iterator[None]:
     lost ends the engine."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # what is free in pieces may be whole
-        raise StepMemoryError(
-            f"{doing}: the device has no memory left for this step ({first_line(error)}); lower "
-            "--max-num-batched-tokens or --kv-cache-memory"
-        ) from error
     except RuntimeError as error:
-        if not any(word in str(error) for word in LOST):
+        if lacks_memory(error):
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # what is free in pieces may be whole
+            raise StepMemoryError(
+                f"{doing}: the device has no memory left for this step ({first_line(error)}); "
+                "lower --max-num-batched-tokens or --kv-cache-memory"
+            ) from error
+        if not is_lost(error):
             raise
         raise DeviceLost(
             f"{doing}: the device is lost ({first_line(error)}); look for its errors in the "
@@ -128,9 +145,26 @@ def device_errors(doing: str) -> Iterator[None]:
         ) from error
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Whether it says that the device, or the host for it, had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return _says(error, OF_DRIVER) and _says(error, OF_MEMORY)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether it says that the device can be used no more."""
+    return _says(error, OF_DRIVER) and not _says(error, (*OF_MEMORY, *REFUSED))
+
+
+def _says(error: Exception, words: Iterable[str]) -> bool:
+    line = first_line(error)
+    return any(word in line for word in words)
+
+
 def _card(index: int) -> Card:
+    # Properties only: what is free is known within a context, which takes half a GB of each card.
     properties = torch.cuda.get_device_properties(index)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     capability = (properties.major, properties.minor)
     is_rocm = torch.version.hip is not None
     return Card(
@@ -139,8 +173,6 @@ def _card(index: int) -> Card:
         architecture=properties.gcnArchName.split(":")[0]
         if is_rocm
         else f"sm_{capability[0]}{capability[1]}",
-        total_bytes=total_bytes,
-        free_bytes=free_bytes,
     )
 
 

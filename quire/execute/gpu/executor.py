@@ -210,7 +210,7 @@ class TorchExecutor:
             return choose_on_host(logits, batch)
         from quire.execute.gpu.choice import choose
 
-        with device_errors("token choice"):
+        with device_errors("token choice"), self._stream.here():
             return choose(logits.float().contiguous(), batch, choose_on_host, self._stream)
 
     def sample_later(
@@ -226,7 +226,7 @@ class TorchExecutor:
 
         if rows_for_the_host(batch).any():
             raise ValueError("some of these rows are chosen on the host: sample does it")
-        with device_errors("token choice"):
+        with device_errors("token choice"), self._stream.here():
             chosen = choose_later(
                 logits.float().contiguous(),
                 batch,
@@ -258,14 +258,14 @@ class TorchExecutor:
             return score_on_host(logits, batch)
         from quire.execute.gpu.choice import score
 
-        with device_errors("scores"):
+        with device_errors("scores"), self._stream.here():
             return score(logits.float(), batch, self._stream)
 
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
         self._pool.free()
-        self._port = None
-        self._calls, self._counts = {}, None
+        self._port = self._attention = self._graphs = None
+        self._calls, self._counts, self._head_of = {}, None, None
         del self._place, self._arena, self._step, self._last
 
     # ---- private

@@ -15,6 +15,9 @@ from typing import Protocol
 
 import torch
 
+from quire.base.log import Log
+from quire.execute.gpu.device import first_line, is_lost
+
 
 class Capture(Protocol):
     """Records what a function launches, without doing it; the result does it."""
@@ -36,7 +39,8 @@ class Graphs:
         self._capture = capture
         self._sizes = ladder(most)
         self._replays: dict[Hashable, Callable[[], None]] = {}
-        self._is_full = False  # there was no memory for another
+        self._log = Log("executor")
+        self.trouble = ""  # why no more are captured: there was no memory for another
 
     def size_for(self, rows: int) -> int:
         """The size that a step of so many rows is launched as; rows are at most the ladder's."""
@@ -50,30 +54,44 @@ class Graphs:
             replay()
             return
         body()
-        if not self._is_full:
+        if not self.trouble:
             try:
                 self._replays[key] = self._capture(body)
-            except torch.OutOfMemoryError:
-                self._is_full = True  # what was not captured is launched as usual
+            except RuntimeError as error:
+                if is_lost(error):
+                    raise
+                # The step is computed; what was not captured is launched as usual.
+                self.trouble = first_line(error)
+                self._log.warning(
+                    "steps of new sizes are launched kernel by kernel: capturing one failed",
+                    size=str(key),
+                    error=self.trouble,
+                )
 
     def clear(self) -> None:
         """Forget all: addresses they hold are no longer true."""
         self._replays.clear()
-        self._is_full = False
+        self.trouble = ""
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool."""
+    """CUDA graphs in one memory pool, captured in a stream of the device that nothing else uses.
+
+    Not by torch.cuda.graph, which first waits for the device and gives back all memory that is
+    free, pinned too, and which leaves the capture's stream the current one where capturing fails.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # What another thread asks the device for meanwhile (blocks that come) is none of it.
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), capture:
-            body()
+        with torch.cuda.stream(self._stream):
+            # What another thread asks the device for meanwhile (blocks that come) is none of it.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -32,6 +32,9 @@ class Stream(Protocol):
 
     is_beside: bool
 
+    def here(self) -> AbstractContextManager[object]:
+        """While it is open, what this thread launches goes into this order, on this device."""
+
     def do(self, call: Callable[[], None]) -> None:
         """Tell the device to do what `call` launches."""
 
@@ -72,6 +75,10 @@ class CpuStream:
 
     is_beside = False
 
+    def here(self) -> AbstractContextManager[object]:
+        """See Stream."""
+        return nullcontext()
+
     def do(self, call: Callable[[], None]) -> None:
         """See Stream."""
         call()
@@ -110,16 +117,24 @@ class CpuStream:
 
 class GpuStream:
     """PyTorch's current stream of a device, the one that all its threads have by default; or one of
-    its own, beside that."""
+    its own, beside that. A kernel goes to the device that is current in its thread, wherever its
+    tensors lie, and in a new thread that is the first: so whatever is launched is launched `here`.
+    """
 
     is_beside = True
 
     def __init__(self, device: torch.device, own: torch.cuda.Stream | None = None) -> None:
         self._device, self._own = device, own
 
+    def here(self) -> AbstractContextManager[object]:
+        """See Stream."""
+        if self._own is None:
+            return torch.cuda.device(self._device)
+        return torch.cuda.stream(self._own)  # and its device
+
     def do(self, call: Callable[[], None]) -> None:
         """See Stream."""
-        with self._here():
+        with self.here():
             call()
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
@@ -127,7 +142,7 @@ class GpuStream:
         if not values.size:
             return torch.from_numpy(values.copy()).to(self._device)
         pinned = torch.from_numpy(values.copy()).pin_memory()
-        with self._here():
+        with self.here():
             return pinned.to(self._device, non_blocking=True)
 
     def to_host(self, values: Tensor) -> Tensor:
@@ -146,7 +161,7 @@ class GpuStream:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See Stream."""
-        with self._here():
+        with self.here():
             target.copy_(source, non_blocking=True)
 
     def mark(self, *, sleeps: bool = False) -> Mark:
@@ -163,9 +178,6 @@ class GpuStream:
         """See Stream."""
         assert isinstance(mark, _Event), "marks of one device only"
         self._now().wait_event(mark.event)
-
-    def _here(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._own is None else torch.cuda.stream(self._own)
 
     def _now(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if self._own is None else self._own
