@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from quire.execute.gpu.kernels import attention as kernels
 from quire.execute.gpu.kernels import block_copy, store_kv
@@ -48,44 +48,20 @@ from quire.execute.gpu.kernels.wishes import Wishes
 
 F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn
 TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint32: "*u32",
-    torch.bool: "*i1",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "maxnreg")
 Report = dict[str, Any]
 
 
-def _argument(value: Any) -> tuple[str, bool]:
-    """Its type, and whether it counts as a multiple of 16."""
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype], True
-    if isinstance(value, float):
-        return "fp32", False
-    return ("i32" if abs(value) < 2**31 else "i64"), value % 16 == 0
-
-
 def _compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Report:
-    options = {name: named.pop(name) for name in OPTIONS if name in named}
-    bound = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-    signature, constants, attributes = {}, {}, {}
-    for place, (parameter, name) in enumerate(zip(kernel.params, kernel.arg_names, strict=True)):
-        value = bound[name]
-        if parameter.is_constexpr:
-            signature[name], constants[name] = "constexpr", value
-            continue
-        signature[name], is_aligned = _argument(value)
-        if is_aligned:
-            attributes[(place,)] = [["tt.divisibility", 16]]
+    """As a launch would have it compiled: numbers that are 1 are constants, whole numbers of 16
+    are known to be."""
+    backend = make_backend(TARGET)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*arguments, **named)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, named, bound, specialization, options
+    )
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    made = triton.compile(source, target=TARGET, options=options)
+    made = triton.compile(source, target=TARGET, options=options.__dict__)
     return _report(made, kernel.fn.__name__)
 
 

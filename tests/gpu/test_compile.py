@@ -1,5 +1,6 @@
 """Every kernel compiles for an H200 with no card at hand, and what can be read from its code holds:
-matrix instructions where products are, nothing spilled, nothing fused that must round twice."""
+matrix instructions where products are, nothing spilled, nothing fused that must round twice. And
+a kernel is compiled once for each shape of tile."""
 
 from __future__ import annotations
 
@@ -21,16 +22,15 @@ MAX_STACK = {"_finish": 256, "attention_items": 64}
 FUSED = ("_linear", "_grouped", "_combine", "attention_items", "merge_partials")
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A line a kernel, made where Triton compiles in place of interpreting."""
+def printed(module: str, cache: Path) -> str:
+    """By a module that runs where Triton compiles in place of interpreting."""
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.compile_for"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -38,7 +38,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A line a kernel."""
+    said = printed("tests.gpu.compile_for", tmp_path_factory.mktemp("compiled"))
+    return [json.loads(line) for line in said.splitlines()]
 
 
 def test_products_use_the_matrix_unit(reports: list[dict[str, Any]]) -> None:
@@ -61,3 +68,11 @@ def test_multiply_adds_are_fused_where_they_are_written(reports: list[dict[str, 
     for report in reports:
         if not report["kernel"].startswith(FUSED):
             assert report["fused"] == 0, report
+
+
+def test_no_step_compiles_anew_for_another_number_of_rows(tmp_path: Path) -> None:
+    """Triton makes numbers that are 1 constants, and others know that they are whole 16s, unless
+    told not to: each kernel three times over, in the middle of somebody's answer."""
+    found = json.loads(printed("tests.gpu.variants", tmp_path))
+    assert len(found) > 10
+    assert {case: kernels for case, kernels in found.items() if set(kernels.values()) != {1}} == {}

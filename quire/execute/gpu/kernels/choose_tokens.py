@@ -27,6 +27,8 @@ SMALLEST_MIN_P = tl.constexpr(2.0**-126)
 NOTHING = tl.constexpr(float("-inf"))
 NO_ID = tl.constexpr(2**30)
 DIGITS = tl.constexpr(16)  # of four bits
+# Where these lie depends on how many rows there are (Wishes); a kernel is not compiled for that.
+OF_ROWS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "streams", "positions")
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def _has_filters(temperature, top_k, top_p, min_p, V: tl.constexpr):
     return some & (temperature >= SMALLEST_TEMPERATURE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS)
 def _scan(
     logits,
     edited,
@@ -237,7 +239,7 @@ def _drawn(
     return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, NO_ID), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS)
 def _finish(
     edited,
     temperatures,

@@ -96,7 +96,7 @@ def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
     return entries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _edit(entries, logits, count, V: tl.constexpr, AT_ONCE: tl.constexpr):
     at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = at < count
@@ -119,7 +119,7 @@ def _edit(entries, logits, count, V: tl.constexpr, AT_ONCE: tl.constexpr):
     tl.store(place, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_late"])
 def _add_late(entries, late, last, count, num_late, BLOCK: tl.constexpr):
     number = tl.program_id(0)
     token = tl.load(last + tl.load(late + number))
@@ -146,7 +146,7 @@ def _f32(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _mask(masked, masks, logits, count, V: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.load(masked + tl.program_id(0)).to(tl.int64)
     mask = tl.load(masked + count + tl.program_id(0)).to(tl.int64)

@@ -15,7 +15,7 @@ from quire.execute.gpu.kernels.launch import check_vector
 AT_ONCE = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _take(token_ids, late_slots, last, count, AT_ONCE: tl.constexpr):
     at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     slots = tl.load(late_slots + at, mask=at < count, other=-1)
@@ -24,7 +24,7 @@ def _take(token_ids, late_slots, last, count, AT_ONCE: tl.constexpr):
     tl.store(token_ids + at, tl.maximum(tokens, 0), mask=is_late)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _keep(last, slots, token_ids, count, AT_ONCE: tl.constexpr):
     at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = at < count

@@ -2,7 +2,9 @@
 
 Kernels run on an accelerator's tensors, or on CPU tensors in Triton's interpreter. Knows no
 operation. Always holds: nothing here depends on how many rows there are, and multiplications and
-additions are fused only where a kernel writes fma, in every version of Triton (EXACT).
+additions are fused only where a kernel writes fma, in every version of Triton (EXACT). A number
+that differs from step to step is one Triton does not specialize for: a kernel is compiled for each
+shape of tile, once, and not again in the middle of an answer for one row, or for sixteen.
 """
 
 from __future__ import annotations

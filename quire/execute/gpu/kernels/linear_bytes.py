@@ -69,7 +69,7 @@ class ByteWeight:
         return cls.of(values, torch.from_numpy(np.array(matrix.scales[:, 0])).to(device))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_r"])
 def _linear_bytes(
     x,
     x_scales,

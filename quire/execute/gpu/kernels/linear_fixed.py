@@ -69,7 +69,7 @@ def tile_of(index, NUM_N: tl.constexpr, num_r, GROUP: tl.constexpr):
     return first + inside % size, inside // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_r"])
 def _linear(
     x,
     weight,

@@ -46,7 +46,7 @@ def _zero_of(zeros, group, outputs, inside, N: tl.constexpr, HAS_ZEROS: tl.const
     return zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_r"])
 def _linear_int4(
     x,
     x_scales,

@@ -78,7 +78,7 @@ def _sums(
     tl.store(before + place, tl.sum((ahead & (ids < V)).to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["norms", "rows"])
 def _rows(
     logits,
     targets,
@@ -149,7 +149,7 @@ def _rows(
             tl.store(top_logprobs + row * TOP + number, nan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["norms", "rows", "count"])
 def _listed(logits, norms, listed_rows, listed_ids, y, stride, rows, count, AT_ONCE: tl.constexpr):
     at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = at < count
