@@ -1,4 +1,5 @@
-"""Writes what was measured, from committed results: the README's part, docs/measured.md, a picture.
+"""Writes what was measured, from committed results: the README's part, docs/measured.md, the tables
+of docs/simulate.md, a picture.
 
 `python -m bench.readme_table` rewrites them; `--check` exits 1 where a page is not current. No page
 has a figure that is not in a file under bench/results/.
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.measured import peers
+from bench.measured.policy_table import policy_table
 from bench.measured.rows import HEADLINES, TOPICS
 from quire.base.errors import SettingError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
+SIMULATE = ROOT / "docs" / "simulate.md"
+SCENES = ("policies-accelerator", "policies-cpu")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 HEAD = ["| what | measured | goal |", "|---|---|---|"]
 
@@ -85,15 +89,25 @@ def page() -> str:
 
 def readme() -> str:
     """The README with its part made anew."""
-    before, rest = README.read_text().split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    return _with_part(README, table())
+
+
+def simulate() -> str:
+    """docs/simulate.md with its tables made anew."""
+    results = [result for name in SCENES if (result := _load(name)) is not None]
+    return _with_part(SIMULATE, "\n\n".join(map(policy_table, results)) or "Not yet simulated.")
+
+
+def _with_part(page: Path, part: str) -> str:
+    before, rest = page.read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{part}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    for path, wanted in ((README, readme()), (PAGE, page())):
+    for path, wanted in ((README, readme()), (PAGE, page()), (SIMULATE, simulate())):
         if path.exists() and path.read_text() == wanted:
             continue
         if args.check:

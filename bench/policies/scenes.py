@@ -58,7 +58,7 @@ class Scene:
 _CPU = Scene(
     name="cpu",
     text="qwen3-0.6b in bf16, steps measured on two cores with AMX; at most 16 run",
-    speeds=(0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1),
+    speeds=(0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2),
     light_speed=0.02,
     goals=Goals(ttft_s=10.0, tpot_s=0.5),
     settings={

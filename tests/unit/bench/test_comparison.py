@@ -382,3 +382,4 @@ def test_the_readme_tells_of_serving_only_beside_a_peer() -> None:
 def test_pages_tell_what_the_committed_results_say() -> None:
     assert readme_table.README.read_text() == readme_table.readme()
     assert readme_table.PAGE.read_text() == readme_table.page()
+    assert readme_table.SIMULATE.read_text() == readme_table.simulate()

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench import footprint
 from bench.measured.peers import sweeps_text
+from bench.measured.policy_table import policy_table
 from bench.measured.rows import _belady_row, _footprint_rows
 from bench.measured.service_rows import forecast_rows, policy_rows, soak_rows, structured_rows
 from bench.readme_table import RESULTS
@@ -59,6 +60,21 @@ def test_what_a_soak_leaves_behind_is_counted() -> None:
     told, held = soak_rows(result)
     assert told.endswith("| 1 | 0 |")
     assert "3 more than before" in held
+
+
+def test_a_line_of_policies_compares_means_where_nothing_was_refused() -> None:
+    result = _result("policies-cpu")
+    title, _, *rows = policy_table(result).splitlines()
+    assert result["scene"] in title
+    speeds = {run["speed"] for run in result["runs"]}
+    assert len(rows) == 2 + len(speeds)
+    first = min(speeds)
+    [mean] = (
+        run["summary"]["latency_mean_s"]
+        for run in result["open_ended"]["runs"]
+        if (run["policy"], run["speed"]) == ("sjf", first)
+    )
+    assert rows[2].split(" | ")[5] == f"{mean:.1f} s"
 
 
 def test_sizes_at_which_lru_is_better_are_named() -> None:
