@@ -1,8 +1,5 @@
-"""Captured steps: the ladder, what is captured when, and that padded rows are not seen.
-
-A captured step is played back by calling it again: what CUDA replays is these launches, with the
-addresses and counts they were captured with.
-"""
+"""Captured steps: what is captured when, and that the padded rows of steps of one token a sequence
+are not seen. Mixed steps are in test_mixed_graphs.py, sizes in test_step_sizes.py."""
 
 from __future__ import annotations
 
@@ -16,12 +13,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
-from quire.execute.gpu.graphs import Graphs, ladder  # noqa: E402
+from quire.execute.gpu.graphs import Graphs  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, program_of, torch_executor  # noqa: E402
+from tests.gpu.recorded import LaunchCapture  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -31,7 +29,7 @@ LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 
 
 class Recorder:
-    """A capture that keeps bodies and counts replays."""
+    """A capture that keeps functions, and counts replays."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -46,22 +44,9 @@ class Recorder:
         return replay
 
 
-@pytest.mark.parametrize("most", [1, 3, 16, 100, 256, 600, 2000])
-def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
-    sizes = ladder(most)
-    assert sizes[0] == 1
-    assert sizes[-1] == most
-    assert list(sizes) == sorted(set(sizes))
-    graphs = Graphs(Recorder(), most)
-    for rows in range(1, most + 1):
-        size = graphs.size_for(rows)
-        assert rows <= size <= most
-        assert size - rows <= max(rows, 64)
-
-
 def test_a_size_is_computed_then_captured_then_replayed_until_all_is_forgotten() -> None:
     recorder, done = Recorder(), []
-    graphs = Graphs(recorder, 8)
+    graphs = Graphs(recorder)
     for _ in range(3):
         graphs.run(4, lambda: done.append("body"))
     graphs.run((4, True), lambda: done.append("other"))
@@ -99,7 +84,7 @@ def _steps(executor: TorchExecutor, counts: list[int]) -> list[np.ndarray]:
 
 
 def test_replayed_steps_give_the_bits_of_steps_that_are_launched(tmp_path: Path) -> None:
-    folder, recorder = LLAMA.write(tmp_path), Recorder()
+    folder, recorder = LLAMA.write(tmp_path), LaunchCapture()
     program = program_of(folder, DType.BF16)
     counts = [5, 6, 7, 3, 1, 1]
     captured = torch_executor(folder, program, kernels=True, capture=recorder)

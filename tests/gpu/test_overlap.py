@@ -27,9 +27,10 @@ from tests.exact.rig import Model, Stream, run_case  # noqa: E402
 from tests.exact.test_overlap import overlapped, plain, with_penalties  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, CPU, program_of, torch_executor  # noqa: E402
+from tests.gpu.recorded import LaunchCapture  # noqa: E402
 from tests.gpu.slow_stream import SlowStream  # noqa: E402
 from tests.gpu.test_exact_answers import MAX_ROWS, NUM_CASES, TorchModel  # noqa: E402
-from tests.gpu.test_graphs import Recorder, decode_batch  # noqa: E402
+from tests.gpu.test_graphs import decode_batch  # noqa: E402
 from tests.kernels.sampling_cases import assert_same_choice, make_batch  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
@@ -125,7 +126,7 @@ def test_a_size_for_which_memory_lacks_is_launched_as_usual() -> None:
     def full(body: Callable[[], None]) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs, done = Graphs(full, 8), []
+    graphs, done = Graphs(full), []
     for _ in range(3):
         graphs.run(4, lambda: done.append(1))
     assert done == [1, 1, 1]
@@ -135,7 +136,7 @@ def test_kernels_take_the_token_that_kernels_chose_before(tmp_path: Path) -> Non
     """In captured steps too, where rows beyond the real ones take none."""
     folder = write_tiny_llama(tmp_path / "tiny", seed=5, num_hidden_layers=1)
     program = program_of(folder, DType.F32)
-    late = torch_executor(folder, program, kernels=True, capture=Recorder())
+    late = torch_executor(folder, program, kernels=True, capture=LaunchCapture())
     known = torch_executor(folder, program, kernels=True)
     ids, slots = np.array([3, 4, 5], np.int32), np.array([5, 2, 15], np.int32)
     for depth in range(3):

@@ -1,9 +1,10 @@
 """AttentionSteps: what the attention launches of a step do, planned on the host for all layers.
 
 Sequences with one token row go through narrow tiles, cut so that the whole device is busy; others
-through wide tiles, uncut. Each plan has a place in the step's buffers, so a captured graph of one
-token a sequence finds its items at the same address in every step, as many as it was captured
-with. Knows geometry and rows; no weights and no cache.
+through wide tiles, uncut. Each plan has a place in the step's buffers, so a captured graph finds
+its items at the same address in every step, as many as it was captured with: those beyond a step's
+own name no tokens, and whoever reads one of them ends at once. Knows geometry and rows; no weights
+and no cache.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quire.execute.gpu.kernels.attention_plan import (
     padded,
     plan_tiles,
 )
+from quire.execute.gpu.step_sizes import Size
 from quire.program.batch import ForwardBatch
 from quire.program.ops import OpKind, Rows
 from quire.program.program import Program
@@ -49,6 +51,11 @@ class Geometry:
         each = self.kv_heads * self.group * (self.head_dim + 2) * 4
         needed = max_sequences * -(-max_positions // PIECE_POSITIONS)
         return max(min(PARTIAL_BYTES // each, needed), 1)
+
+    def max_wide(self, tokens: int, chunks: int) -> int:
+        """Wide tiles of so many token rows in so many chunks, at most: each may end in a part of a
+        tile."""
+        return tokens // (self.wide // self.group) + chunks
 
 
 class AttentionSteps:
@@ -75,8 +82,10 @@ class AttentionSteps:
         """Elements of each place in the step's buffers, by name."""
         found: dict[str, int] = {}
         for group, geometry in self.geometries.items():
-            wide = self._max_tokens // (geometry.wide // group) + self._max_sequences + 1
-            found[f"narrow_items_{group}"] = ITEM_FIELDS * self._most_items(geometry)
+            wide = geometry.max_wide(self._max_tokens, self._max_sequences)
+            found[f"narrow_items_{group}"] = ITEM_FIELDS * self._most_items(
+                geometry, self._max_sequences
+            )
             found[f"merges_{group}"] = MERGE_FIELDS * self._max_sequences
             found[f"wide_items_{group}"] = ITEM_FIELDS * wide
         return found
@@ -92,8 +101,8 @@ class AttentionSteps:
                 device=device,
             )
 
-    def plan(self, batch: ForwardBatch, *, num_rows: int = 0) -> dict[str, Int32s]:
-        """What goes to the places of `sizes` for a step; padded for a graph of `num_rows` rows."""
+    def plan(self, batch: ForwardBatch, *, size: Size | None = None) -> dict[str, Int32s]:
+        """What goes to the places of `sizes` for a step; padded for a captured one's `size`."""
         tokens = np.diff(batch.seq_starts)
         at = np.minimum(batch.seq_starts[:-1], max(len(batch.positions) - 1, 0))
         firsts = batch.positions[at]
@@ -109,9 +118,6 @@ class AttentionSteps:
                 programs=self._programs,
                 max_partials=geometry.max_partials(self._max_positions, self._max_sequences),
             )
-            if num_rows:
-                items = max_items(num_rows, kv_heads=geometry.kv_heads, programs=self._programs)
-                narrow = padded(narrow, items=items, merges=num_rows)
             wide = plan_tiles(
                 batch.seq_starts,
                 firsts,
@@ -122,6 +128,14 @@ class AttentionSteps:
                 programs=0,
                 max_partials=0,
             )
+            if size is not None:
+                narrow = padded(
+                    narrow,
+                    items=self._most_items(geometry, size.sequences),
+                    merges=size.sequences,
+                )
+                tiles = geometry.max_wide(size.tokens, size.chunks) if size.chunks else 0
+                wide = padded(wide, items=tiles, merges=0)
             written |= self._written(group, narrow, wide)
         return written
 
@@ -161,8 +175,8 @@ class AttentionSteps:
         self._counts |= {name: len(values) for name, values in written.items()}
         return written
 
-    def _most_items(self, geometry: Geometry) -> int:
-        return max_items(self._max_sequences, kv_heads=geometry.kv_heads, programs=self._programs)
+    def _most_items(self, geometry: Geometry, num_sequences: int) -> int:
+        return max_items(num_sequences, kv_heads=geometry.kv_heads, programs=self._programs)
 
 
 def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:

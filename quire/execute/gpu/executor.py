@@ -1,8 +1,8 @@
 """TorchExecutor: runs a program with PyTorch and Triton, on a GPU, or on CPU tensors to be tested.
 
 Knows what a step does with what is held for it (held.py, kv_pool.py). On a GPU operations are
-kernels (kernel_ops.py), on CPU tensors plain PyTorch (ops.py); steps of one token a sequence are
-replayed from captured graphs (graphs.py). Knows nothing of requests.
+kernels (kernel_ops.py), on CPU tensors plain PyTorch (ops.py); steps up to some size are replayed
+from captured graphs (graphs.py). Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from quire.execute.gpu.last_tokens import LastTokens
 from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.ops import Call, Place, bind_plain
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
+from quire.execute.gpu.step_sizes import Size, Sizes, most_mixed
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Rows
@@ -44,8 +45,8 @@ SEGMENTS = ("trunk", "head")
 class TorchExecutor:
     """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
     NaN before each run, and kernels says whether they run, in Triton's interpreter where the device
-    is the CPU: both for tests. capture: how steps of one token a sequence are captured, on a GPU as
-    CUDA graphs where nothing is given. stream: of the device, where a test has its own."""
+    is the CPU: both for tests. capture: how steps are captured, on a GPU as CUDA graphs where
+    nothing is given. stream: of the device, where a test has its own."""
 
     name = "torch"
 
@@ -102,8 +103,9 @@ class TorchExecutor:
         if capture is None and device.type != "cpu":
             capture = CudaCapture(device)
         self._graphs: Graphs | None = None
+        self.sizes = Sizes(max_rows, mixed=most_mixed(program, len(self._calls["trunk"])))
         if capture is not None:
-            self._graphs = Graphs(capture, max_rows[Rows.SEQUENCES])
+            self._graphs = Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool of zeros."""
@@ -170,8 +172,9 @@ class TorchExecutor:
             self._stream.do(self._fill_with_nan)
         self._head_of = None
         with device_errors("a step"):
-            if self._graphs is not None and len(batch.token_ids) == len(batch.seq_starts) - 1:
-                self._counts = self._replayed(self._graphs, batch, head_rows)
+            size = None if self._graphs is None else self.sizes.of(batch)
+            if self._graphs is not None and size is not None:
+                self._counts = self._replayed(self._graphs, size, batch, head_rows)
             else:
                 self._counts = self._load(batch)
                 self._run("trunk", self._counts)
@@ -197,6 +200,11 @@ class TorchExecutor:
             self._place.of(self._program.outputs[name], self._counts).float().cpu().numpy().copy()
         )
         return values
+
+    @property
+    def steps_replayed(self) -> int:
+        """Of those that ran so far; the others were launched kernel by kernel."""
+        return 0 if self._graphs is None else self._graphs.num_replayed
 
     @property
     def weights(self) -> Loaded:
@@ -286,22 +294,20 @@ class TorchExecutor:
         products = Products(self._place, scratch)
         return KernelOps(self._place, self._attention, products).bind_segment
 
-    def _load(self, batch: ForwardBatch, *, num_rows: int = 0) -> Counts:
+    def _load(self, batch: ForwardBatch, size: Size | None = None) -> Counts:
         if self._attention is None:
-            return self._step.load(batch, num_rows=num_rows)
-        plan = self._attention.plan(batch, num_rows=num_rows)
-        counts = self._step.load(batch, num_rows=num_rows, others=plan)
+            return self._step.load(batch, size=size)
+        plan = self._attention.plan(batch, size=size)
+        counts = self._step.load(batch, size=size, others=plan)
         self._attention.mirror(self._step.others)
         return counts
 
-    def _replayed(self, graphs: Graphs, batch: ForwardBatch, head_rows: int) -> Counts:
-        """A step of one token a sequence; with its head where every row samples, once."""
-        rows = len(batch.token_ids)
-        size = graphs.size_for(rows)
+    def _replayed(self, graphs: Graphs, size: Size, batch: ForwardBatch, head_rows: int) -> Counts:
+        """A step as one of a size; with its head where no sequence samples more than one row."""
         has_head = (
-            head_rows == rows == len(batch.sample_rows) and size <= self._limits[Rows.SAMPLES]
+            0 < head_rows == len(batch.sample_rows) <= size.sequences <= self._limits[Rows.SAMPLES]
         )
-        counts = self._load(batch, num_rows=size).of_samples(size if has_head else 0)
+        counts = self._load(batch, size).of_samples(size.sequences if has_head else 0)
 
         def body() -> None:
             self._launch("trunk", counts)
@@ -310,7 +316,7 @@ class TorchExecutor:
 
         self._stream.do(lambda: graphs.run((size, has_head), body))
         if has_head:
-            self._head_of = batch, rows
+            self._head_of = batch, head_rows
         return counts
 
     def _run(self, segment: str, counts: Counts) -> None:

@@ -1,15 +1,14 @@
-"""Captured steps: a ladder of sizes, each computed once as usual, then captured, then replayed.
+"""Captured steps: each size computed once as usual, then captured, then replayed.
 
-A step of one token a sequence is launched as the next larger size of the ladder, so that few
-graphs serve all batches; its rows beyond the real ones do nothing that is seen. Graphs are made
-when a size first comes and share one pool of memory. Knows no program and no kernel: `capture`
-turns a function into something to be replayed. Always holds: a size's function is run before it
-is captured, so that everything it launches has been compiled.
+A step is launched as the next larger size (step_sizes.py), so that few graphs serve all batches;
+its rows beyond the real ones do nothing that is seen. Graphs are made when a size first comes and
+share one pool of memory. Knows no program and no kernel: `capture` turns a function into something
+to be replayed. Always holds: a size's function is run before it is captured, so that everything it
+launches has been compiled.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
@@ -25,26 +24,15 @@ class Capture(Protocol):
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]: ...
 
 
-def ladder(most: int) -> tuple[int, ...]:
-    """Sizes up to `most`: close where few rows wait for launches, then in steps."""
-    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 513, 32)]
-    sizes += range(576, max(most, 576) + 64, 64)
-    return (*(size for size in sizes if size < most), most)
-
-
 class Graphs:
-    """Graphs by key, where the key says a size and what is in it."""
+    """Graphs by key, where the key says a size and what is in it. num_replayed: steps so far."""
 
-    def __init__(self, capture: Capture, most: int) -> None:
+    def __init__(self, capture: Capture) -> None:
+        self.num_replayed = 0
         self._capture = capture
-        self._sizes = ladder(most)
         self._replays: dict[Hashable, Callable[[], None]] = {}
         self._log = Log("executor")
         self.trouble = ""  # why no more are captured: there was no memory for another
-
-    def size_for(self, rows: int) -> int:
-        """The size that a step of so many rows is launched as; rows are at most the ladder's."""
-        return self._sizes[bisect_left(self._sizes, rows)]
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
         """Do what `body` does: the first time by itself, later by replaying it, if there was memory
@@ -52,6 +40,7 @@ class Graphs:
         replay = self._replays.get(key)
         if replay is not None:
             replay()
+            self.num_replayed += 1
             return
         body()
         if not self.trouble:

@@ -4,8 +4,8 @@ One int32 array on the device with a place for each field at its largest, and wh
 works beside the host two more there, used in turn: a step is mirrored by one copy of what it uses,
 and the next may be written while the device has not come to that copy. A captured graph
 reads these places again, so they never move. Rows beyond a step's, up to the size a graph was
-captured with, are made harmless: they store nothing and read the first position of block 0.
-Knows no program.
+captured with, are made harmless: token 0 at position 0, which is stored nowhere and attends to
+nothing. Knows no program.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.execute.gpu.step_sizes import Size
 from quire.execute.gpu.stream import Mark, Stream, stream_of
 from quire.program.batch import ForwardBatch
 
@@ -34,9 +35,6 @@ class Counts:
     tokens: int
     sequences: int
     samples: int
-    is_one_token_each: bool
-    longest: int  # positions of the deepest sequence
-    most_rows: int  # token rows of the largest sequence
     batch: ForwardBatch
 
     def of_samples(self, count: int) -> Counts:
@@ -100,17 +98,19 @@ class StepBuffers:
         return 4 * (6 * max_tokens + max_sequences * (max_columns + 1) + 9 * ALIGNMENT)
 
     def load(
-        self, batch: ForwardBatch, *, num_rows: int = 0, others: Mapping[str, Int32s] = NOTHING
+        self,
+        batch: ForwardBatch,
+        *,
+        size: Size | None = None,
+        others: Mapping[str, Int32s] = NOTHING,
     ) -> Counts:
-        """Mirror a batch, and what was planned from it; rows of one token each are padded to
-        `num_rows`, if that is more."""
+        """Mirror a batch, and what was planned from it, padded to a captured step's `size`."""
         self._turn = (self._turn + 1) % len(self._hosts)
         self._host = self._hosts[self._turn].numpy()
         if (copied := self._marks[self._turn]) is not None:
             copied.wait()  # of the step before the last: over, or there are three
         tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
-        one_each = tokens == sequences
-        padded = max(tokens, num_rows) if one_each else tokens
+        padded = tokens if size is None else size.tokens
         for name in ("token_ids", "positions", "rope_positions", "sample_rows"):
             self._write(name, getattr(batch, name), padded, 0)
         self._write("kv_slots", batch.kv_slots, padded, -1)
@@ -119,24 +119,19 @@ class StepBuffers:
             self._write(name, values, len(values), 0)
         starts = self._host[self._first["seq_starts"] :]
         starts[: sequences + 1] = batch.seq_starts
-        rows = padded if one_each else sequences
-        starts[sequences : rows + 1] = np.arange(sequences, rows + 1) if one_each else tokens
+        rows = sequences if size is None else size.sequences
+        starts[sequences + 1 : rows + 1] = tokens  # no sequence has the rows beyond
         columns = batch.block_tables.shape[1]
-        tables = self._host[self._first["block_tables"] :][: rows * self.max_columns]
-        by_row = tables.reshape(rows, self.max_columns)
-        by_row[:sequences, :columns] = batch.block_tables
-        by_row[sequences:, 0] = 0
+        tables = self._host[self._first["block_tables"] :][: sequences * self.max_columns]
+        tables.reshape(sequences, self.max_columns)[:, :columns] = batch.block_tables
         if self._stream.is_beside:
-            used = self._first["block_tables"] + rows * self.max_columns
+            used = self._first["block_tables"] + len(tables)
             self._stream.copy(self._hosts[self._turn][:used], self._device[:used])
             self._marks[self._turn] = self._stream.mark()
         return Counts(
             tokens=padded,
             sequences=rows,
             samples=len(batch.sample_rows),
-            is_one_token_each=one_each,
-            longest=int(batch.positions.max(initial=0)) + 1,
-            most_rows=int(np.diff(batch.seq_starts).max(initial=0)),
             batch=batch,
         )
 
