@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,21 +33,39 @@ def warm_tokens(stage: Stage) -> int:
 
 class Idle:
     """How long the device had nothing to do between steps: from the last it was told of one to the
-    first it was told of the next. Within a step it is not looked for."""
+    first it was told of the next. Within a step it is not looked for. And how long the host took to
+    tell it: of steps replayed from graphs, and of those launched kernel by kernel, which steps that
+    are captured are, too."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._is_dry = stage.is_dry
+    def __init__(self, stage: Stage, executor: TorchExecutor) -> None:
+        self._is_dry, self._executor = stage.is_dry, executor
         self._places: list[tuple[Any, Any]] = []
+        self._host_s: dict[str, list[float]] = {"replayed": [], "launched": []}
 
     def told(self, runner: ModelRunner, plan: StepPlan) -> Any:
         """Hand in a plan between two places in the device's order."""
         if self._is_dry:
-            return runner.submit(plan)
+            return self._submitted(runner, plan)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        handle = runner.submit(plan)
+        handle = self._submitted(runner, plan)
         last.record()
         self._places.append((first, last))
+        return handle
+
+    def host(self) -> dict[str, Any]:
+        """Steps of either kind, and the median seconds of handing one in."""
+        return {
+            kind: {"steps": len(taken), "host_s": median(taken) if taken else None}
+            for kind, taken in self._host_s.items()
+        }
+
+    def _submitted(self, runner: ModelRunner, plan: StepPlan) -> Any:
+        before, began = self._executor.steps_replayed, time.perf_counter()
+        handle = runner.submit(plan)
+        taken = time.perf_counter() - began
+        kind = "replayed" if self._executor.steps_replayed > before else "launched"
+        self._host_s[kind].append(taken)
         return handle
 
     def seconds(self) -> float:
@@ -83,15 +102,19 @@ def decode(
     warm = warm_tokens(stage)
     runner = _runner(executor, depth + warm + tokens, plans_in_flight)
     plans = _plans(depth, warm + tokens)
-    _warm_up(stage, runner, islice(plans, warm), plans_in_flight)
+    _warm_up(Idle(stage, executor), runner, islice(plans, warm), plans_in_flight)
     stage.settle()
-    idle, began, seen = Idle(stage), time.perf_counter(), 0
+    idle, began, seen = Idle(stage, executor), time.perf_counter(), 0
     for _ in run(runner, plans, plans_in_flight=plans_in_flight, idle=idle):
         seen += 1
     stage.settle()
     seconds = time.perf_counter() - began
     runner.end_thread()
-    return {"seconds_a_token": seconds / seen, "idle_between_steps_s": idle.seconds() / seen}
+    return {
+        "seconds_a_token": seconds / seen,
+        "idle_between_steps_s": idle.seconds() / seen,
+        "steps": idle.host(),
+    }
 
 
 def what_waits(stage: Stage, executor: TorchExecutor, *, depth: int) -> str:
@@ -102,10 +125,10 @@ def what_waits(stage: Stage, executor: TorchExecutor, *, depth: int) -> str:
     warm = warm_tokens(stage)
     runner = _runner(executor, depth + 2 * warm, 2)
     plans = _plans(depth, 2 * warm)
-    _warm_up(stage, runner, islice(plans, warm), 2)
+    _warm_up(Idle(stage, executor), runner, islice(plans, warm), 2)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in run(runner, plans, plans_in_flight=2, idle=Idle(stage)):
+        for _ in run(runner, plans, plans_in_flight=2, idle=Idle(stage, executor)):
             pass
     except RuntimeError as error:
         return str(error).splitlines()[0]
@@ -116,9 +139,9 @@ def what_waits(stage: Stage, executor: TorchExecutor, *, depth: int) -> str:
 
 
 def _warm_up(
-    stage: Stage, runner: ModelRunner, plans: Iterable[StepPlan], plans_in_flight: int
+    idle: Idle, runner: ModelRunner, plans: Iterable[StepPlan], plans_in_flight: int
 ) -> None:
-    for _ in run(runner, plans, plans_in_flight=plans_in_flight, idle=Idle(stage)):
+    for _ in run(runner, plans, plans_in_flight=plans_in_flight, idle=idle):
         pass
 
 

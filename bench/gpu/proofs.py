@@ -21,6 +21,7 @@ from bench.gpu.stage import Stage
 from quire.execute.gpu.device import choose, look
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.load import Loaded
+from quire.execute.gpu.step_sizes import Sizes
 from quire.program.ops import Rows
 from quire.program.program import Program
 
@@ -81,6 +82,40 @@ def _exact(stage: Stage, precision: str) -> None:
     stage.tell(f"{precision} beside_others", beside)
     if not beside:
         raise SystemExit(f"{precision}: other sequences in a step change bits")
+    replayed = _replayed(executor, program, stage)
+    stage.tell(f"{precision} replayed", replayed)
+    if not replayed["is_same"]:
+        raise SystemExit(f"{precision}: mixed steps have other bits when they are replayed")
+
+
+def _replayed(executor: TorchExecutor, program: Program, stage: Stage) -> dict[str, Any]:
+    """Mixed steps of one size, each with other rows than the one before: as served, and then as
+    launched kernel by kernel."""
+    depth = _depth(stage)
+    steps = [
+        batch_of(
+            counts,
+            [depth - count for count in counts],
+            columns=columns_for(depth + 1),
+            vocab_size=program.vocab_size,
+            samples=True,
+        )
+        for counts in ([1, 1, 7], [8, 1, 2], [5, 5, 1], [1, 9, 1])
+    ]
+    before, sizes, found = executor.steps_replayed, executor.sizes, []
+    for limits in (sizes, Sizes({Rows.TOKENS: 1, Rows.SEQUENCES: 1}, mixed=0)):
+        executor.sizes = limits
+        for step in steps:
+            rows = len(step.sample_rows)
+            executor.run_trunk(step, head_rows=rows)
+            logits = torch.as_tensor(executor.run_head(step, 0, rows))
+            found.append(logits.float().cpu().numpy().copy())
+    executor.sizes, half = sizes, len(steps)
+    pairs = zip(found[:half], found[half:], strict=True)
+    return {
+        "is_same": all(np.array_equal(one, other) for one, other in pairs),
+        "steps": executor.steps_replayed - before,
+    }
 
 
 def _depth(stage: Stage) -> int:

@@ -1,5 +1,6 @@
-"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs; as it
-is in the files, and with `--quantization fp8`.
+"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs of
+steps of one token a sequence, then those of mixed steps; as it is in the files, and with
+`--quantization fp8`. A server makes graphs when their sizes first come.
 
 The files are written here first (random bytes that are finite numbers), which is not counted; they
 are then in the system's cache, as after a restart.
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.gpu.batches import batch_of
+from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.models import LLAMA, TINY
 from bench.gpu.stage import Stage
 from quire.engine.precision import with_precision
+from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
-from quire.execute.gpu.graphs import ladder
+from quire.execute.gpu.step_sizes import Size
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
 from quire.program.program import Program
@@ -57,21 +59,39 @@ def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, float]:
         max_samples=sequences,
         max_sequences=sequences,
     )
-    executor.allocate_cache(2 * sequences, 16)
+    sizes = executor.sizes
+    columns = columns_for(max(sizes.mixed, default=1))
+    executor.allocate_cache(sequences * columns, 16)
     stage.settle()
     found = {"weight_bytes": program.weight_bytes, "to_load": time.perf_counter() - began}
-    for size in ladder(sequences):
-        batch = batch_of(
-            [1] * size, [0] * size, columns=1, vocab_size=program.vocab_size, samples=True
-        )
-        executor.run_trunk(batch, head_rows=size)
-        executor.run_head(batch, 0, size)
-        stage.settle()
-        if size in (1, sequences):
-            what = "to_all_graphs" if size == sequences else "to_first_step"
-            found[what] = time.perf_counter() - began
+    ones = [[1] * size for size in sizes.ones]
+    mixed = [_mixed(size) for size in sizes.all_mixed()]
+    for what, steps in (
+        ("to_first_step", ones[:1]),
+        ("to_all_graphs", ones[1:]),
+        ("to_all_mixed_graphs", mixed),
+    ):
+        for counts in steps:
+            _step(executor, program, counts, columns)
+            stage.settle()
+        found[what] = time.perf_counter() - began
+    found |= {"graphs": len(ones), "mixed_graphs": len(mixed)}
     executor.close()
     return found
+
+
+def _mixed(size: Size) -> list[int]:
+    """Tokens of each sequence of a step of this size: one has several."""
+    others = min(size.sequences, size.tokens - 1) - 1
+    return [1] * others + [size.tokens - others]
+
+
+def _step(executor: TorchExecutor, program: Program, counts: list[int], columns: int) -> None:
+    batch = batch_of(
+        counts, [0] * len(counts), columns=columns, vocab_size=program.vocab_size, samples=True
+    )
+    executor.run_trunk(batch, head_rows=len(counts))
+    executor.run_head(batch, 0, len(counts))
 
 
 def _write_shards(folder: Path, program: Program) -> None:

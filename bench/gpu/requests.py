@@ -149,7 +149,7 @@ def requests(stage: Stage) -> None:
                 computed.append(plan)
                 yield plan
 
-        idle, began = Idle(stage), time.perf_counter()
+        idle, began = Idle(stage, executor), time.perf_counter()
         answered = sum(
             len(result.token_ids) for result in run(runner, plans(), plans_in_flight=2, idle=idle)
         )
@@ -162,7 +162,7 @@ def requests(stage: Stage) -> None:
             {
                 "is_whole": answered == load.requests * load.answer,
                 "seconds": seconds,
-                "steps": len(computed),
+                "steps": {"all": len(computed), **idle.host()},
                 "idle_between_steps_s": idle.seconds(),
                 "answered_tokens_per_s": answered / seconds,
                 "share_of_floor": floor_s / seconds,

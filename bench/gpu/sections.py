@@ -26,6 +26,7 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "exact": Section("bench.gpu.proofs:exact", 240),
         "fp8_products": Section("bench.gpu.products:fp8_products", 120),
         "decode_one": Section("bench.gpu.steps:decode_one", 300),
+        "mixed": Section("bench.gpu.steps:mixed", 120),
         "attention_decode": Section("bench.gpu.attention:decode", 120),
         "attention_prefill": Section("bench.gpu.attention:prefill", 120),
         "prefill": Section("bench.gpu.steps:prefill", 180),

@@ -1,4 +1,5 @@
-"""Whole steps of models: decode of one request, prefill of a long prompt, the price of exact mode.
+"""Whole steps of models: decode of one request, chunks of prompts beside rows that decode, prefill
+of a long prompt, the price of exact mode.
 
 A floor is what reading all weights once takes at the copy's rate (decode), or what the products
 take at the peak (prefill); both limits are measured in the same process.
@@ -6,6 +7,9 @@ take at the peak (prefill); both limits are measured in the same process.
 
 from __future__ import annotations
 
+import time
+from itertools import product
+from statistics import median
 from typing import Any
 
 from bench.gpu.batches import batch_of, columns_for
@@ -14,8 +18,10 @@ from bench.gpu.loop import decode, warm_tokens, what_waits
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.step_sizes import Sizes
 from quire.program.batch import ForwardBatch
 from quire.program.cost import StepShape, step_cost
+from quire.program.ops import Rows
 from quire.program.program import Program
 
 DECODED = (
@@ -40,6 +46,47 @@ def decode_one(stage: Stage) -> None:
             mode = "exact" if exact else "fast"
             found = _decode(stage, name, precision, limits, exact=exact)
             stage.tell(f"{name} {precision} {mode}", found)
+
+
+def mixed(stage: Stage) -> None:
+    """A chunk of a prompt beside 64 rows that decode, or 8: replayed as a graph where the executor
+    does that, and launched kernel by kernel; seconds a step, and the host's of handing it in."""
+    for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
+        program = program_of(stage, name)
+        depth, chunks, rows = (20, (4,), (2,)) if stage.is_dry else (512, (64, 192, 960), (8, 64))
+        executor = executor_of(
+            stage,
+            program,
+            exact=False,
+            max_tokens=max(chunks) + max(rows),
+            max_sequences=max(rows) + 1,
+            blocks=(max(rows) + 1) * columns_for(depth + max(chunks)),
+        )
+        sizes = executor.sizes
+        limits = {Rows.TOKENS: max(chunks), Rows.SEQUENCES: max(rows) + 1}
+        for chunk, beside in product(chunks, rows):
+            if not stage.has_time():
+                return
+            batch = _batch(program, [1] * beside + [chunk], [depth] * (beside + 1))
+            executor.sizes = sizes
+            found = {"as_served": _timed(stage, executor, batch)}
+            executor.sizes = Sizes(limits, mixed=0)
+            found["launched"] = _timed(stage, executor, batch)
+            stage.tell(f"{name} {chunk} tokens beside {beside}", found)
+        executor.close()
+
+
+def _timed(stage: Stage, executor: TorchExecutor, batch: ForwardBatch) -> dict[str, Any]:
+    before, host = executor.steps_replayed, []
+
+    def step() -> None:
+        began = time.perf_counter()
+        _step(executor, batch)
+        host.append(time.perf_counter() - began)
+
+    seconds = stage.wall_seconds(step, times=10)
+    is_replayed = executor.steps_replayed > before
+    return {"seconds": seconds, "host_s": median(host), "is_replayed": is_replayed}
 
 
 def prefill(stage: Stage) -> None:
@@ -107,6 +154,7 @@ def _decode(
     return {
         "seconds_with_host": with_host_s,
         "of_these_idle_between_steps": overlapped["idle_between_steps_s"],
+        "steps": overlapped["steps"],
         "seconds_one_step_at_a_time": one_by_one["seconds_a_token"],
         "seconds_on_device": device_s,  # without token choice
         "waits_before_the_next_step": waits,
