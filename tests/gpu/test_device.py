@@ -18,6 +18,7 @@ from quire.base.errors import (  # noqa: E402
 )
 from quire.config.memory import MemoryNeeds, plan_memory  # noqa: E402
 from quire.execute.executor import StepMemoryError  # noqa: E402
+from quire.execute.gpu import device as devices  # noqa: E402
 from quire.execute.gpu.device import (  # noqa: E402
     Card,
     Machine,
@@ -53,7 +54,7 @@ MACHINE = Machine(
     architectures=("sm_80", "sm_86", "sm_90"),
     cards=(CARD, CARD),
     trouble="",
-    has_triton=True,
+    triton_trouble="",
 )
 NONE = replace(MACHINE, cards=(), architectures=())
 
@@ -151,8 +152,16 @@ def test_a_pytorch_built_for_other_cards_is_told(
         assert architectures[0] in said
 
 
-def test_missing_triton_is_told_with_the_extra() -> None:
-    assert "quire[gpu]" in _said("cuda", replace(MACHINE, has_triton=False))
+def test_triton_that_cannot_be_used_is_told_with_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = _said("cuda", replace(MACHINE, triton_trouble="Failed to find C compiler."))
+    assert "Failed to find C compiler" in said
+    assert "quire[gpu]" in said
+    assert "python3-dev" in said
+    assert bool(devices._triton_trouble()) != torch.cuda.is_available()  # it drives no CPU
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    assert devices._triton_trouble() == "it is not installed"
 
 
 def test_other_makers_cards_are_not_refused_by_nvidias_numbers() -> None:

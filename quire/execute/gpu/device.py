@@ -55,14 +55,15 @@ class Card:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What PyTorch says. built_for: "CUDA 12.8", "ROCm 6.3" or "" of a build without either;
-    architectures: that it has kernels for; trouble: why no card can be used, where none can."""
+    architectures: that it has kernels for; trouble: why no card can be used, where none can;
+    triton_trouble: why Triton cannot be, where there is a card for it."""
 
     torch_version: str
     built_for: str
     architectures: tuple[str, ...]
     cards: tuple[Card, ...]
     trouble: str
-    has_triton: bool
+    triton_trouble: str
 
 
 def look() -> Machine:
@@ -85,7 +86,7 @@ def look() -> Machine:
         architectures=tuple(torch.cuda.get_arch_list()) if cards else (),
         cards=cards,
         trouble=trouble,
-        has_triton=find_spec("triton") is not None,
+        triton_trouble=_triton_trouble() if cards else "",
     )
 
 
@@ -162,6 +163,19 @@ def _says(error: Exception, words: Iterable[str]) -> bool:
     return any(word in line for word in words)
 
 
+def _triton_trouble() -> str:
+    """What stands in its way. It builds a part of itself at first use, by the system's compiler."""
+    if find_spec("triton") is None:
+        return "it is not installed"
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # noqa: BLE001  of a compiler, a linker, a folder, a driver
+        return first_line(error)
+    return ""
+
+
 def _card(index: int) -> Card:
     # Properties only: what is free is known within a context, which takes half a GB of each card.
     properties = torch.cuda.get_device_properties(index)
@@ -200,10 +214,12 @@ def _check_card(device: str, card: Card, machine: Machine) -> None:
             f"{', '.join(machine.architectures)}: they do not fit; install a PyTorch built for "
             "the card"
         )
-    if not machine.has_triton:
+    if machine.triton_trouble:
         raise SettingError(
-            f"{device}: Triton is not installed, and the kernels are written in it; install the "
-            "extra: pip install 'quire[gpu]'"
+            f"{device}: the kernels are written in Triton, and it cannot be used: "
+            f"{machine.triton_trouble}. Install the extra (pip install 'quire[gpu]'); a C compiler "
+            "(gcc, clang, or CC=...) and Python's headers (python3-dev), with which Triton builds "
+            "a part of itself; and let it write its cache (TRITON_CACHE_DIR)"
         )
 
 

@@ -379,9 +379,13 @@ class TorchExecutor:
 
 
 def recipe_of(device: torch.device, *, exact: bool) -> str:
-    """What bits depend on beside the program: the device's kind, its libraries, the mode."""
+    """What bits depend on beside the program: the device's kind, its libraries and the compiler of
+    its kernels, the mode."""
     mode = "exact" if exact else "fast"
     if device.type == "cpu":
         return f"torch-cpu-{torch.__version__}-{mode}"
+    from triton import __version__ as triton_version
+
     major, minor = torch.cuda.get_device_capability(device)
-    return f"torch-{device.type}-sm{major}{minor}-{torch.__version__}-{mode}"
+    kind = f"torch-{device.type}-sm{major}{minor}-{torch.__version__}"
+    return f"{kind}-triton{triton_version}-{mode}"

@@ -13,6 +13,7 @@ import torch
 from quire.base.errors import CapacityError, ModelError, SettingError
 from quire.config.machine import MachineMemory
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
+from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.held import step_sizes
 from quire.execute.gpu.load import IntWeight, Pack, load
@@ -155,7 +156,9 @@ class TorchExecutorClass:
                     Rows.SEQUENCES: max_sequences,
                 },
             )
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
                 f"{max_tokens} tokens do not fit into the memory of {self.device}; lower "

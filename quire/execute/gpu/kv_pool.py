@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.base.errors import CapacityError, WorkerError
 from quire.execute.gpu.device import device_errors
 from quire.execute.gpu.kernels.cache_layout import CachePool
-from quire.execute.gpu.memory import check_left
+from quire.execute.gpu.memory import check_left, give_back
 from quire.execute.gpu.stream import Stream
 from quire.program.program import Program
 
@@ -53,6 +53,7 @@ class KvPool:
         """Blocks of zeros, in place of others. Raises CapacityError."""
         spec = self._spec
         self._blocks = None  # first: there may be no room for both
+        give_back(self._device)  # what loading took for a while
         try:
             self._blocks = CachePool.zeros(
                 spec.precision,

@@ -32,8 +32,16 @@ def device_memory(device: torch.device) -> MachineMemory:
     """What an engine may take there."""
     if device.type == "cpu":
         return machine_memory()
+    give_back(device)  # what an engine before this one had in this process
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return planned(DeviceMemory(free_bytes=free_bytes, limit=f"memory of {device}"))
+
+
+def give_back(device: torch.device) -> None:
+    """To the device, what PyTorch keeps of it for later: others may need it, kernels and graphs
+    too, and what is free in pieces may be whole."""
+    if device.type != "cpu" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def planned(memory: DeviceMemory) -> MachineMemory:
