@@ -141,7 +141,7 @@ def test_what_is_launched_goes_to_the_streams_device(monkeypatch: pytest.MonkeyP
 
 def test_a_capture_has_a_stream_of_its_own_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     card = MadeUp(monkeypatch)
-    graphs, done = Graphs(CudaCapture(SECOND), 8), []
+    graphs, done = Graphs(CudaCapture(SECOND)), []
     for _ in range(3):
         graphs.run(4, lambda: done.append(card.current))
     assert done == [(0, None), (1, ("own", 1))]  # the step itself, and the capture
@@ -153,7 +153,7 @@ def test_a_capture_that_fails_costs_no_step_and_leaves_the_stream(
 ) -> None:
     card = MadeUp(monkeypatch)
     card.fails_at_end = True
-    graphs, done = Graphs(CudaCapture(SECOND), 8), []
+    graphs, done = Graphs(CudaCapture(SECOND)), []
     for _ in range(3):
         graphs.run(4, lambda: done.append(card.current))
         assert card.current == (0, None)
@@ -167,4 +167,4 @@ def test_a_capture_on_a_lost_device_is_told() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        Graphs(lost, 8).run(4, lambda: None)
+        Graphs(lost).run(4, lambda: None)
