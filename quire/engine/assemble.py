@@ -22,7 +22,7 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_usable_cores
-from quire.config.memory import MemoryNeeds, MemoryPlan, plan_memory
+from quire.config.memory import MemoryNeeds, MemoryPlan, mib, plan_memory
 from quire.engine.card import ModelCard
 from quire.engine.core import EngineCore, Runner
 from quire.engine.deciders import make_scheduler, scheduler_limits
@@ -263,7 +263,11 @@ def _memory(
         max_model_len=config.model.max_model_len,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
     )
-    return plan_memory(needs, memory)
+    plan = plan_memory(needs, memory)
+    if memory.is_own:  # a device's, which loading may find smaller: what was counted on is known
+        told = "; ".join(f"{line.what} {mib(line.num_bytes)}" for line in plan.lines)
+        Log("engine").event("memory is planned, weights are loaded", sum=told)
+    return plan
 
 
 def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
@@ -287,15 +291,27 @@ def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
 
 def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
     try:
-        from quire.execute.gpu.device import choose, has_fp8, look
+        from quire.execute.gpu.device import choose, has_fp8, look, reason
         from quire.execute.gpu.executor_class import TorchExecutorClass
     except ModuleNotFoundError as error:
         raise SettingError(
             f"executor is torch and {error.name} is not installed; install the extra: "
             "pip install 'quire[gpu]'"
         ) from error
-    machine = look()
-    device = choose(settings.device or "auto", machine)
+    except (ImportError, OSError) as error:  # a library that it was built with is not there
+        raise SettingError(
+            f"executor is torch and PyTorch cannot be loaded ({error}); install it anew, built for "
+            "this machine's driver (pytorch.org says how)"
+        ) from error
+    machine, wanted = look(), settings.device or "auto"
+    device = choose(wanted, machine)
+    card = "" if device.type == "cpu" else machine.cards[device.index].name
+    Log("engine").event(
+        "computing on",
+        device=str(device),
+        **({"card": card} if card else {}),
+        because=reason(wanted, device, machine),
+    )
     exact = settings.numerics != "fast"
     return TorchExecutorClass(device, exact=exact, has_fp8=has_fp8(device, machine))
 

@@ -26,6 +26,7 @@ from quire.execute.gpu.device import (  # noqa: E402
     device_errors,
     has_fp8,
     look,
+    reason,
 )
 from quire.execute.gpu.executor_class import TorchExecutorClass  # noqa: E402
 from quire.execute.gpu.memory import (  # noqa: E402
@@ -76,6 +77,20 @@ def test_auto_is_the_cpu_only_where_there_is_no_sign_of_a_card() -> None:
     assert str(choose("auto", NONE)) == "cpu"
     assert str(choose("cpu", MACHINE)) == "cpu"
     assert "too old" in _said("auto", replace(NONE, trouble="The NVIDIA driver is too old"))
+    hidden = "No CUDA GPUs are available"  # by CUDA_VISIBLE_DEVICES
+    assert str(choose("auto", replace(NONE, trouble=hidden))) == "cpu"
+
+
+def test_the_reason_says_what_was_found() -> None:
+    card, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert reason("auto", card, MACHINE) == "--device auto: the first of 2 found"
+    assert reason("cuda:0", card, MACHINE) == "--device cuda:0"
+    assert reason("cpu", cpu, MACHINE) == "--device cpu"
+    said = reason("auto", cpu, replace(NONE, torch_version="2.13.0+cpu", built_for=""))
+    assert "2.13.0+cpu" in said
+    assert "without CUDA" in said
+    assert "Found no NVIDIA" in reason("auto", cpu, replace(NONE, trouble="Found no NVIDIA driver"))
+    assert reason("auto", cpu, NONE).endswith("the driver shows none")
 
 
 def test_a_build_without_cuda_is_told_with_what_to_install() -> None:
@@ -162,6 +177,18 @@ def test_triton_that_cannot_be_used_is_told_with_what_it_needs(
     assert bool(devices._triton_trouble()) != torch.cuda.is_available()  # it drives no CPU
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     assert devices._triton_trouble() == "it is not installed"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [("3.3.1", True), ("2.9", True), ("3", True), ("3.4.0", False), ("3.10.0+git1", False)],
+)
+def test_a_triton_that_is_too_old_is_told(
+    version: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    said = f"it is {version}, and 3.4 or newer is needed"
+    assert (devices._triton_trouble() == said) == is_old
 
 
 def test_other_makers_cards_are_not_refused_by_nvidias_numbers() -> None:

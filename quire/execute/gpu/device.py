@@ -1,13 +1,14 @@
 """Which device computes, and why one that was asked for cannot.
 
-`look` asks PyTorch once; everything else decides by what it found, so that tests show any machine.
-Always holds: what would fail later, in the middle of a load or a step, with a library's words, is
-refused here in ours: no driver, one too old, a PyTorch built without the card, a card without
-bf16, no Triton.
+`look` asks PyTorch and Triton once; everything else decides by what it found, so that tests show
+any machine. Always holds: what would fail later, in the middle of a load or a step, with a
+library's words, is refused here in ours: no driver, one too old, a PyTorch built without the card,
+a card without bf16, no Triton, one too old, one that cannot build what it launches kernels by.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from quire.execute.executor import StepMemoryError
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products; Ampere
 FP8_CAPABILITY = (8, 9)  # products and conversions of e4m3; Ada and Hopper
+LEAST_TRITON = (3, 4)
+# What PyTorch says where there is no GPU at all, or none is shown to this process.
+NONE_THERE = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs are available")
 # What the first line of an error says that comes from the driver: through PyTorch, or from Triton,
 # which launches by itself. (PyTorch's next lines speak of device-side assertions whatever it is.)
 OF_DRIVER = ("CUDA error", "HIP error", "Triton Error", "device-side assert", "ECC", "off the bus")
@@ -67,7 +71,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """Ask PyTorch; starts the driver where there is one."""
+    """Ask PyTorch, and Triton where there is a card; starts the driver where there is one."""
     built_for, trouble = "", ""
     if torch.version.cuda:
         built_for = f"CUDA {torch.version.cuda}"
@@ -79,7 +83,7 @@ def look() -> Machine:
             torch.cuda.init()
             cards = tuple(_card(index) for index in range(torch.cuda.device_count()))
         except (RuntimeError, AssertionError) as error:
-            trouble = str(error).splitlines()[0]
+            trouble = first_line(error)
     return Machine(
         torch_version=torch.__version__,
         built_for=built_for,
@@ -91,11 +95,12 @@ def look() -> Machine:
 
 
 def choose(wanted: str, machine: Machine) -> torch.device:
-    """The device meant by auto, cpu, cuda or cuda:N. auto: the first card, else the CPU.
+    """The device meant by auto, cpu, cuda or cuda:N. auto: the first card, else the CPU; but where
+    a card shows and cannot be used an error, since a slow start would not be what was meant.
 
     Raises SettingError: what was found, and what to do.
     """
-    if wanted == "cpu" or (wanted == "auto" and not machine.cards and not machine.trouble):
+    if wanted == "cpu" or (wanted == "auto" and _shows_no_card(machine)):
         return torch.device("cpu")
     if not machine.built_for:
         raise SettingError(
@@ -114,6 +119,20 @@ def choose(wanted: str, machine: Machine) -> torch.device:
     index = _index(wanted, len(machine.cards))
     _check_card(f"cuda:{index}", machine.cards[index], machine)
     return torch.device("cuda", index)
+
+
+def reason(wanted: str, device: torch.device, machine: Machine) -> str:
+    """Why this device, for a line of the log."""
+    if device.type == "cpu" and wanted == "cpu":
+        return "--device cpu"
+    if device.type == "cpu":
+        without = f"this PyTorch ({machine.torch_version}) was built without CUDA and ROCm"
+        shown = "the driver shows none" if machine.built_for else without
+        return f"--device auto found no GPU: {machine.trouble or shown}"
+    count = len(machine.cards)
+    return (
+        f"--device auto: the first of {count} found" if wanted == "auto" else f"--device {wanted}"
+    )
 
 
 def has_fp8(device: torch.device, machine: Machine) -> bool:
@@ -158,6 +177,11 @@ def is_lost(error: Exception) -> bool:
     return _says(error, OF_DRIVER) and not _says(error, (*OF_MEMORY, *REFUSED))
 
 
+def _shows_no_card(machine: Machine) -> bool:
+    said = machine.trouble
+    return not machine.cards and (not said or any(none in said for none in NONE_THERE))
+
+
 def _says(error: Exception, words: Iterable[str]) -> bool:
     line = first_line(error)
     return any(word in line for word in words)
@@ -167,8 +191,11 @@ def _triton_trouble() -> str:
     """What stands in its way. It builds a part of itself at first use, by the system's compiler."""
     if find_spec("triton") is None:
         return "it is not installed"
+    from triton import __version__ as version
     from triton.runtime import driver
 
+    if _version(version) < LEAST_TRITON:
+        return f"it is {version}, and {_dotted(LEAST_TRITON)} or newer is needed"
     try:
         driver.active.get_current_target()
     except Exception as error:  # noqa: BLE001  of a compiler, a linker, a folder, a driver
@@ -221,6 +248,11 @@ def _check_card(device: str, card: Card, machine: Machine) -> None:
             "(gcc, clang, or CC=...) and Python's headers (python3-dev), with which Triton builds "
             "a part of itself; and let it write its cache (TRITON_CACHE_DIR)"
         )
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = [*re.findall(r"\d+", text), "0", "0"][:2]
+    return int(major), int(minor)
 
 
 def _is_built_for(card: Card, architectures: tuple[str, ...]) -> bool:

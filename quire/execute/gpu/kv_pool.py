@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import CapacityError, WorkerError
+from quire.base.log import Log
 from quire.execute.gpu.device import device_errors
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.memory import check_left, give_back
@@ -70,7 +71,8 @@ class KvPool:
                 f"({num_blocks * block_size * spec.token_bytes} bytes) do not fit into the memory "
                 f"of {self._device}; lower --kv-cache-memory"
             ) from error
-        check_left(self._device)
+        if left := check_left(self._device):
+            Log("executor").event(left)
 
     def copy(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, in order."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.base.errors import CapacityError
+from quire.base.errors import CapacityError, SettingError
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import mib
+from quire.execute.gpu.device import first_line
 
 # Of a GPU's free memory this is left alone: kernels and graphs as they are loaded, the libraries'
 # workspaces, and what the allocator loses by its grain.
@@ -33,7 +34,14 @@ def device_memory(device: torch.device) -> MachineMemory:
     if device.type == "cpu":
         return machine_memory()
     give_back(device)  # what an engine before this one had in this process
-    free_bytes, _ = torch.cuda.mem_get_info(device)
+    try:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:  # the first call that takes something of the card
+        raise SettingError(
+            f"{device} is there and cannot be worked with: {first_line(error)}. Another process "
+            "may have it for itself, or hold all of its memory (nvidia-smi shows who); take "
+            "another card (--device cuda:N), or end that process"
+        ) from error
     return planned(DeviceMemory(free_bytes=free_bytes, limit=f"memory of {device}"))
 
 
