@@ -6,7 +6,9 @@ QUIRE_GPU_EXACT_CASES draws more steps.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +20,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from bench.gpu.requests import Load, Slots  # noqa: E402
 from quire.execute.gpu import attention_steps  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts, StepBuffers  # noqa: E402
 from quire.execute.gpu.step_sizes import Sizes  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
 from quire.program.ops import DType, Rows  # noqa: E402
+from quire.runner.model_runner import ModelRunner  # noqa: E402
 from tests.gpu.launched import launched  # noqa: E402
 from tests.gpu.opened import (  # noqa: E402
     BLOCK_SIZE,
@@ -199,6 +203,51 @@ def test_rows_whose_logits_are_asked_for_apart_are_computed_apart(folder: Path) 
             logits.append(torch.cat(slices))
         assert torch.equal(*logits)
     assert executor.steps_replayed == 1
+
+
+def answers(executor: TorchExecutor, *, overlap: bool) -> dict[int, list[int]]:
+    """Tokens by request of some that come and go, where chunks are beside rows whose token only
+    the device knows."""
+    load = Load(requests=5, prompt=6, answer=4, running=3, step_tokens=8)
+    runner = ModelRunner(
+        executor,
+        num_slots=3,
+        max_model_len=16,
+        block_size=BLOCK_SIZE,
+        max_samples=3,
+        overlap=overlap,
+    )
+    slots = Slots(load, 1, load.requests, free=deque(range(load.running)))
+    tokens: dict[int, list[int]] = {}
+    owner: dict[int, int] = {}
+    out: deque[tuple[Any, list[int]]] = deque()
+
+    def take() -> None:
+        handle, owners = out.popleft()
+        for request, token in zip(owners, runner.collect(handle).token_ids, strict=True):
+            tokens.setdefault(request, []).append(int(token))
+
+    steps = itertools.count()
+    while (plan := slots.plan(next(steps))) is not None:
+        slots.advance(plan)
+        owner |= {one.slot: int(one.request_id) for one in plan.admissions}
+        out.append((runner.submit(plan), [owner[slot] for slot in plan.slots[plan.samples]]))
+        if len(out) > overlap:
+            take()
+    while out:
+        take()
+    runner.end_thread()
+    return tokens
+
+
+def test_answers_are_the_same_with_tokens_that_stay_on_the_device(folder: Path) -> None:
+    capture = LaunchCapture()
+    found = answers(opened(folder, capture=capture), overlap=True)
+    right = answers(opened(folder), overlap=False)
+    assert [len(found[request]) for request in range(5)] == [4] * 5
+    assert found == right
+    assert len(set(map(tuple, right.values()))) > 1
+    assert capture.replayed > capture.captured
 
 
 def _stores_padding(monkeypatch: pytest.MonkeyPatch) -> None:
