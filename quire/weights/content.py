@@ -24,7 +24,7 @@ class WeightsDigest:
 
     def add(self, tensor: StoredTensor, content: tuple[int, int] | None = None) -> None:
         """`content`: what `Weight.fill` returned for all of `tensor.raw`; else it is read here."""
-        low, high = content or _content_digest(tensor.raw)
+        low, high = content or content_digest(tensor.raw)
         self._lines[tensor.name] = f"{tensor.dtype} {list(tensor.shape)} {low:016x}{high:016x}"
 
     def holds(self, tensor: StoredTensor) -> bool:
@@ -39,7 +39,8 @@ class WeightsDigest:
         return digest.hexdigest()
 
 
-def _content_digest(raw: NDArray[np.uint8]) -> tuple[int, int]:
+def content_digest(raw: NDArray[np.uint8]) -> tuple[int, int]:
+    """Of a tensor's bytes."""
     try:
         from quire import _native  # not where only PyTorch is there to compute with
     except ImportError:

@@ -1,15 +1,18 @@
 """Weights on a device: a program's parameter table filled from a checkpoint, a tensor a weight.
 
 Knows parts, sources and their order, as quire/execute/packing.py does for the compiled kernels.
-bf16 tensors of a checkpoint go to the device as they are, part by part, so that loading takes no
-second copy; all others pass through float32. Integers are made as quire/quant says, on the host;
-fp8 is made on the device, to the same bits.
+bf16 and fp8 tensors of a checkpoint go to the device as they are (upload.py), part by part, so that
+loading takes no second copy; all others pass through float32. Integers are made as quire/quant
+says, on the host; fp8 is made on the device, to the same bits. Threads digest meanwhile.
 Always holds: every byte of every tensor is digested once, and a tensor's pages are given back.
 """
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,13 +23,16 @@ from torch import Tensor
 from quire.execute.executor import Progress
 from quire.execute.few_bits import fixed_input_scale, in_few_bits, stored_fp8, stored_scales
 from quire.execute.gpu.plain import E4M3, quantize_fp8
+from quire.execute.gpu.stream import Stream, stream_of
+from quire.execute.gpu.upload import Bytes, Upload
 from quire.program.ops import DType, Weight, WeightForm, WeightPart
 from quire.program.program import Program
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import Scheme
 from quire.weights.binding import Binding
-from quire.weights.content import WeightsDigest
+from quire.weights.content import WeightsDigest, content_digest
 
+DIGESTING_THREADS, MOST_DIGESTING = 8, 16  # tensors that are read and not digested yet
 ROWS_AT_ONCE = 8192  # of a weight that becomes fp8: whole blocks, in float32 for a while
 TORCH_TYPES: Mapping[DType, torch.dtype] = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
 
@@ -111,43 +117,83 @@ def load(
     progress: Progress | None,
     *,
     pack: Pack = IntWeight.of,
+    stream: Stream | None = None,
 ) -> Loaded:
-    """Raises torch.OutOfMemoryError where the device has no room."""
+    """Raises torch.OutOfMemoryError where the device has no room. stream: of the device, where a
+    test has its own."""
     plain: dict[str, Tensor] = {}
     few: dict[str, Any] = {}
     coarse: dict[str, int] = {}
-    digest = WeightsDigest()
     total, done = program.weight_bytes, 0
-    for name, weight in program.weights.items():
-        if weight.quantized is None:
-            plain[name] = _plain(weight, binding, device)
-        elif weight.quantized.is_float:
-            few[name] = _fp8(weight, weight.quantized, binding, device)
-        else:
-            matrix, count = in_few_bits(weight, binding)
-            assert isinstance(matrix, IntMatrix), f"{name} is of integers"
-            few[name] = pack(matrix, device)
-            if count:
-                coarse[name] = count
-        for part in weight.parts:
-            if not digest.holds(stored := binding.content(part)):
-                digest.add(stored)
-            binding.release(part)
-        done += weight.num_bytes
-        if progress is not None:
-            progress(done, total)
-    return Loaded(plain, few, digest.hexdigest(), coarse)
+    with Upload(stream or stream_of(device)) as upload, _Digesting(binding) as digesting:
+        for name, weight in program.weights.items():
+            if weight.quantized is None:
+                plain[name] = _plain(weight, binding, device, upload)
+            elif weight.quantized.is_float:
+                few[name] = _fp8(weight, weight.quantized, binding, device, upload)
+            else:
+                matrix, count = in_few_bits(weight, binding)
+                assert isinstance(matrix, IntMatrix), f"{name} is of integers"
+                few[name] = pack(matrix, device)
+                if count:
+                    coarse[name] = count
+            for part in weight.parts:
+                digesting.add(part)
+            done += weight.num_bytes
+            if progress is not None:
+                progress(done, total)
+        return Loaded(plain, few, digesting.hexdigest(), coarse)
 
 
-def _fp8(weight: Weight, scheme: Scheme, binding: Binding, device: torch.device) -> Fp8Weight:
+class _Digesting:
+    """The digest of what was added so far, by threads, until it is closed."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding, self._digest = binding, WeightsDigest()
+        count = min(DIGESTING_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="quire-digest")
+        self._begun: set[str] = set()
+        self._out: deque[tuple[WeightPart, Future[tuple[int, int]] | None]] = deque()
+
+    def __enter__(self) -> _Digesting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def add(self, part: WeightPart) -> None:
+        """A part whose tensor has been read for its weight."""
+        tensor, future = self._binding.content(part), None
+        if tensor.name not in self._begun:
+            self._begun.add(tensor.name)
+            future = self._threads.submit(content_digest, tensor.raw)
+        self._out.append((part, future))
+        while len(self._out) > MOST_DIGESTING:
+            self._finish_one()
+
+    def hexdigest(self) -> str:
+        """Of all of it, when it is there."""
+        while self._out:
+            self._finish_one()
+        return self._digest.hexdigest()
+
+    def _finish_one(self) -> None:
+        part, future = self._out.popleft()
+        if future is not None:
+            self._digest.add(self._binding.content(part), future.result())
+        self._binding.release(part)
+
+
+def _fp8(
+    weight: Weight, scheme: Scheme, binding: Binding, device: torch.device, upload: Upload
+) -> Fp8Weight:
     """The checkpoint's own codes and scales; or made from its elements, whatever the program
     computes in."""
     if (stored := stored_fp8(weight, binding)) is not None:
         codes = torch.empty((weight.rows, weight.columns), dtype=torch.uint8, device=device)
         first = 0
         for part in stored:
-            # PyTorch has no read-only tensors, so mapped bytes are copied once, on the host.
-            codes[first : first + len(part.codes)].copy_(torch.from_numpy(np.array(part.codes)))
+            upload.copy(part.codes.reshape(-1), codes[first : first + len(part.codes)])
             first += len(part.codes)
         scales = torch.from_numpy(stored_scales(stored)).to(device)
         kept = scales if scheme.group else scales[:, 0].contiguous()
@@ -161,32 +207,32 @@ def _fp8(weight: Weight, scheme: Scheme, binding: Binding, device: torch.device)
     assert not scheme.is_static, f"{weight.name} is not in fp8; nothing fixes its scale"
     is_bf16 = all(binding.content(part).dtype == "bf16" for part in weight.parts)
     dtype = DType.BF16 if is_bf16 and not weight.offset else DType.F32
-    return Fp8Weight.of(_plain(replace(weight, dtype=dtype), binding, device), scheme)
+    return Fp8Weight.of(_plain(replace(weight, dtype=dtype), binding, device, upload), scheme)
 
 
-def _plain(weight: Weight, binding: Binding, device: torch.device) -> Tensor:
+def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Upload) -> Tensor:
     """[rows, columns], or [rows] of a vector, which stays in float32."""
     dtype = torch.float32 if weight.form is WeightForm.VECTOR else TORCH_TYPES[weight.dtype]
     shape = (weight.rows, weight.columns) if weight.columns else (weight.rows,)
     whole = torch.empty(shape, dtype=dtype, device=device)
     first = 0
     for part in weight.parts:
-        rows = _as_stored(part, weight, binding)
-        if rows is None:
+        stored, rows = _as_stored(part, weight, binding), whole[first : first + part.rows]
+        if stored is not None:
+            upload.copy(stored, rows)
+        else:
             wide = torch.from_numpy(binding.read_f32(part) + np.float32(weight.offset))
             # A vector is kept in f32, with the values that its dtype has.
-            rows = wide.to(TORCH_TYPES[weight.dtype])
-        whole[first : first + part.rows].copy_(rows)
+            rows.copy_(wide.to(TORCH_TYPES[weight.dtype]))
         first += part.rows
     return whole
 
 
-def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Tensor | None:
-    """The part's rows where the file has them just as they are wanted."""
+def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | None:
+    """Bytes of the part's rows where the file has them just as they are wanted."""
     wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
     if not wanted or part.transposed or weight.offset or binding.content(part).dtype != "bf16":
         return None
     stored = binding.tensor(part)
-    # PyTorch has no read-only tensors, so mapped bytes are copied once, on the host.
-    raw = np.array(stored.raw.reshape(stored.shape[0], -1)[part.first_row :][: part.rows])
-    return torch.from_numpy(raw).view(torch.bfloat16)
+    raw = stored.raw.reshape(stored.shape[0], -1)
+    return raw[part.first_row :][: part.rows].reshape(-1)

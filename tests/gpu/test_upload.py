@@ -1,0 +1,70 @@
+"""Bytes of files on their way to a device: rooms are not written again before the device, which
+does nothing until it is waited for, has read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from quire.execute.gpu.load import load  # noqa: E402
+from quire.execute.gpu.stream import CpuStream, Stream  # noqa: E402
+from quire.execute.gpu.upload import LEAST_A_THREAD, Upload  # noqa: E402
+from quire.program.ops import DType  # noqa: E402
+from quire.weights.binding import bind  # noqa: E402
+from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.gpu.opened import CPU, program_of  # noqa: E402
+from tests.gpu.slow_stream import SlowStream  # noqa: E402
+from tests.tiny_models import write_tiny_llama  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("make", [CpuStream, SlowStream])
+@pytest.mark.parametrize("sizes", [[1, 100, 64, 65, 63, 1], [3 * LEAST_A_THREAD + 7]])
+def test_bytes_arrive_whole_whatever_their_number(make: type[Stream], sizes: list[int]) -> None:
+    stream, rng = make(), np.random.default_rng(3)
+    raws = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+    for raw in raws:
+        raw.setflags(write=False)  # as mapped files are
+    targets = [torch.zeros(len(raw), dtype=torch.uint8) for raw in raws]
+    with Upload(stream, room_bytes=max(sizes) // 2 + 5) as upload:
+        for raw, target in zip(raws, targets, strict=True):
+            upload.copy(raw, target)
+    for raw, target in zip(raws, targets, strict=True):
+        assert np.array_equal(target.numpy(), raw)
+
+
+def test_only_a_room_that_is_filled_again_is_waited_for() -> None:
+    stream = SlowStream()
+    target = torch.zeros(60, dtype=torch.uint8)
+    with Upload(stream, room_bytes=20) as upload:
+        upload.copy(np.arange(40, dtype=np.uint8), target[:40])
+        assert stream.waits == []
+        upload.copy(np.arange(20, dtype=np.uint8), target[40:])
+        assert stream.waits == [1]  # for the first, while the second was still to be read
+        assert np.array_equal(target[:20].numpy(), np.arange(20))
+
+
+@pytest.mark.parametrize("precision", ["none", "int8"])
+def test_weights_and_their_digest_are_the_same_through_a_device_beside_the_host(
+    precision: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path, seed=5, dtype="bf16", num_hidden_layers=2)
+    program = program_of(folder, DType.BF16, precision)
+    loaded = [
+        load(program, bind(program, open_checkpoint(folder)), CPU, None, stream=stream)
+        for stream in (CpuStream(), SlowStream())
+    ]
+    first, second = loaded
+    assert first.digest == second.digest
+    assert first.plain.keys() == second.plain.keys()
+    for name, held in first.plain.items():
+        assert torch.equal(held, second.plain[name])
+    assert first.few.keys() == second.few.keys()
+    if precision == "int8":
+        for name, held in first.few.items():
+            assert torch.equal(held.values, second.few[name].values)
