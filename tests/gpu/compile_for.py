@@ -4,7 +4,8 @@
 
 Launchers are given tensors without memory; instead of a launch the kernel is compiled down to
 machine code for compute capability 9.0, with Triton's own assembler. Prints a JSON line a kernel:
-registers, bytes spilled, shared memory, matrix instructions, whether multiply-adds were fused.
+registers, bytes spilled, shared memory, matrix instructions, whether multiply-adds were fused,
+and of loops with matrix instructions how many of which kind.
 Needs no device and no driver. Knows nothing of speed.
 """
 
@@ -48,6 +49,11 @@ from quire.execute.gpu.kernels.wishes import Wishes
 
 F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn
 TARGET = GPUTarget("cuda", 90, 32)
+LOOP_COUNTS = {
+    "matrix": r"HGMMA|QGMMA|IGMMA|HMMA|IMMA",
+    "waits": r"WARPGROUP\.DEPBAR",
+    "spilled": r"LDL|STL",
+}
 Report = dict[str, Any]
 
 
@@ -75,20 +81,56 @@ def _report(made: Any, name: str) -> Report:
         "copies": ptx.count("cp.async"),
         "in_flight": [int(count) for count in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)],
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
+        "loops": _matrix_loops(_told("nvdisasm", "-c", made.asm["cubin"])),
     }
+
+
+def _told(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the assembler's tools says of machine code."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def _usage(cubin: bytes) -> Report:
     """Registers a thread, and bytes of its stack: what did not fit into registers."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = _told("cuobjdump", "-res-usage", cubin)
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
     return {"registers": found["REG"], "stack": found["STACK"]}
+
+
+def _matrix_loops(code: str) -> list[dict[str, int]]:
+    """Of each innermost loop with matrix instructions: how many instructions, these among them,
+    waits for these, and accesses to what did not fit into registers."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    spans: list[tuple[int, int]] = []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.search(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)(.*);", line):
+            target = re.search(r"\((\.L_\w+)\)", found[2])
+            if found[1] == "BRA" and target and target[1] in labels:
+                spans.append((labels[target[1]], len(names)))
+            names.append(found[1])
+    told = []
+    for first, last in spans:
+        inside = [other for other in spans if first <= other[0] and other[1] < last]
+        counts = {
+            name: sum(bool(re.match(form, other)) for other in names[first : last + 1])
+            for name, form in LOOP_COUNTS.items()
+        }
+        is_innermost = not any(
+            re.match(LOOP_COUNTS["matrix"], name)
+            for other in inside
+            for name in names[other[0] : other[1] + 1]
+        )
+        if counts["matrix"] and is_innermost:
+            told.append({"instructions": last - first + 1} | counts)
+    return told
 
 
 @contextmanager

@@ -93,6 +93,22 @@ def test_no_sequences_are_no_items() -> None:
     assert plan.merges.shape == (0, plans.MERGE_FIELDS)
 
 
+@pytest.mark.parametrize(("sequences", "items"), [(1, 16), (16, 64), (64, 64), (256, 256)])
+def test_tiles_are_cut_only_while_programs_lack(sequences: int, items: int) -> None:
+    """At 4,096 positions and 8 KV heads, on a card of 132 multiprocessors."""
+    plan = plans.plan_tiles(
+        np.arange(sequences + 1, dtype=np.int32),
+        np.full(sequences, 4095, np.int32),
+        np.arange(sequences),
+        group=4,
+        rows=16,
+        kv_heads=8,
+        programs=4 * 132,
+        max_partials=10_000,
+    )
+    assert len(plan.items) == items
+
+
 def test_a_plan_larger_than_its_launch_is_refused() -> None:
     plan = plans.plan_tiles(
         np.array([0, 1], np.int32),

@@ -8,9 +8,19 @@ import torch
 
 from quire.execute import reference_ops as ops
 from quire.execute.gpu.kernels import linear_fixed
-from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_fixed import (
+    FILL,
+    PIECE_STEP,
+    TILES,
+    Workspace,
+    choose_tile,
+    linear,
+    most_sums,
+    piece_of,
+)
 from tests.gpu.tensors import (
     BF16_STEP,
+    TYPES,
     Float32s,
     array,
     empty,
@@ -60,16 +70,53 @@ def test_a_bf16_output_is_rounded_once() -> None:
 def test_rows_are_the_same_bits_in_every_tile_and_split(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row, some and 300, pieces apart and together: all the same."""
-    monkeypatch.setattr(linear_fixed, "PIECE", 64)
+    """One row, some and 300, by each tile, pieces apart and together: all the same."""
+    monkeypatch.setattr(linear_fixed, "SHORTEST_PIECE", 100)
+    assert piece_of(37, 300) == (128, 3)
     rng = np.random.default_rng(3)
-    x, weight = normal(rng, 300, 150, dtype=dtype), normal(rng, 37, 150, dtype=dtype)
+    x, weight = normal(rng, 300, 300, dtype=dtype), normal(rng, 37, 300, dtype=dtype)
     together = product(x, weight, dtype)
-    for rows in (1, 16, 17, 33, 65):
-        assert same_bits(product(x[:rows], weight, dtype), together[:rows])
-        assert same_bits(product(x[:rows], weight, dtype, is_split=True), together[:rows])
-    alone = product(x[299:], weight, dtype, is_split=True)
-    assert same_bits(alone, together[299:])
+    assert same_bits(product(x[299:], weight, dtype, is_split=True), together[299:])
+    tiles = dict(TILES)
+    monkeypatch.setattr(linear_fixed, "TILES", tiles)
+    for tile in TILES[TYPES[dtype]]:
+        tiles[TYPES[dtype]] = (tile,)
+        for rows in (1, 17, 65):
+            for is_split in (False, True):
+                found = product(x[:rows], weight, dtype, is_split=is_split)
+                assert same_bits(found, together[:rows]), (tile, rows, is_split)
+
+
+# Of weights of Llama-3.1-8B, Qwen3-8B, Qwen3-0.6B, a vocabulary, and odd ones.
+SHAPES = (
+    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (24576, 4096), (4096, 12288)),
+    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (37, 100)),
+)
+
+
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES)
+def test_pieces_are_all_columns_and_fill_a_card(outputs: int, columns: int) -> None:
+    length, pieces = piece_of(outputs, columns)
+    assert length % PIECE_STEP == 0
+    assert (pieces - 1) * length < columns <= pieces * length
+    if outputs * columns < 2**20:
+        return
+    for rows in (1, 16, 17, 33, 64, 65, 256, 300):
+        tile, is_split = choose_tile(TILES[torch.bfloat16], rows, outputs, pieces=pieces)
+        assert length % tile.columns == 0
+        num_r = -(-rows // tile.rows)
+        programs = num_r * -(-outputs // tile.outputs) * (pieces if is_split else 1)
+        assert programs >= FILL
+        assert num_r == 1 or rows > 64  # few rows read weights once
+        if is_split:
+            assert pieces * rows * outputs <= most_sums(outputs, columns, 4096)
+
+
+def test_many_rows_take_the_tile_that_reads_least() -> None:
+    for outputs, columns in SHAPES[:4]:
+        _, pieces = piece_of(outputs, columns)
+        found = choose_tile(TILES[torch.bfloat16], 2048, outputs, pieces=pieces)
+        assert found == (TILES[torch.bfloat16][0], False)
 
 
 def test_a_row_of_nan_and_memory_of_nan_touch_no_other_row() -> None:
@@ -82,10 +129,9 @@ def test_a_row_of_nan_and_memory_of_nan_touch_no_other_row() -> None:
     assert np.isnan(found[1]).all()
 
 
-def test_a_workspace_that_is_too_small_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_fixed, "PIECE", 64)
+def test_a_workspace_that_is_too_small_is_not_used() -> None:
     rng = np.random.default_rng(5)
-    x, weight = normal(rng, 2, 128), normal(rng, 6, 128)
+    x, weight = normal(rng, 2, 512), normal(rng, 6, 512)
     workspace, found = Workspace.of(23, "cpu"), empty(2, 6)
     linear(tensor(x), tensor(weight), found, workspace=workspace)
     assert torch.isnan(workspace.sums).all()

@@ -19,13 +19,7 @@ from quire.execute.gpu import library_fp8
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_fixed import (
-    FEW_ROWS,
-    PIECE,
-    SPLIT_BELOW,
-    Workspace,
-    linear,
-)
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, most_sums
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.load import Fp8Weight
 from quire.execute.gpu.ops import Call, Place
@@ -58,7 +52,7 @@ class Scratch:
         """Room for the largest launch of a program."""
         rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
         return cls(
-            workspace=Workspace.of(_sums(program), device),
+            workspace=Workspace.of(_sums(program, rows), device),
             rows={
                 (columns, form): ByteRows.empty(
                     rows, columns, device, dtype=ROW_FORMS[form][0], scaled=ROW_FORMS[form][1]
@@ -75,7 +69,7 @@ class Scratch:
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
             for columns, _ in _byte_rows(program)
         )
-        return 4 * _sums(program) + of_rows
+        return 4 * _sums(program, rows) + of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +158,8 @@ def _row_form(scheme: Scheme) -> str:
     return scheme.name if scheme.is_float else "int8"
 
 
-def _sums(program: Program) -> int:
+def _sums(program: Program, rows: int) -> int:
     """Elements of the pieces of the largest product that is split over programs."""
-    rows = FEW_ROWS[-1].rows
-    sizes = [0]
-    for op in _products(program):
-        weight = program.weights[op.attrs["weight"]]
-        if weight.quantized is None and -(-weight.rows // FEW_ROWS[0].outputs) < SPLIT_BELOW:
-            sizes.append(-(-weight.columns // PIECE) * rows * weight.rows)
-    return max(sizes)
+    weights = (program.weights[op.attrs["weight"]] for op in _products(program))
+    plain = (weight for weight in weights if weight.quantized is None)
+    return max((most_sums(weight.rows, weight.columns, rows) for weight in plain), default=0)

@@ -117,11 +117,12 @@ def _runs(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _parts(pieces: Int64s, *, kv_heads: int, programs: int, max_partials: int) -> Int64s:
-    """Items each tile is cut into: of about as many pieces each as keep all programs busy."""
+    """Items each tile is cut into: of about as many pieces each as keep all programs busy. To the
+    nearest, so that tiles which are enough by themselves stay whole and need no merge."""
     if not programs or not len(pieces):
         return np.ones(len(pieces), np.int64)
-    share = max(1, int(pieces.sum()) * kv_heads // programs)
-    parts = -(-pieces // share)
+    total = int(pieces.sum()) * kv_heads
+    parts = np.clip((2 * pieces * programs + total) // (2 * total), 1, pieces)
     # Room for partials goes to the longest.
     order = np.argsort(-pieces, kind="stable")
     wanted = np.where(parts > 1, pieces, 0)

@@ -110,34 +110,34 @@ def attention_items(
             part_from = begin if part == 0 else (full_from if part == 1 else full_to)
             part_to = end if part == 2 else tl.minimum(full_to if part == 1 else full_from, end)
             for start in tl.range(part_from, part_to, BLOCK_N):
-                piece_highest, piece_total, piece_y = _see_tile(
-                    start, q, position, piece_highest, piece_total, piece_y,
-                    values_ptr, scales_ptr, table_ptr, block_stride, scale_block_stride,
-                    seen_from, last_position, window, factor, score_scale, soft_cap,
-                    KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N,
-                    HAS_SCALES, HAS_WINDOW, HAS_CAP, part != 1,
+                scores, v, v_scale, is_seen = _read_tile(
+                    start, q, position, values_ptr, scales_ptr, table_ptr,
+                    block_stride, scale_block_stride, seen_from, last_position,
+                    window, score_scale, soft_cap, KV_HEADS, HEAD_DIM, HEAD_PAD,
+                    BLOCK_SIZE, BLOCK_N, HAS_SCALES, HAS_WINDOW, HAS_CAP, part != 1,
                 )  # fmt: skip
-                next_start = start + BLOCK_N
-                if next_start % PIECE == 0 or next_start >= end:
-                    is_merged = True
-                    if IS_CUT:
-                        is_merged = partial < 0
-                        if partial >= 0:
-                            slot = partial + start // PIECE - first_piece
-                            slot_rows = slot.to(tl.int64) * (KV_HEADS * PARTIAL_ROWS)
-                            slot_rows += partial_rows
-                            sums_ptr = partial_sums_ptr + slot_rows * 2
-                            tl.store(sums_ptr, piece_highest, mask=token < num_tokens)
-                            tl.store(sums_ptr + 1, piece_total, mask=token < num_tokens)
-                            out = partial_y_ptr + slot_rows[:, None] * HEAD_DIM + columns[None, :]
-                            tl.store(out, piece_y, mask=is_kept)
-                    if is_merged:
-                        highest, total, y = merge_piece(
-                            highest, total, y, piece_highest, piece_total, piece_y
-                        )
+                # A piece is closed when the next one has its first scores, and not sooner: what
+                # the matrix unit still adds to the piece is waited for together with these.
+                if (start % PIECE == 0) & (start > begin):
+                    highest, total, y = _close_piece(
+                        highest, total, y, piece_highest, piece_total, piece_y,
+                        partial, start // PIECE - 1 - first_piece, partial_y_ptr,
+                        partial_sums_ptr, partial_rows, num_tokens, token, columns, is_kept,
+                        KV_HEADS, HEAD_DIM, PARTIAL_ROWS, IS_CUT,
+                    )  # fmt: skip
                     piece_highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                     piece_total = tl.zeros((BLOCK_M,), tl.float32)
                     piece_y = tl.zeros((BLOCK_M, HEAD_PAD), tl.float32)
+                piece_highest, piece_total, piece_y = _see_tile(
+                    scores, v, v_scale, is_seen, piece_highest, piece_total, piece_y,
+                    factor, q.dtype, HAS_SCALES, part != 1,
+                )  # fmt: skip
+    highest, total, y = _close_piece(
+        highest, total, y, piece_highest, piece_total, piece_y,
+        partial, (end - 1) // PIECE - first_piece, partial_y_ptr,
+        partial_sums_ptr, partial_rows, num_tokens, token, columns, is_kept,
+        KV_HEADS, HEAD_DIM, PARTIAL_ROWS, IS_CUT,
+    )  # fmt: skip
 
     if IS_CUT:  # where the result is in partials nothing is stored here
         num_tokens = tl.where(partial < 0, num_tokens, 0)
@@ -147,6 +147,44 @@ def attention_items(
     y_rows = (row + token).to(tl.int64) * y_stride + head * HEAD_DIM
     y = as_type(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + y_rows[:, None] + columns[None, :], y, mask=is_kept)
+
+
+@triton.jit
+def _close_piece(
+    highest,
+    total,
+    y,
+    piece_highest,
+    piece_total,
+    piece_y,
+    partial,
+    nth,
+    partial_y_ptr,
+    partial_sums_ptr,
+    partial_rows,
+    num_tokens,
+    token,
+    columns,
+    is_kept,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    IS_CUT: tl.constexpr,
+):
+    """The sums so far with those of the item's nth piece; where the item is one of several of its
+    tile these are stored instead."""
+    is_merged = True
+    if IS_CUT:
+        is_merged = partial < 0
+        if partial >= 0:
+            slot_rows = (partial + nth).to(tl.int64) * (KV_HEADS * PARTIAL_ROWS) + partial_rows
+            tl.store(partial_sums_ptr + slot_rows * 2, piece_highest, mask=token < num_tokens)
+            tl.store(partial_sums_ptr + slot_rows * 2 + 1, piece_total, mask=token < num_tokens)
+            out = partial_y_ptr + slot_rows[:, None] * HEAD_DIM + columns[None, :]
+            tl.store(out, piece_y, mask=is_kept)
+    if is_merged:
+        highest, total, y = merge_piece(highest, total, y, piece_highest, piece_total, piece_y)
+    return highest, total, y
 
 
 @triton.jit
@@ -226,13 +264,10 @@ def finished(highest, total, y, sink, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _see_tile(
+def _read_tile(
     start,
     q,
     position,
-    highest,
-    total,
-    y,
     values_ptr,
     scales_ptr,
     table_ptr,
@@ -241,7 +276,6 @@ def _see_tile(
     seen_from,
     last_position,
     window,
-    factor,
     score_scale,
     soft_cap,
     KV_HEADS: tl.constexpr,
@@ -254,7 +288,8 @@ def _see_tile(
     HAS_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Sums of a piece after positions [start, start + BLOCK_N)."""
+    """Of positions [start, start + BLOCK_N): scores, V, its scales, and which row sees which; of
+    the last two only what `_see_tile` looks at."""
     cached = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, HEAD_PAD)
     is_filled = (cached >= seen_from) & (cached <= last_position)
@@ -282,6 +317,7 @@ def _see_tile(
         v = tl.load(kv + kv_values)
 
     none = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    v_scale, is_seen = is_filled, is_filled
     scores = dot(q, tl.trans(_exactly(k, q.dtype)), none)
     if HAS_SCALES:
         scale_ptr = scales_ptr + block * scale_block_stride + place
@@ -299,7 +335,24 @@ def _see_tile(
         if HAS_WINDOW:
             is_seen = is_seen & (cached[None, :] > position[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
+    return scores, v, v_scale, is_seen
 
+
+@triton.jit
+def _see_tile(
+    scores,
+    v,
+    v_scale,
+    is_seen,
+    highest,
+    total,
+    y,
+    factor,
+    dtype: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Sums of a piece after the positions of a tile."""
     both = tl.maximum(highest, tl.max(scores, 1) * factor)
     level = tl.where(both == float("-inf"), 0.0, both)
     kept = tl.exp2(highest - level)
@@ -319,7 +372,7 @@ def _see_tile(
         sees_broken = tl.max(tl.where(is_seen, is_broken[None, :], 0), 1)
         y = tl.where(sees_broken[:, None] != 0, float("nan"), y)
         v = tl.where(is_finite, wide, 0.0).to(v.dtype)
-    y = dot(as_type(weights, q.dtype), _exactly(v, q.dtype), y)
+    y = dot(as_type(weights, dtype), _exactly(v, dtype), y)
     return both, total, y
 
 

@@ -25,7 +25,8 @@ from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP
 
 # Tiles for few rows, and the one for many. Few outputs a program where there are few rows: all of
-# the chip must read weights; fp8's instruction takes 64. Two of fp8's for many rows share a
+# the chip must read weights; fp8's instruction takes 64, so that there may be one program for two
+# multiprocessors, with 72 KB of weights on their way. Two of fp8's for many rows share a
 # multiprocessor: one adds while the other multiplies.
 TILES = {
     torch.int8: (
@@ -35,8 +36,8 @@ TILES = {
         Tile(outputs=128, rows=128, num_warps=8, num_stages=4),
     ),
     torch.float8_e4m3fn: (
-        Tile(outputs=64, rows=16, num_warps=4, num_stages=6),
-        Tile(outputs=64, rows=32, num_warps=4, num_stages=6),
+        Tile(outputs=64, rows=16, num_warps=4, num_stages=10),
+        Tile(outputs=64, rows=32, num_warps=4, num_stages=8),
         Tile(outputs=64, rows=64, num_warps=4, num_stages=6),
         Tile(outputs=64, rows=128, num_warps=4, num_stages=4),
     ),

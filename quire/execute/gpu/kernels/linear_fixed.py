@@ -1,10 +1,11 @@
 """y = x @ W.T (+ bias) in bf16 or f32 with one order of K for any number of rows: the exact mode.
 
-An output is made of pieces of PIECE columns of K. A piece is one chain of a tile's products in the
-order of K; pieces are added in order, then the bias. How many rows a tile takes, and whether pieces
-go to programs of their own (few rows: all of the chip must read weights) or one after the other
-(many rows), changes no bit: weights are always the first operand and rows the second, so that every
-tile is made of the same instruction with another number of rows.
+An output is made of pieces of K: as few, by the weight's shape alone, as give few rows enough
+programs to read it (`piece_of`). A piece is one chain of a tile's products in the order of K;
+pieces are added in order, then the bias. How many rows and outputs a tile takes, and whether pieces
+go to programs of their own (few tiles: all of the chip must read weights) or one after the other,
+changes no bit: weights are always the first operand and rows the second, so that every tile is made
+of the same instruction with another number of rows.
 
 Twin: reference_ops.linear, within the error of f32 sums. Knows no other scheme. Scratch for pieces
 is the caller's (`Workspace`), used by one launch at a time.
@@ -12,6 +13,7 @@ is the caller's (`Workspace`), used by one launch at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,28 +24,74 @@ import triton.language as tl
 from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
-PIECE = 1024  # columns of K that are one chain; part of the mode's numerics
-STEP = {torch.bfloat16: 64, torch.float32: 32}  # columns of K at a time
-SPLIT_BELOW = 264  # programs: two for each of an H200's multiprocessors
-NUM_COUNTERS = 4096
+FILL = 128  # programs that keep an H200 busy, about one for each of its multiprocessors
+PIECE_OUTPUTS = PIECE_ROWS = 64  # of the largest tile of few rows
+# Part of the mode's numerics, with FILL and PIECE_OUTPUTS: pieces of a weight at most, and columns
+# of K of the shortest; lengths are whole numbers of PIECE_STEP.
+MOST_PIECES, SHORTEST_PIECE, PIECE_STEP = 8, 256, 128
 
 
 class Tile(NamedTuple):
-    """Outputs and rows that one program makes, and how it is compiled."""
+    """Outputs and rows that one program makes, how it is compiled, and columns of K at a time."""
 
     outputs: int
     rows: int
     num_warps: int
     num_stages: int
+    columns: int = 128
 
 
-FEW_ROWS = tuple(Tile(outputs=64, rows=rows, num_warps=4, num_stages=5) for rows in (16, 32, 64))
-MANY_ROWS = Tile(outputs=128, rows=128, num_warps=8, num_stages=4)
+# Large ones first. The largest reads least for what it multiplies (85 operations a byte); small
+# ones have 32 KB of weights or more on their way, so that one for each multiprocessor will do.
+BF16_TILES = (
+    Tile(outputs=128, rows=256, num_warps=8, num_stages=4, columns=64),
+    Tile(outputs=128, rows=128, num_warps=8, num_stages=4, columns=64),
+    Tile(outputs=128, rows=64, num_warps=4, num_stages=4, columns=64),
+    Tile(outputs=64, rows=64, num_warps=4, num_stages=3),
+    Tile(outputs=64, rows=32, num_warps=4, num_stages=4),
+    Tile(outputs=64, rows=16, num_warps=4, num_stages=5),
+)
+F32_TILES = (
+    Tile(outputs=128, rows=64, num_warps=8, num_stages=4, columns=32),
+    *(Tile(outputs=64, rows=r, num_warps=4, num_stages=5, columns=32) for r in (64, 32, 16)),
+)
+TILES = {torch.bfloat16: BF16_TILES, torch.float32: F32_TILES}
+
+
+def piece_of(outputs: int, columns: int) -> tuple[int, int]:
+    """(columns of a piece, pieces) of a weight [outputs, columns]."""
+    wanted = min(triton.cdiv(FILL, triton.cdiv(outputs, PIECE_OUTPUTS)), MOST_PIECES)
+    wanted = max(min(wanted, columns // SHORTEST_PIECE), 1)
+    length = triton.cdiv(triton.cdiv(columns, wanted), PIECE_STEP) * PIECE_STEP
+    return length, triton.cdiv(columns, length)
+
+
+def most_sums(outputs: int, columns: int, max_rows: int) -> int:
+    """Elements that a Workspace needs for a weight's pieces to be split whenever that helps."""
+    _, pieces = piece_of(outputs, columns)
+    # Where FILL tiles of few rows and more are needed, nothing is split.
+    most = FILL * PIECE_OUTPUTS * PIECE_ROWS
+    return pieces * min(max_rows * outputs, most) if pieces > 1 else 0
+
+
+def choose_tile(
+    tiles: Sequence[Tile], rows: int, outputs: int, *, pieces: int
+) -> tuple[Tile, bool]:
+    """The largest tile with enough programs, and whether each piece has a program of its own
+    (`pieces` 1: they have not). Up to 64 rows are one tile's: weights are read once."""
+    least = min(rows, PIECE_ROWS)
+    fits = [tile for tile in tiles if least <= tile.rows < 2 * rows] or [tiles[-1]]
+    for is_split in (False, True):
+        for tile in fits:
+            num_tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
+            if num_tiles * (pieces if is_split else 1) >= FILL:
+                return tile, is_split
+    return fits[-1], pieces > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Room for pieces of few rows: f32 `sums`, and int32 `arrived` [NUM_COUNTERS], zeros between
+    """Room for pieces of few tiles: f32 `sums`, and int32 `arrived` [FILL], zeros between
     launches. A launch for which it is too small makes its pieces one after the other."""
 
     sums: torch.Tensor
@@ -51,10 +99,10 @@ class Workspace:
 
     @classmethod
     def of(cls, elements: int, device: torch.device | str) -> Workspace:
-        """Room for `elements` sums: pieces * rows * outputs of the largest product of few rows."""
+        """Room for `elements` sums, the largest of most_sums."""
         return cls(
             sums=torch.full((elements,), float("nan"), dtype=torch.float32, device=device),
-            arrived=torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device),
+            arrived=torch.zeros(FILL, dtype=torch.int32, device=device),
         )
 
 
@@ -100,37 +148,52 @@ def _linear(
     # Rows and outputs past the end read the first ones; what they give is not stored.
     w_at = weight + tl.where(outputs < N, outputs, 0).to(tl.int64)[:, None] * weight_stride
     x_at = x + tl.where(r < rows, r, 0).to(tl.int64)[None, :] * x_stride
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    piece = tl.program_id(1)
-    part = tl.zeros([BN, BR], tl.float32)
-    total = tl.zeros([BN, BR], tl.float32)
+    IS_WHOLE: tl.constexpr = K % (PER_PIECE * BK) == 0
     if IS_SPLIT:
-        for step in range(PER_PIECE):
-            k = (piece * PER_PIECE + step) * BK + ks
-            part = _step(w_at, x_at, k, part, K, K % (PER_PIECE * BK) == 0)
+        piece = tl.program_id(1)
+        part = _piece(w_at, x_at, piece, ks, K, BN, BR, BK, PER_PIECE, IS_WHOLE)
         stored = (r < rows)[None, :] & (outputs < N)[:, None]
         at = sums + r.to(tl.int64)[None, :] * N + outputs[:, None]
-        size = rows.to(tl.int64) * N
+        size = tl.cast(rows, tl.int64) * N
         tl.store(at + piece * size, part, mask=stored)
         tl.debug_barrier()
         # Whoever comes last adds all pieces, in order.
         before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel")
         if before == PIECES - 1:
-            for other in range(PIECES):
+            total = tl.zeros([BN, BR], tl.float32)
+            for other in tl.static_range(PIECES):
                 total += tl.load(at + other * size, mask=stored, other=0.0, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)
             _store(total, bias, y, r, outputs, rows, y_stride, N, HAS_BIAS)
-    else:
-        for step in range(STEPS):
-            k = step * BK + ks
-            part = _step(w_at, x_at, k, part, K, K % BK == 0)
-            if PIECES > 1:  # noqa: SIM102 (a constant: decided when compiled)
-                if step % PER_PIECE == PER_PIECE - 1:
-                    total += part
-                    part = tl.zeros([BN, BR], tl.float32)
-        if STEPS % PER_PIECE != 0 or PIECES == 1:
-            total += part
+    elif PIECES > 1:
+        # What does not fit into registers lies in memory while a piece is made, and only then.
+        total = tl.zeros([BN, BR], tl.float32)
+        for piece in range(PIECES):
+            total += _piece(w_at, x_at, piece, ks, K, BN, BR, BK, PER_PIECE, IS_WHOLE)
         _store(total, bias, y, r, outputs, rows, y_stride, N, HAS_BIAS)
+    else:
+        part = _piece(w_at, x_at, 0, ks, K, BN, BR, BK, PER_PIECE, IS_WHOLE)
+        _store(part, bias, y, r, outputs, rows, y_stride, N, HAS_BIAS)
+
+
+@triton.jit
+def _piece(
+    w_at,
+    x_at,
+    piece,
+    ks,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    PER_PIECE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """The sums of one piece: a chain in the order of K."""
+    part = tl.zeros([BN, BR], tl.float32)
+    for step in range(PER_PIECE):
+        part = _step(w_at, x_at, (piece * PER_PIECE + step) * BK + ks, part, K, IS_WHOLE)
+    return part
 
 
 @triton.jit
@@ -171,20 +234,16 @@ def linear(
     check_rows("weight", weight, columns=columns)
     check_rows("y", y, rows, outputs)
     check_vector("bias", bias, outputs, torch.float32)
-    if x.dtype != weight.dtype or x.dtype not in STEP:
+    if x.dtype != weight.dtype or x.dtype not in TILES:
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; both bf16 or both f32 are needed")
     if rows == 0:
         return
-    tile = next((tile for tile in FEW_ROWS if rows <= tile.rows), MANY_ROWS)
-    step = STEP[x.dtype]
-    num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
-    pieces = triton.cdiv(columns, PIECE)
-    is_split = (
-        workspace is not None
-        and pieces > 1
-        and num_n * num_r < min(SPLIT_BELOW, NUM_COUNTERS)
-        and workspace.sums.numel() >= pieces * rows * outputs
+    length, pieces = piece_of(outputs, columns)
+    room = 0 if workspace is None else workspace.sums.numel()
+    tile, is_split = choose_tile(
+        TILES[x.dtype], rows, outputs, pieces=pieces if pieces * rows * outputs <= room else 1
     )
+    num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
     _linear[num_n * num_r, pieces if is_split else 1](
         x,
         weight,
@@ -201,8 +260,8 @@ def linear(
         K=columns,
         BN=tile.outputs,
         BR=tile.rows,
-        BK=step,
-        PER_PIECE=PIECE // step,
+        BK=tile.columns,
+        PER_PIECE=length // tile.columns,
         PIECES=pieces,
         IS_SPLIT=is_split,
         HAS_BIAS=bias is not None,

@@ -2,7 +2,8 @@
 
 The interpreter cuts bits off where devices round to the nearest, so there the rounding is done on
 integers first. Its products of bf16 are of the bits, and those of f32 have an order that depends
-on the shape, so there they are sums in the order of K. Always holds: NaN stays NaN. Knows no rows.
+on the shape, so there they are sums of 32 in the order of K, however many come at a time, and small
+enough for what it takes as one tensor. Always holds: NaN stays NaN. Knows no rows.
 """
 
 from __future__ import annotations
@@ -65,9 +66,20 @@ def scale_and_inverse(largest, steps):
 def dot(a, b, sums):
     """sums + a [M, K] @ b [K, N], added in f32 (int32 of integers)."""
     if INTERPRETED and sums.dtype == tl.float32:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        return sums + tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+        return _in_order(a.to(tl.float32), b.to(tl.float32), sums)
     return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
+
+
+@triton.jit
+def _in_order(a, b, sums):
+    """By halves of K, the first one first."""
+    if a.shape[1] <= 32:
+        return sums + tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+    a = tl.permute(tl.reshape(a, [a.shape[0], 2, a.shape[1] // 2]), (0, 2, 1))
+    b = tl.permute(tl.reshape(b, [2, b.shape[0] // 2, b.shape[1]]), (1, 2, 0))
+    first_a, second_a = tl.split(a)
+    first_b, second_b = tl.split(b)
+    return _in_order(second_a, second_b, _in_order(first_a, first_b, sums))
 
 
 @triton.jit
