@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_INTS
 from quire.execute.gpu import choice
+from quire.execute.gpu.kernels import edit_logits as edit_kernels
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.wishes import rows_for_the_host
 from quire.sampling import reference, scoring
@@ -123,6 +124,27 @@ def test_a_last_token_that_only_the_device_has_counts() -> None:
     assert torch.equal(*edited)
     changed = (edited[0] != tensor).sum(dim=1).tolist()
     assert changed == [3, 2, 2, 4, 2, 1, len(set(known.history[19:].tolist()))]
+
+
+def test_only_rows_that_ask_for_edits_cost_the_host_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is some microseconds, in every step."""
+    looked_at, look = [], edit_kernels._row_entries
+    monkeypatch.setattr(
+        edit_kernels,
+        "_row_entries",
+        lambda batch, row: (looked_at.append(row), look(batch, row))[1],
+    )
+    assert Edits.of(make_batch(200, temperature=1.0, history=[[1, 2]] * 200)) is None
+    some = {
+        "repetition_penalty": [1.0, 1.5, 1.0, 1.0, 1.0, 1.5],
+        "history": [[4], [4], [], [4], [], []],
+        "bias": [[], [], [(3, 1.0)], [], [], []],
+        "banned": [[], [], [], [], [5], []],
+    }
+    edits = Edits.of(make_batch(6, **some))
+    assert edits is not None
+    assert edits.entries[:2].tolist() == [[1, 2, 4], [4, 3, 5]]
+    assert looked_at == [1, 2, 4]
 
 
 def test_a_history_that_lacks_its_last_token_is_not_chosen_from() -> None:

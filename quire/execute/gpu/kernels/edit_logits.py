@@ -43,7 +43,8 @@ class Edits:
     @classmethod
     def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> Edits | None:
         """Those of a batch, or None where there are none."""
-        of_rows = [_row_entries(batch, row) for row in range(len(batch.temperature))]
+        named = _rows_with_entries(batch)
+        of_rows = [_row_entries(batch, row) for row in named.tolist()]
         entries = np.concatenate([np.empty((ENTRY_WORDS, 0), np.int32), *of_rows], axis=1)
         rows = np.flatnonzero(batch.mask_rows >= 0).astype(np.int32)
         if not entries.shape[1] and not len(rows):
@@ -51,19 +52,34 @@ class Edits:
         masked = np.stack([rows, batch.mask_rows[rows]]) if len(rows) else np.empty((2, 0))
         return cls(
             entries=to_device(entries),
-            late=to_device(_late(batch, of_rows)),
+            late=to_device(_late(batch, named, of_rows)),
             masked=to_device(masked.astype(np.int32)),
             masks=to_device(np.array(batch.masks).view(np.int32)),
         )
 
 
-def _late(batch: SampleBatch, of_rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """As Edits has it, of all rows' entries."""
-    rows = np.flatnonzero(batch.late_slots >= 0)
-    ends = np.cumsum([entries.shape[1] for entries in of_rows])
-    firsts = ends - [entries.shape[1] for entries in of_rows]
-    late = [batch.late_slots[rows], firsts[rows], ends[rows] - 1] if len(rows) else [[], [], []]
-    return np.array(late, np.int32)
+def _rows_with_entries(batch: SampleBatch) -> NDArray[np.intp]:
+    """Rows that name an id, or will: in most steps none, and then no row costs the host a call."""
+    penalized = batch.repetition_penalty != 1.0
+    penalized |= (batch.frequency_penalty != 0.0) | (batch.presence_penalty != 0.0)
+    some = penalized & (np.diff(batch.history_starts) > 0)
+    some |= (np.diff(batch.bias_starts) > 0) | (np.diff(batch.banned_starts) > 0)
+    if len(batch.late_slots):
+        some |= batch.late_slots >= 0
+    return np.flatnonzero(some)
+
+
+def _late(
+    batch: SampleBatch, named: NDArray[np.intp], of_rows: list[NDArray[np.int32]]
+) -> NDArray[np.int32]:
+    """As Edits has it, of the entries of the rows `named`."""
+    if not len(batch.late_slots):
+        return np.empty((3, 0), np.int32)
+    counts = np.array([entries.shape[1] for entries in of_rows], np.int64)
+    ends = np.cumsum(counts)
+    is_late = batch.late_slots[named] >= 0
+    late = batch.late_slots[named][is_late], (ends - counts)[is_late], (ends - 1)[is_late]
+    return np.stack(late).astype(np.int32)
 
 
 def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
