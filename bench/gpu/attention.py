@@ -28,7 +28,7 @@ def decode(stage: Stage) -> None:
     for precision in ("bf16", "int8", "fp8"):
         for exact in (True, False):
             work, pool = _work(stage, [1] * count, [depth - 1] * count, precision, exact=exact)
-            seconds = stage.seconds(work)
+            seconds = stage.replayed_seconds([work])
             read_bytes = pool.block_bytes * count * columns_for(depth)
             stage.tell(
                 f"{precision} {'exact' if exact else 'fast'}",
@@ -48,7 +48,7 @@ def prefill(stage: Stage) -> None:
     work, _ = _work(stage, [tokens], [0], "bf16", exact=True)
     heads, kv_heads, head_dim = _geometry(stage)
     operations = 4 * heads * head_dim * tokens * (tokens + 1) / 2
-    _tell_prefill(stage, "ours", stage.seconds(work), operations, limits)
+    _tell_prefill(stage, "ours", stage.replayed_seconds([work]), operations, limits)
     q = torch.randn(1, heads, tokens, head_dim, device=stage.device).to(stage.dtype)
     k, v = (
         torch.randn(1, kv_heads, tokens, head_dim, device=stage.device).to(stage.dtype)
@@ -66,7 +66,7 @@ def prefill(stage: Stage) -> None:
             kind = backend.MATH
         try:
             with torch.nn.attention.sdpa_kernel(kind):
-                seconds = stage.seconds(theirs)
+                seconds = stage.replayed_seconds([theirs])
         except RuntimeError as error:  # a backend that this build or card does not have
             stage.tell(f"pytorch {name}", {"not_run": str(error).splitlines()[0]})
             continue

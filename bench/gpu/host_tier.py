@@ -141,7 +141,7 @@ def _tokens(
     if swaps:
         middle = len(plans) // 2
         plans[middle:middle] = _swap(load, columns)
-    results = list(run(runner, plans, plans_in_flight=2, idle=Idle(stage)))
+    results = list(run(runner, plans, plans_in_flight=2, idle=Idle(stage, executor)))
     runner.end_thread()
     return np.concatenate([result.token_ids for result in results]).tolist()
 
@@ -180,7 +180,7 @@ def _steps(
     runner = _runner(executor, load, columns * BLOCK_SIZE)
     warm = warm_tokens(stage)
     plans = _decode(load, columns, warm, swaps=swaps)
-    taken = list(_timed(run(runner, plans, plans_in_flight=2, idle=Idle(stage))))[warm:]
+    taken = list(_timed(run(runner, plans, plans_in_flight=2, idle=Idle(stage, executor))))[warm:]
     told = runner.submit_s[warm:]
     ended = None if runner.mover is None else runner.mover.ended()
     runner.end_thread()

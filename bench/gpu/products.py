@@ -1,11 +1,15 @@
-"""Products of fp8: ours beside the vendor's, for few rows and many, by scales of tokens and fixed.
+"""Products of bf16 and fp8: ours beside the vendor's, for few rows and many.
 
-In the shapes of an 8B model's layer. What both give is compared before either is timed; the fast
-mode takes the vendor's where the installed PyTorch has it (quire/execute/gpu/library_fp8.py).
+In the shapes of an 8B model's layer, by several copies of a weight in turn where one would stay in
+the card's cache. What both give is compared before either is timed. fp8 is by scales of tokens and
+fixed; the fast mode takes the vendor's where the installed PyTorch has it
+(quire/execute/gpu/library_fp8.py). Of bf16 it takes the vendor's, but for the weights and rows of
+quire/execute/gpu/products.py's OURS_UP_TO, which is for what is told here.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +18,70 @@ from bench.gpu.limits import device_limits
 from bench.gpu.stage import Stage
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, most_sums
 from quire.execute.gpu.library_fp8 import BY_ROW, BY_TENSOR, E4M3, bound, is_known
 
 # Outputs and columns: q, k and v; attention's; gate and up; down.
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 ROWS = (1, 16, 64, 512, 8192)
+HEAD = (128256, 4096)
+BF16_ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048, 8192)
+IN_TURN_BYTES = 256 * 2**20  # several times an H200's second-level cache
 # Both round once to bf16, whose step is a 256th: as a share of the largest value.
 ALLOWED = 0.01
+
+
+def bf16_products(stage: Stage) -> None:
+    """Tell what either takes, as shares of what reading the weight or multiplying takes, and the
+    rows up to which ours is not slower."""
+    limits = device_limits(stage)
+    shapes, counts = ((32, 256),), (1, 3)
+    if not stage.is_dry:
+        shapes, counts = (*SHAPES, HEAD), BF16_ROWS
+    for outputs, columns in shapes:
+        ours_up_to = 0
+        copies = 1 if stage.is_dry else max(1, IN_TURN_BYTES // (2 * outputs * columns))
+        weights = [_normal(stage, outputs, columns) * columns**-0.5 for _ in range(copies)]
+        for rows in counts:
+            if not stage.has_time():
+                return
+            found = _bf16(stage, weights, rows)
+            seconds = found["seconds"]
+            floor = max(
+                2 * outputs * columns / limits["copy_bytes_per_s"],
+                2 * rows * outputs * columns / limits["bf16_ops_per_s"],
+            )
+            found["share_of_floor"] = {name: floor / taken for name, taken in seconds.items()}
+            found["price"] = seconds["ours"] / seconds["vendor"] - 1
+            if found["price"] <= 0 and ours_up_to in (0, *counts[: counts.index(rows)][-1:]):
+                ours_up_to = rows
+            stage.tell(f"{rows} x {columns} -> {outputs}", found)
+            if not found["largest_error"] <= ALLOWED:
+                raise SystemExit(f"the vendor's product differs from ours: {found}")
+        stage.tell(f"ours up to: {columns} -> {outputs}", ours_up_to)
+
+
+def _normal(stage: Stage, *size: int) -> torch.Tensor:
+    return torch.randn(size, device=stage.device, dtype=stage.dtype)
+
+
+def _bf16(stage: Stage, weights: list[torch.Tensor], rows: int) -> dict[str, Any]:
+    """Both products of the weights in turn."""
+    outputs, columns = weights[0].shape
+    x = _normal(stage, rows, columns)
+    y, theirs = (torch.empty(rows, outputs, dtype=stage.dtype, device=stage.device) for _ in "ab")
+    workspace = Workspace.of(most_sums(outputs, columns, rows), stage.device)
+    works = {
+        "ours": [partial(linear, x, w, y, workspace=workspace) for w in weights],
+        "vendor": [partial(torch.mm, x, w.T, out=theirs) for w in weights],
+    }
+    for kind in works.values():
+        kind[0]()
+    error = (y.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+    return {
+        "largest_error": float(error),
+        "seconds": {name: stage.replayed_seconds(kind) for name, kind in works.items()},
+    }
 
 
 def fp8_products(stage: Stage) -> None:
@@ -56,19 +117,22 @@ def _both(stage: Stage, form: str, scaled: str, shape: tuple[int, int, int]) -> 
     scales = torch.full((outputs,), 0.01, device=stage.device)
     if form == BY_ROW:
         scales *= torch.linspace(0.5, 2, outputs, device=stage.device)
-    weight = ByteWeight.of((40 * normal(outputs, columns)).to(E4M3), scales)
+    copies = 1 if stage.is_dry else max(1, IN_TURN_BYTES // (outputs * columns))
+    weights = [
+        ByteWeight.of((40 * normal(outputs, columns)).to(E4M3), scales) for _ in range(copies)
+    ]
     room = ByteRows.empty(rows, columns, stage.device, dtype=E4M3, scaled=scaled)
     room.scales.fill_(0.01)
     x = quantize_rows(normal(rows, columns).to(stage.dtype), room)
     y, theirs = (torch.empty(rows, outputs, dtype=stage.dtype, device=stage.device) for _ in "ab")
-    product = bound(weight, x, form)
-    linear_bytes(x, weight, y)
-    product(x, theirs)
+    works = {
+        "ours": [partial(linear_bytes, x, weight, y) for weight in weights],
+        "vendor": [partial(bound(weight, x, form), x, theirs) for weight in weights],
+    }
+    for kind in works.values():
+        kind[0]()
     error = (y.float() - theirs.float()).abs().max() / y.float().abs().max()
     return {
         "largest_error": float(error),
-        "seconds": {
-            "ours": stage.seconds(lambda: linear_bytes(x, weight, y)),
-            "vendor": stage.seconds(lambda: product(x, theirs)),
-        },
+        "seconds": {name: stage.replayed_seconds(kind) for name, kind in works.items()},
     }

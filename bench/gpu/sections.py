@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "limits": Section("bench.gpu.limits:limits", 90),
         "parity": Section("bench.gpu.proofs:parity", 240),
         "exact": Section("bench.gpu.proofs:exact", 240),
+        "bf16_products": Section("bench.gpu.products:bf16_products", 120),
         "fp8_products": Section("bench.gpu.products:fp8_products", 120),
         "decode_one": Section("bench.gpu.steps:decode_one", 300),
         "mixed": Section("bench.gpu.steps:mixed", 120),

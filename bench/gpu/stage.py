@@ -1,13 +1,14 @@
 """Stage: what a section is given: the device, when to stop, where to tell; and a way to take times.
 
-On a GPU times are of events in the stream, the median of several runs, caches flushed by what the
-work itself reads. In a dry run everything is tiny and a time says nothing.
+On a GPU times are of events in the stream, the median of several runs, each behind one that is not
+counted, so that the device has work while the host launches what is timed; caches are flushed by
+what the work itself reads. In a dry run everything is tiny and a time says nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -37,8 +38,8 @@ class Stage:
         """May another part begin?"""
         return time.monotonic() < self.ends
 
-    def seconds(self, work: Callable[[], object], *, times: int = 20) -> float:
-        """The median time of `work` on the device, after two runs that are not counted."""
+    def seconds(self, work: Callable[[], object], *, times: int = 12) -> float:
+        """The median time of `work` on the device, or of launching it where that takes longer."""
         if self.is_dry:
             began = time.perf_counter()
             work()
@@ -48,6 +49,7 @@ class Stage:
         taken = []
         for _ in range(times):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            work()
             first.record()
             work()
             last.record()
@@ -56,6 +58,23 @@ class Stage:
             if not self.has_time():
                 break
         return median(taken)
+
+    def replayed_seconds(self, works: Sequence[Callable[[], object]]) -> float:
+        """The median time that one of `works` takes on the device, all of them in turn as one
+        graph: launching takes the host no time that is seen."""
+
+        def all_of_them() -> None:
+            for work in works:
+                work()
+
+        if self.is_dry:
+            return self.seconds(all_of_them) / len(works)
+        all_of_them()  # compiles what must be
+        self.settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of_them()
+        return self.seconds(graph.replay) / len(works)
 
     def wall_seconds(self, work: Callable[[], object], *, times: int = 20) -> float:
         """The median time until `work` is done on the device, as the host's clock has it."""

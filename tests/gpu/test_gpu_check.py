@@ -50,13 +50,17 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
-    code, result = _check(tmp_path, "--only", "limits,fp8_products,requests,host_tier")
+    code, result = _check(
+        tmp_path, "--only", "limits,bf16_products,fp8_products,requests,host_tier"
+    )
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
     assert code == 0
     assert result["what"] == "dry run: no measurement"
     assert result["machine"]["packages"]["torch"]
     assert result["sections"]["limits"]["found"]["copy_bytes_per_s"] > 0
+    product = result["sections"]["bf16_products"]["found"]["3 x 256 -> 32"]
+    assert set(product["share_of_floor"]) == {"ours", "vendor"}
     assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
     tier = result["sections"]["host_tier"]["found"]
     assert tier["tokens"] == {"are_equal": True, "tokens": 4}
