@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measured import peers
+from bench.measured.gpu_rows import card_text, gpu_rows, published_table
 from bench.measured.policy_table import policy_table
 from bench.measured.rows import HEADLINES, TOPICS
 from quire.base.errors import SettingError
@@ -84,7 +85,22 @@ def page() -> str:
         parts.append("\n".join(peers.long_table(told)))
     for topic, lines in topic_rows().items():
         parts += [f"## {topic}", "\n".join([*HEAD, *lines])]
+    parts += _gpu_parts(_load("gpu-check"))
     return "\n\n".join(parts) + "\n"
+
+
+def _gpu_parts(result: dict[str, Any] | None) -> list[str]:
+    """What a card did, beside what others have published; without a result of one, that."""
+    lines = [] if result is None else gpu_rows(result)
+    if result is None or not lines:
+        return ["## On a GPU", "Not yet measured."]
+    return [
+        "## On a GPU",
+        card_text(result),
+        "\n".join([*HEAD, *lines]),
+        "Published by others, on other machines and by other means: where ours lies, not a race.",
+        "\n".join(published_table()),
+    ]
 
 
 def readme() -> str:

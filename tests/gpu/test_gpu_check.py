@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from bench.gpu.sections import SECTIONS
+from bench.measured.gpu_rows import OF_A_CARD, gpu_rows
 from tests.house.source_files import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +63,8 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     product = result["sections"]["bf16_products"]["found"]["3 x 256 -> 32"]
     assert set(product["share_of_floor"]) == {"ours", "vendor"}
     assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
+    told = gpu_rows({**result, "what": OF_A_CARD})  # the page reads what sections tell
+    assert ["1,024 requests" in row for row in told] == [True, True]
     tier = result["sections"]["host_tier"]["found"]
     assert tier["tokens"] == {"are_equal": True, "tokens": 4}
     assert tier["beside_swaps"]["moved_bytes_per_s"] > 0
