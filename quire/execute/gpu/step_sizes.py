@@ -76,14 +76,14 @@ class Sizes:
     def of(self, batch: ForwardBatch) -> Size | None:
         """The size a step is launched as; None: as it is."""
         tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
-        if tokens == sequences:
-            rows = _next(self.ones, tokens)
+        chunks = int(np.count_nonzero(np.diff(batch.seq_starts) > 1))
+        if not chunks:
+            rows = _next(self.ones, sequences)
             return Size(rows, rows)
         if not self.mixed or tokens > self.mixed[-1]:
             return None
         rows = _next(self.mixed, tokens)
         together = min(_next(self._together, sequences), rows)
-        chunks = int(np.count_nonzero(np.diff(batch.seq_starts) > 1))
         return Size(rows, together, min(together, FEW_CHUNKS) if chunks <= FEW_CHUNKS else together)
 
     def all_mixed(self) -> Iterator[Size]:

@@ -92,8 +92,9 @@ def plan_tiles(
 
 
 def max_items(num_sequences: int, *, kv_heads: int, programs: int) -> int:
-    """Items that `num_sequences` tiles become at most, whatever their lengths."""
-    return num_sequences + 2 * programs // kv_heads + 1
+    """Items that `num_sequences` tiles become at most, whatever their lengths: a tile's share of
+    `programs`, rounded, or one, is less than that share and one."""
+    return num_sequences + programs // kv_heads
 
 
 def padded(plan: TileItems, *, items: int, merges: int) -> TileItems:
