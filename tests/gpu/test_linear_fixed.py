@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from quire.execute import reference_ops as ops
 from quire.execute.gpu.kernels import linear_fixed
+from quire.execute.gpu.kernels.launch import launch_staged
 from quire.execute.gpu.kernels.linear_fixed import (
     FILL,
     PIECE_STEP,
@@ -142,3 +147,20 @@ def test_mixed_types_are_refused() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="both bf16 or both f32"):
         linear(x, x.to(torch.bfloat16), torch.zeros(2, 2))
+
+
+def test_a_card_with_less_shared_memory_is_given_fewer_stages() -> None:
+    tried: list[tuple[int, int]] = []
+
+    def kernel(room: int) -> Any:
+        def launch(size: int, *, num_stages: int, num_warps: int) -> None:
+            tried.append((size, num_stages))
+            if num_stages * size > room:
+                raise OutOfResources(num_stages * size, room, "shared memory")
+
+        return defaultdict(lambda: launch)
+
+    launch_staged(kernel(100), (1, 2), 48, num_stages=4, num_warps=8)
+    assert tried == [(48, 4), (48, 3), (48, 2)]
+    with pytest.raises(OutOfResources):
+        launch_staged(kernel(40), (1,), 48, num_stages=2, num_warps=8)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 # Given to every launch: what is rounded once and what twice must not be the compiler's choice.
 EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False})
@@ -22,6 +23,19 @@ EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False})
 def power_of_two(size: int, *, least: int = 1, most: int = 2**30) -> int:
     """The smallest power of two that holds `size`, within bounds that are powers of two."""
     return min(max(1 << max(size - 1, 0).bit_length(), least), most)
+
+
+def launch_staged(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_stages: int, **named: Any
+) -> None:
+    """With so many stages of loads on their way, or as many fewer as the card's shared memory has
+    room for. They change no bit. A kernel that does not fit is refused before it is launched."""
+    try:
+        kernel[grid](*arguments, num_stages=num_stages, **named)
+    except OutOfResources:
+        if num_stages == 1:
+            raise
+        launch_staged(kernel, grid, *arguments, num_stages=num_stages - 1, **named)
 
 
 def check_rows(

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector
+from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector, launch_staged
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 FILL = 128  # programs that keep an H200 busy, about one for each of its multiprocessors
@@ -244,7 +244,9 @@ def linear(
         TILES[x.dtype], rows, outputs, pieces=pieces if pieces * rows * outputs <= room else 1
     )
     num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
-    _linear[num_n * num_r, pieces if is_split else 1](
+    launch_staged(
+        _linear,
+        (num_n * num_r, pieces if is_split else 1),
         x,
         weight,
         bias if bias is not None else x,
