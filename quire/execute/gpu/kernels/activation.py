@@ -20,7 +20,7 @@ from quire.execute.gpu.kernels.byte_rows import (
     store_bytes,
 )
 from quire.execute.gpu.kernels.curves import activated
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type
 from quire.quant.scheme import ACTIVATION_GROUP
 
@@ -101,7 +101,7 @@ def activation(
         activation(gate, up, y, form=form)
         quantize_rows(y, out)
         return
-    _activation[rows, triton.cdiv(width, block)](
+    _activation[rows, cdiv(width, block)](
         gate,
         up if up is not None else gate,
         y,

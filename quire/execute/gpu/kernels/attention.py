@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from quire.execute.gpu.kernels.attention_plan import PIECE_POSITIONS
 from quire.execute.gpu.kernels.attention_walk import attention_items, merge_partials
 from quire.execute.gpu.kernels.cache_layout import LayerCache
-from quire.execute.gpu.kernels.launch import EXACT
+from quire.execute.gpu.kernels.launch import EXACT, power_of_two
 
 MAX_GROUP = 128
 MIN_ROWS = 16  # of a matrix instruction
@@ -68,7 +67,7 @@ def narrow_rows(group: int, *, is_exact: bool, itemsize: int = 2) -> int:
     itemsize: bytes of a query's element. Products of f32 use no matrix instruction: any rows do.
     """
     least = EXACT_ROWS if is_exact and itemsize < 4 else MIN_ROWS
-    return max(least, triton.next_power_of_2(group))
+    return max(least, power_of_two(group))
 
 
 def wide_rows(group: int, head_dim: int, *, itemsize: int = 2) -> int:
@@ -76,7 +75,7 @@ def wide_rows(group: int, head_dim: int, *, itemsize: int = 2) -> int:
     most = 64 if head_dim > 128 else 128
     if itemsize == 4:  # long to compile, and few models
         most = 32 if head_dim <= 64 else MIN_ROWS
-    return max(most, triton.next_power_of_2(group))
+    return max(most, power_of_two(group))
 
 
 def tile_shape(rows: int, head_dim: int, *, itemsize: int = 2) -> TileShape:
@@ -130,7 +129,7 @@ def attention(
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "HEAD_PAD": max(MIN_ROWS, triton.next_power_of_2(head_dim)),
+        "HEAD_PAD": max(MIN_ROWS, power_of_two(head_dim)),
         "PIECE": PIECE_POSITIONS,
         "PARTIAL_ROWS": 1 if partials is None else partials.y.shape[2],
         "HAS_WINDOW": window > 0,

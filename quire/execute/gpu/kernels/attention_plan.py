@@ -22,6 +22,8 @@ Int64s = NDArray[np.int64]
 PIECE_POSITIONS = 256
 ITEM_FIELDS = 6
 MERGE_FIELDS = 3
+NO_ITEMS = np.empty((0, ITEM_FIELDS), np.int32)
+NO_MERGES = np.empty((0, MERGE_FIELDS), np.int32)
 WHOLE = -1  # an item's first partial where the item is all of its tile
 
 
@@ -59,6 +61,8 @@ def plan_tiles(
     """
     if not 0 < group <= rows:
         raise ValueError(f"{group} query heads share a KV head; tiles of {rows} rows hold at most")
+    if not len(sequences):
+        return TileItems(rows=rows, items=NO_ITEMS, merges=NO_MERGES, num_partials=0)
     most = rows // group  # tokens a tile
     tokens = (seq_starts[1:] - seq_starts[:-1]).astype(np.int64)[sequences]
     tiles = -(-tokens // most)
@@ -77,7 +81,7 @@ def plan_tiles(
     end_piece = (part + 1) * pieces[tile] // parts[tile]
     partial = np.where(is_cut[tile], first_partial[tile] + first_piece, WHOLE)
     columns = (sequences[owner][tile], start[tile], count[tile], first_piece, end_piece, partial)
-    items = np.stack(columns, axis=1) if len(tile) else np.empty((0, ITEM_FIELDS), np.int64)
+    items = np.stack(columns, axis=1)
     # The longest first: what ends late had better begin early.
     items = items[np.argsort(first_piece - end_piece, kind="stable")]
 

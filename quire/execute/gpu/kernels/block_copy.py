@@ -17,6 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from quire.execute.gpu.kernels.cache_layout import CachePool
+from quire.execute.gpu.kernels.launch import cdiv
 
 Int32s = NDArray[np.int32]
 PROGRAM_WORDS = 4096
@@ -103,7 +104,7 @@ def _launch(
     layers, _, num_words = source.shape
     if not len(rows):
         return
-    _copy_runs[(len(rows), layers, triton.cdiv(num_words, PROGRAM_WORDS))](
+    _copy_runs[(len(rows), layers, cdiv(num_words, PROGRAM_WORDS))](
         source,
         target,
         rows if from_rows is None else from_rows,

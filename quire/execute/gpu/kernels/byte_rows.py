@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.rounding import as_stored, scale_and_inverse
 from quire.quant.scheme import ACTIVATION_GROUP
 
@@ -46,7 +46,7 @@ class ByteRows:
         """Room for `rows` rows of `columns` columns."""
         if scaled not in SCALES:
             raise ValueError(f"scales by {scaled!r}; {', '.join(SCALES)} are allowed")
-        groups = triton.cdiv(columns, ACTIVATION_GROUP)
+        groups = cdiv(columns, ACTIVATION_GROUP)
         shape = {"block": (groups, rows), "token": (rows,), "tensor": (1,)}[scaled]
         return cls(
             values=torch.empty((rows, groups * ACTIVATION_GROUP), dtype=dtype, device=device),
@@ -128,7 +128,7 @@ def _quantize(
 
 def room_for(out: ByteRows, rows: int, columns: int) -> ByteRows:
     """out's first rows, where all of these rows fit."""
-    width = triton.cdiv(columns, ACTIVATION_GROUP) * ACTIVATION_GROUP
+    width = cdiv(columns, ACTIVATION_GROUP) * ACTIVATION_GROUP
     if out.values.shape[0] < rows or out.values.shape[1] != width or out.scales.stride(-1) != 1:
         raise ValueError(
             f"room for values {tuple(out.values.shape)} and scales {tuple(out.scales.shape)}; "
@@ -149,7 +149,7 @@ def quantize_rows(x: torch.Tensor, out: ByteRows) -> ByteRows:
     at_once = power_of_two(groups) if out.scaled == "token" else GROUPS_AT_ONCE
     if rows == 0:
         return taken
-    _quantize[rows, triton.cdiv(groups, at_once)](
+    _quantize[rows, cdiv(groups, at_once)](
         x,
         out.values,
         out.scales,

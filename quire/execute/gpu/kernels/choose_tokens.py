@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.noise import gumbel, mass, minus_log, row_key
 from quire.execute.gpu.kernels.wishes import Wishes
 
@@ -331,7 +331,7 @@ def choose_tokens(
         )
     if rows == 0:
         return
-    blocks = triton.cdiv(vocabulary, BLOCK)
+    blocks = cdiv(vocabulary, BLOCK)
     device = logits.device
     largest = torch.empty((rows, blocks), dtype=torch.float32, device=device)
     best_values, fails = torch.empty_like(largest), torch.empty_like(largest, dtype=torch.int32)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from quire.execute.gpu.kernels.launch import EXACT
+from quire.execute.gpu.kernels.launch import EXACT, cdiv
 from quire.execute.gpu.kernels.wishes import ToDevice
 from quire.sampling.batch import SampleBatch
 
@@ -188,17 +188,17 @@ def edit_logits(logits: torch.Tensor, edits: Edits) -> None:
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError(f"logits are {logits.dtype}, strides {logits.stride()}; f32 is needed")
     if count := edits.entries.shape[1]:
-        _edit[triton.cdiv(count, AT_ONCE),](
+        _edit[cdiv(count, AT_ONCE),](
             edits.entries, logits, count, V=vocabulary, AT_ONCE=AT_ONCE, num_warps=4, **EXACT
         )
     if rows := edits.masked.shape[1]:
-        _mask[rows, triton.cdiv(vocabulary, BLOCK)](
+        _mask[rows, cdiv(vocabulary, BLOCK)](
             edits.masked,
             edits.masks,
             logits,
             rows,
             V=vocabulary,
-            WORDS=triton.cdiv(vocabulary, 32),
+            WORDS=cdiv(vocabulary, 32),
             BLOCK=BLOCK,
             num_warps=4,
             **EXACT,

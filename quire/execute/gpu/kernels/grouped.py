@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quire.execute.gpu.kernels.curves import activated
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 STEP = {torch.bfloat16: 64, torch.float32: 32}  # columns of K at a time
@@ -49,7 +49,7 @@ class Groups:
         starts = torch.searchsorted(ordered, torch.arange(count + 1, device=device))
         blocks_of = (starts.diff() + rows - 1) // rows
         ends = torch.cumsum(blocks_of, 0)
-        most = triton.cdiv(slots, rows) + min(count, slots)
+        most = cdiv(slots, rows) + min(count, slots)
         first = torch.cat([ends - blocks_of, ends.new_full((1,), most)]) * rows
         # Slots without a matrix all go to one place past the end, which is cut off.
         place = torch.where(
@@ -131,7 +131,7 @@ def grouped(
     or both f32; y is f32 or bf16. Rows may have any stride.
     """
     columns, outputs = weights.shape[2], y.shape[1]
-    check_rows("x", x, triton.cdiv(y.shape[0], slots_a_row), columns)
+    check_rows("x", x, cdiv(y.shape[0], slots_a_row), columns)
     check_rows("y", y)
     wanted = 2 * outputs if form else outputs
     if weights.shape[1] != wanted or (columns > 1 and weights.stride(2) != 1):
@@ -144,7 +144,7 @@ def grouped(
         return
     is_large = groups.rows == BLOCK_ROWS[-1]
     tile = MANY_OUTPUTS if is_large else FEW_OUTPUTS
-    _grouped[len(groups.matrices), triton.cdiv(outputs, tile)](
+    _grouped[len(groups.matrices), cdiv(outputs, tile)](
         x,
         weights,
         y,

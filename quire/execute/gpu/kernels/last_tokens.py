@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.launch import check_vector
+from quire.execute.gpu.kernels.launch import cdiv, check_vector
 
 AT_ONCE = 256
 
@@ -40,7 +40,7 @@ def take_last_tokens(token_ids: torch.Tensor, late_slots: torch.Tensor, last: to
     check_vector("late_slots", late_slots, count, torch.int32)
     check_vector("last", last, len(last), torch.int32)
     if count:
-        _take[triton.cdiv(count, AT_ONCE),](
+        _take[cdiv(count, AT_ONCE),](
             token_ids, late_slots, last, count, AT_ONCE=AT_ONCE, num_warps=4
         )
 
@@ -52,6 +52,4 @@ def keep_last_tokens(last: torch.Tensor, slots: torch.Tensor, token_ids: torch.T
     check_vector("slots", slots, count, torch.int32)
     check_vector("token_ids", token_ids, count, torch.int32)
     if count:
-        _keep[triton.cdiv(count, AT_ONCE),](
-            last, slots, token_ids, count, AT_ONCE=AT_ONCE, num_warps=4
-        )
+        _keep[cdiv(count, AT_ONCE),](last, slots, token_ids, count, AT_ONCE=AT_ONCE, num_warps=4)

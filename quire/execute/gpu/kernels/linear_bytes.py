@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.execute.gpu.kernels.byte_rows import GROUP, ByteRows
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector
 from quire.execute.gpu.kernels.linear_fixed import Tile, tile_of
 from quire.execute.gpu.kernels.rounding import as_type, dot
 from quire.quant.int_weights import IntMatrix
@@ -145,7 +145,7 @@ def linear_bytes(
     check_rows("x", x.values, rows, width)
     check_rows("y", y, rows, outputs)
     check_vector("bias", bias, outputs, torch.float32)
-    blocks = (triton.cdiv(outputs, ACTIVATION_GROUP), groups)
+    blocks = (cdiv(outputs, ACTIVATION_GROUP), groups)
     # A vector of one element is the tensor's, unless there is but one output of it.
     kinds = {blocks: "block", (outputs,): "channel", (1,): "tensor"}
     weight_kind = kinds.get(tuple(weight.scales.shape))
@@ -158,7 +158,7 @@ def linear_bytes(
         return
     tiles = TILES[kind]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
-    num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
+    num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
     _linear_bytes[num_n * num_r,](
         x.values,
         x.scales,

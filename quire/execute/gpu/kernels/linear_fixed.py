@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector, launch_staged
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector, launch_staged
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 FILL = 128  # programs that keep an H200 busy, about one for each of its multiprocessors
@@ -60,10 +60,10 @@ TILES = {torch.bfloat16: BF16_TILES, torch.float32: F32_TILES}
 
 def piece_of(outputs: int, columns: int) -> tuple[int, int]:
     """(columns of a piece, pieces) of a weight [outputs, columns]."""
-    wanted = min(triton.cdiv(FILL, triton.cdiv(outputs, PIECE_OUTPUTS)), MOST_PIECES)
+    wanted = min(cdiv(FILL, cdiv(outputs, PIECE_OUTPUTS)), MOST_PIECES)
     wanted = max(min(wanted, columns // SHORTEST_PIECE), 1)
-    length = triton.cdiv(triton.cdiv(columns, wanted), PIECE_STEP) * PIECE_STEP
-    return length, triton.cdiv(columns, length)
+    length = cdiv(cdiv(columns, wanted), PIECE_STEP) * PIECE_STEP
+    return length, cdiv(columns, length)
 
 
 def most_sums(outputs: int, columns: int, max_rows: int) -> int:
@@ -83,7 +83,7 @@ def choose_tile(
     fits = [tile for tile in tiles if least <= tile.rows < 2 * rows] or [tiles[-1]]
     for is_split in (False, True):
         for tile in fits:
-            num_tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
+            num_tiles = cdiv(outputs, tile.outputs) * cdiv(rows, tile.rows)
             if num_tiles * (pieces if is_split else 1) >= FILL:
                 return tile, is_split
     return fits[-1], pieces > 1
@@ -243,7 +243,7 @@ def linear(
     tile, is_split = choose_tile(
         TILES[x.dtype], rows, outputs, pieces=pieces if pieces * rows * outputs <= room else 1
     )
-    num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
+    num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
     launch_staged(
         _linear,
         (num_n * num_r, pieces if is_split else 1),

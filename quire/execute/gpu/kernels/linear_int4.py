@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.kernels.int4_layout import BLOCK, Int4Weight
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector
 from quire.execute.gpu.kernels.linear_fixed import Tile, tile_of
 from quire.execute.gpu.kernels.rounding import as_type, dot, whole_as
 
@@ -146,7 +146,7 @@ def linear_int4(
         return
     few, many = (FEW_INT_ROWS, MANY_INT_ROWS) if is_int else (FEW_ROWS, MANY_ROWS)
     tile = next((tile for tile in few if rows <= tile.rows), many)
-    num_n, num_r = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
+    num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
     _linear_int4[num_n * num_r,](
         values,
         x.scales if isinstance(x, ByteRows) else values,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector, power_of_two
 from quire.execute.gpu.kernels.noise import UNITS, mass, minus_log
 from quire.sampling.scoring import FAILED, MAX_TOP
 
@@ -178,7 +178,7 @@ def score_rows(
     check_vector("num_top", num_top, rows, torch.int32)
     if logits.dtype != torch.float32 or not 0 <= most_top <= MAX_TOP:
         raise ValueError(f"logits of {logits.dtype}, most_top {most_top}; f32, 0 to {MAX_TOP}")
-    device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
+    device, blocks = logits.device, cdiv(vocabulary, BLOCK)
     floats = torch.empty((4 * rows,), dtype=torch.float32, device=device)
     scores = DeviceScores(
         logprobs=floats[:rows],
@@ -224,7 +224,7 @@ def score_listed(
     check_vector("listed_ids", listed_ids, count, torch.int32)
     y = torch.empty((count,), dtype=torch.float32, device=logits.device)
     if count:
-        _listed[triton.cdiv(count, 256),](
+        _listed[cdiv(count, 256),](
             logits, scores.norms, listed_rows, listed_ids, y, logits.stride(0), len(logits), count,
             AT_ONCE=256, num_warps=4, **EXACT,
         )  # fmt: skip

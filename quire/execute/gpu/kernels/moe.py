@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.execute.gpu.kernels.grouped import Groups, grouped
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type
 
 MOST_COLUMNS = 1024  # of one program
@@ -75,7 +75,7 @@ def experts(
     grouped(x, gate_up, hidden, groups, slots_a_row=choices, form=form)
     grouped(hidden, down, answers, groups)
     block = power_of_two(width, most=MOST_COLUMNS)
-    _combine[rows, triton.cdiv(width, block)](
+    _combine[rows, cdiv(width, block)](
         answers,
         ids,
         shares,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.execute.gpu.kernels.curves import tanh
-from quire.execute.gpu.kernels.launch import EXACT, check_rows, check_vector, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type
 
 MOST_COLUMNS = 2048  # of one program
@@ -87,7 +87,7 @@ def gather_rows(
     if rows == 0:
         return
     block = power_of_two(width, most=MOST_COLUMNS)
-    _gather[rows, triton.cdiv(width, block)](
+    _gather[rows, cdiv(width, block)](
         table,
         scales if scales is not None else ids,
         ids,
@@ -133,7 +133,7 @@ def _launch_change(
     if rows == 0:
         return
     block = power_of_two(width, most=MOST_COLUMNS)
-    _change[rows, triton.cdiv(width, block)](
+    _change[rows, cdiv(width, block)](
         x,
         other if other is not None else x,
         y,
