@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.result import write
 from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
 
@@ -30,7 +31,7 @@ def main() -> int:
 
     def tell(what: str, value: Any) -> None:
         found[what] = value
-        arguments.told.write_text(json.dumps({"found": found}), encoding="utf-8")
+        write(arguments.told, {"found": found})
         print(f"{what}: {json.dumps(value)}", flush=True)
 
     if arguments.dry_run_on_cpu:

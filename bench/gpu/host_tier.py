@@ -180,7 +180,8 @@ def _steps(
     runner = _runner(executor, load, columns * BLOCK_SIZE)
     warm = warm_tokens(stage)
     plans = _decode(load, columns, warm, swaps=swaps)
-    taken = list(_timed(run(runner, plans, plans_in_flight=2, idle=Idle(stage, executor))))[warm:]
+    idle = Idle(stage, executor)
+    taken = list(_timed(run(runner, plans, plans_in_flight=2, idle=idle)))[warm:]
     told = runner.submit_s[warm:]
     ended = None if runner.mover is None else runner.mover.ended()
     runner.end_thread()

@@ -38,13 +38,13 @@ class Idle:
     are captured are, too."""
 
     def __init__(self, stage: Stage, executor: TorchExecutor) -> None:
-        self._is_dry, self._executor = stage.is_dry, executor
+        self._is_on_card, self._executor = stage.is_on_card, executor
         self._places: list[tuple[Any, Any]] = []
         self._host_s: dict[str, list[float]] = {"replayed": [], "launched": []}
 
     def told(self, runner: ModelRunner, plan: StepPlan) -> Any:
         """Hand in a plan between two places in the device's order."""
-        if self._is_dry:
+        if not self._is_on_card:
             return self._submitted(runner, plan)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -120,7 +120,7 @@ def decode(
 def what_waits(stage: Stage, executor: TorchExecutor, *, depth: int) -> str:
     """What PyTorch says of the first call that waits for the device before the next step is told,
     or that there is none. Waiting for a mark, as reading a step's tokens does, is not meant."""
-    if stage.is_dry:
+    if not stage.is_on_card:
         return "not on a GPU"
     warm = warm_tokens(stage)
     runner = _runner(executor, depth + 2 * warm, 2)

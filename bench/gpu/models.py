@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu import absent
 from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, Loaded
@@ -69,6 +70,7 @@ TINY = {
     "vocab_size": 128,
     "max_position_embeddings": 128,
 }
+LAYERS_OF_REHEARSAL = 3  # a first, a last, and one between
 
 
 def program_of(
@@ -76,6 +78,8 @@ def program_of(
 ) -> Program:
     """The program of a model by name, in bf16; tiny in a dry run."""
     config = dict(SHAPES[name]) | (TINY if stage.is_dry else {})
+    if stage.is_rehearsal:
+        config["num_hidden_layers"] = LAYERS_OF_REHEARSAL
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         spec = open_model(Path(folder))
@@ -83,9 +87,14 @@ def program_of(
     return with_kv_cache_dtype(quantize(program, precision), kv_cache_dtype)
 
 
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """The same numbers each time; none of a device that is not there."""
+    return None if device == absent.DEVICE else torch.Generator(device=device).manual_seed(1)
+
+
 def random_weights(program: Program, device: torch.device) -> Loaded:
     """Weights of a program's shapes."""
-    generator = torch.Generator(device=device).manual_seed(1)
+    generator = generator_of(device)
     plain: dict[str, torch.Tensor] = {}
     few: dict[str, Any] = {}
     for name, weight in program.weights.items():
@@ -107,7 +116,7 @@ def random_weights(program: Program, device: torch.device) -> Loaded:
     return Loaded(plain, few)
 
 
-def _random_ints(weight: Weight, device: torch.device, generator: torch.Generator) -> Any:
+def _random_ints(weight: Weight, device: torch.device, generator: torch.Generator | None) -> Any:
     """As the kernels hold them, made in place: quantizing would take minutes on the host."""
     from quire.execute.gpu.kernels.int4_layout import BLOCK, PANEL, Int4Weight
     from quire.execute.gpu.kernels.linear_bytes import ByteWeight
@@ -157,6 +166,8 @@ def executor_of(
             Rows.SEQUENCES: max_sequences,
         },
         kernels=True,
+        stream=stage.stream,
+        capture=absent.captured if stage.is_rehearsal else None,
     )
     executor.allocate_cache(blocks, 16)
     return executor

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.gpu.batches import batch_of, columns_for
-from bench.gpu.models import LLAMA, TINY
+from bench.gpu.models import LLAMA, TINY, executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.engine.precision import with_precision
 from quire.execute.gpu.executor import TorchExecutor
@@ -28,7 +28,8 @@ from quire.program.program import Program
 from quire.weights.checkpoint import open_checkpoint
 
 SHARD_BYTES = 4 * 2**30
-SEQUENCES = 256
+SEQUENCES, STEP_TOKENS = 256, 4096
+PRECISIONS = ("none", "fp8")
 
 
 def ready(stage: Stage) -> None:
@@ -39,10 +40,12 @@ def ready(stage: Stage) -> None:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         spec = open_model(folder)
         plain = build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
+        if stage.is_rehearsal:
+            return _rehearse(stage)
         began = time.perf_counter()
         _write_shards(folder, plain)
         stage.tell("seconds_to_write", time.perf_counter() - began)
-        for quantization in ("none", "fp8"):
+        for quantization in PRECISIONS:
             if not stage.has_time():
                 return
             program = with_precision(plain, quantization, open_checkpoint(folder))
@@ -55,7 +58,7 @@ def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, float]:
     executor = TorchExecutorClass(stage.device)(
         program,
         open_checkpoint(folder),
-        max_tokens=16 if stage.is_dry else 4096,
+        max_tokens=16 if stage.is_dry else STEP_TOKENS,
         max_samples=sequences,
         max_sequences=sequences,
     )
@@ -64,20 +67,25 @@ def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, float]:
     executor.allocate_cache(sequences * columns, 16)
     stage.settle()
     found = {"weight_bytes": program.weight_bytes, "to_load": time.perf_counter() - began}
-    ones = [[1] * size for size in sizes.ones]
-    mixed = [_mixed(size) for size in sizes.all_mixed()]
-    for what, steps in (
-        ("to_first_step", ones[:1]),
-        ("to_all_graphs", ones[1:]),
-        ("to_all_mixed_graphs", mixed),
-    ):
+    for what, steps in _steps(executor).items():
         for counts in steps:
             _step(executor, program, counts, columns)
             stage.settle()
         found[what] = time.perf_counter() - began
-    found |= {"graphs": len(ones), "mixed_graphs": len(mixed)}
+    found |= {"graphs": len(sizes.ones), "mixed_graphs": len([*sizes.all_mixed()])}
     executor.close()
     return found
+
+
+def _steps(executor: TorchExecutor) -> dict[str, list[list[int]]]:
+    """Tokens of each sequence in a step of each size that is captured, by what they bring."""
+    sizes = executor.sizes
+    ones = [[1] * size for size in sizes.ones]
+    return {
+        "to_first_step": ones[:1],
+        "to_all_graphs": ones[1:],
+        "to_all_mixed_graphs": [_mixed(size) for size in sizes.all_mixed()],
+    }
 
 
 def _mixed(size: Size) -> list[int]:
@@ -92,6 +100,18 @@ def _step(executor: TorchExecutor, program: Program, counts: list[int], columns:
     )
     executor.run_trunk(batch, head_rows=len(counts))
     executor.run_head(batch, 0, len(counts))
+
+
+def _rehearse(stage: Stage) -> None:
+    """The same steps, with nothing loaded."""
+    for precision in PRECISIONS:
+        program = program_of(stage, "Llama-3.1-8B", precision=precision)
+        rows = {"max_tokens": STEP_TOKENS, "max_sequences": SEQUENCES}
+        executor = executor_of(stage, program, exact=True, blocks=2**16, **rows)
+        columns = columns_for(max(executor.sizes.mixed, default=1))
+        for steps in _steps(executor).values():
+            for counts in steps:
+                _step(executor, program, counts, columns)
 
 
 def _write_shards(folder: Path, program: Program) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class Load:
 
 
 FULL = Load(requests=1024, prompt=1024, answer=512, running=256, step_tokens=4096)
+# Every size of a step, few of each: what is launched does not depend on how often.
+REHEARSAL = replace(FULL, requests=300, prompt=96, answer=3)
 DRY = Load(requests=3, prompt=4, answer=2, running=2, step_tokens=6)
 
 
@@ -116,7 +118,7 @@ class Slots:
 
 def requests(stage: Stage) -> None:
     """Run them, in fast mode and then exact."""
-    load = DRY if stage.is_dry else FULL
+    load = _load(stage)
     limits = device_limits(stage)
     for exact in (False, True):
         if not stage.has_time():
@@ -168,6 +170,12 @@ def requests(stage: Stage) -> None:
                 "share_of_floor": floor_s / seconds,
             },
         )
+
+
+def _load(stage: Stage) -> Load:
+    if stage.is_rehearsal:
+        return REHEARSAL
+    return DRY if stage.is_dry else FULL
 
 
 def _floor_s(program: Program, plan: StepPlan, limits: dict[str, Any]) -> float:

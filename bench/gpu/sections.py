@@ -20,7 +20,7 @@ class Section:
 
 SECTIONS: Mapping[str, Section] = MappingProxyType(
     {
-        "build": Section("bench.gpu.proofs:build", 120),
+        "build": Section("bench.gpu.proofs:build", 240),
         "limits": Section("bench.gpu.limits:limits", 90),
         "parity": Section("bench.gpu.proofs:parity", 240),
         "exact": Section("bench.gpu.proofs:exact", 240),

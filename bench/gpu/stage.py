@@ -2,7 +2,8 @@
 
 On a GPU times are of events in the stream, the median of several runs, each behind one that is not
 counted, so that the device has work while the host launches what is timed; caches are flushed by
-what the work itself reads. In a dry run everything is tiny and a time says nothing.
+what the work itself reads. In a dry run everything is tiny; in a rehearsal it is as on a GPU, but
+tensors have no memory (absent.py); of either a time says nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+
+from bench.gpu import absent
+from quire.execute.gpu.stream import Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +28,24 @@ class Stage:
     is_dry: bool
     ends: float
     tell: Callable[[str, Any], None]
+    is_rehearsal: bool = False
+
+    @property
+    def is_on_card(self) -> bool:
+        """Is anything measured?"""
+        return not (self.is_dry or self.is_rehearsal)
 
     @property
     def device(self) -> torch.device:
         """Where things are measured."""
+        if self.is_rehearsal:
+            return absent.DEVICE
         return torch.device("cpu") if self.is_dry else torch.device("cuda", 0)
+
+    @property
+    def stream(self) -> Stream | None:
+        """The device's order of work where it is not the usual one."""
+        return absent.AbsentStream() if self.is_rehearsal else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,7 +58,7 @@ class Stage:
 
     def seconds(self, work: Callable[[], object], *, times: int = 12) -> float:
         """The median time of `work` on the device, or of launching it where that takes longer."""
-        if self.is_dry:
+        if not self.is_on_card:
             began = time.perf_counter()
             work()
             return time.perf_counter() - began
@@ -67,7 +85,7 @@ class Stage:
             for work in works:
                 work()
 
-        if self.is_dry:
+        if not self.is_on_card:
             return self.seconds(all_of_them) / len(works)
         all_of_them()  # compiles what must be
         self.settle()
@@ -79,7 +97,7 @@ class Stage:
     def wall_seconds(self, work: Callable[[], object], *, times: int = 20) -> float:
         """The median time until `work` is done on the device, as the host's clock has it."""
         taken = []
-        for _ in range(1 if self.is_dry else times + 2):
+        for _ in range(times + 2 if self.is_on_card else 1):
             self.settle()
             began = time.perf_counter()
             work()
@@ -89,5 +107,16 @@ class Stage:
 
     def settle(self) -> None:
         """Wait for the device."""
-        if not self.is_dry:
+        if self.is_on_card:
             torch.cuda.synchronize()
+
+    def number(self, found: torch.Tensor) -> float:
+        """One that was computed; 0 in a rehearsal."""
+        return 0.0 if self.is_rehearsal else float(found)
+
+    def values(self, found: Any) -> np.ndarray:
+        """A copy of what was computed, in float32; ones in a rehearsal."""
+        if self.is_rehearsal:
+            return np.ones(tuple(found.shape), np.float32)
+        copied: np.ndarray = torch.as_tensor(found).float().cpu().numpy().copy()
+        return copied

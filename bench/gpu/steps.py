@@ -60,7 +60,7 @@ def mixed(stage: Stage) -> None:
             exact=False,
             max_tokens=max(chunks) + max(rows),
             max_sequences=max(rows) + 1,
-            blocks=(max(rows) + 1) * columns_for(depth + max(chunks)),
+            blocks=(max(rows) + 1) * columns_for(depth + max(chunks) + 1),
         )
         sizes = executor.sizes
         limits = {Rows.TOKENS: max(chunks), Rows.SEQUENCES: max(rows) + 1}
@@ -140,7 +140,7 @@ def _decode(
     stage: Stage, name: str, precision: str, limits: dict[str, Any], *, exact: bool
 ) -> dict[str, Any]:
     program = program_of(stage, name, precision=precision)
-    depth, tokens = (20, 2) if stage.is_dry else (512, 128)
+    depth, tokens = 20 if stage.is_dry else 512, 128 if stage.is_on_card else 2
     executor = _open(stage, program, depth + warm_tokens(stage) + tokens, exact=exact)
     overlapped = decode(stage, executor, depth=depth, tokens=tokens, plans_in_flight=2)
     with_host_s = overlapped["seconds_a_token"]

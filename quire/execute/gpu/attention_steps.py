@@ -212,6 +212,6 @@ def partial_bytes(program: Program, max_rows: Mapping[Rows, int], *, exact: bool
 
 def num_programs(device: torch.device) -> int:
     """Programs that keep a device busy: a few a multiprocessor."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return PROGRAMS_OF_CPU
     return 4 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -54,13 +54,16 @@ def product_for(
 ) -> LibraryProduct | None:
     """The library's product of rows like these into the first rows of y; None: it has none."""
     device, outputs = weight.values.device, len(weight.values)
+    capability = _capability(device)
+    if exact or capability is None:
+        return None
     scales = weight.scales
     if scales.dim() == 1 and bool((scales == scales[0]).all()):
         scales = scales[:1]  # of its tensor, whose product is the faster one
     kinds = {(outputs,): "channel", (1,): "tensor"}
     form = scales_for(
         exact=exact,
-        capability=_capability(device),
+        capability=capability,
         x_scaled=rows.scaled,
         w_scaled=kinds.get(tuple(scales.shape), "block"),
         outputs=outputs,

@@ -64,7 +64,7 @@ def planned(memory: DeviceMemory) -> MachineMemory:
 def check_left(device: torch.device, *, free_bytes: int | None = None) -> str:
     """After loading: a line that says what is left. Raises CapacityError where it is too little for
     a step to run. free_bytes: as found, for tests."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return ""
     left = torch.cuda.mem_get_info(device)[0] if free_bytes is None else free_bytes
     if left < GPU_RESERVE_BYTES // 4:

@@ -1,0 +1,202 @@
+"""What a card would launch, seen without one, and compiled before it is asked for anything.
+
+    python -m bench.gpu.launches [--capability 90] [--share 0/1] [--service] [--stubs] [--look]
+
+Sections of the check, and with --service engines in service (service.py), are rehearsed: real
+shapes, tensors without memory. Each launch goes through Triton's own launcher as far as the
+compiler, with the types, alignments and constants it would have, so what is compiled is what a card
+then finds in Triton's cache, and nothing can be launched that was not seen. --share I/N: of N
+processes the one that compiles each N-th. --stubs: make what calls each kernel too, which needs
+libcuda. --look: print a JSON line a kernel: registers, bytes spilled, shared memory. Needs no
+device. Knows nothing of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from bench.gpu.sections import SECTIONS
+from bench.gpu.stage import Stage
+
+# What other sections launch is theirs or none of ours; build is what calls this.
+OTHERS = ("build", "limits", "peer")
+SERVICE = "bench.gpu.service:service"
+Made = Callable[[str, str, Any], None]
+
+
+class AbsentDriver:
+    """A card as Triton's launcher asks for it."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Never used."""
+        return 0
+
+
+class Placed:
+    """A tensor without memory as the launcher sees one: its type, and an address that is aligned as
+    it would be in memory that a card gives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._at = 2**20 + tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        """Where it would lie."""
+        return self._at
+
+    def key(self) -> tuple[str, bool]:
+        """All that the launcher makes of it."""
+        return str(self.dtype), self._at % 16 == 0
+
+
+def _key(argument: Any) -> Any:
+    """What a kernel can be compiled anew for, and maybe a little more."""
+    if isinstance(argument, Placed):
+        return argument.key()
+    if isinstance(argument, bool) or not isinstance(argument, int):
+        return type(argument).__name__ if isinstance(argument, float) else argument
+    return "int", argument == 1, argument % 16 == 0, abs(argument) < 2**31
+
+
+@contextmanager
+def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[None]:
+    """While open, a launch is compiled the first time it comes, if it is of this share, and told as
+    (section, kernel, compiled)."""
+    launch, known = JITFunction.run, set()
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        placed = [Placed(one) if isinstance(one, torch.Tensor) else one for one in arguments]
+        kept = [
+            one if parameter.is_constexpr else _key(one)
+            for one, parameter in zip(placed, self.params, strict=False)
+        ]
+        key = (self, repr(kept), repr(sorted(named.items())))
+        if key in known:
+            return
+        known.add(key)
+        if len(known) % share[1] == share[0]:
+            compiled = launch(self, *placed, grid=grid, warmup=True, **named)
+            made(where[0], self.fn.__name__, compiled)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+def rehearse(
+    capability: int, share: tuple[int, int], made: Made, *, with_service: bool = False
+) -> None:
+    """Run all sections that launch anything."""
+    driver.set_active(AbsentDriver(capability))
+    where = [""]
+    stage = Stage(
+        is_dry=False,
+        is_rehearsal=True,
+        ends=time.monotonic() + 3600,
+        tell=lambda what, value: None,
+    )
+    functions = {name: section.function for name, section in SECTIONS.items() if name not in OTHERS}
+    if with_service:
+        functions["service"] = SERVICE
+    with seen(made, share, where):
+        for name, place in functions.items():
+            where[0] = name
+            module, _, function = place.partition(":")
+            getattr(importlib.import_module(module), function)(stage)
+
+
+def seen_kernels(*, with_service: bool = False) -> set[str]:
+    """Names of all that is launched; nothing is compiled."""
+    found: set[str] = set()
+    compiles = JITFunction.run
+    JITFunction.run = lambda self, *arguments, **named: found.add(self.fn.__name__)
+    try:
+        rehearse(90, (0, 1), lambda *made: None, with_service=with_service)
+    finally:
+        JITFunction.run = compiles
+    return found
+
+
+def usage(compiled: Any) -> dict[str, Any]:
+    """Registers a thread, bytes of its stack (what did not fit into registers), shared memory,
+    matrix instructions, whether multiply-adds were fused."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    ptx = compiled.asm["ptx"]
+    return {
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "matrix": sorted(set(re.findall(r"wgmma\.mma_async[.\w]+|mma\.sync[.\w]+", ptx))),
+        "copies": ptx.count("cp.async"),
+        "in_flight": [int(count) for count in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)],
+        "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
+    }
+
+
+def main() -> None:
+    """Compile a share; print how many there were."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--share", default="0/1")
+    parser.add_argument("--service", action="store_true")
+    parser.add_argument("--stubs", action="store_true")
+    parser.add_argument("--look", action="store_true")
+    arguments = parser.parse_args()
+    number, _, of = arguments.share.partition("/")
+    count, began = 0, time.monotonic()
+
+    def made(where: str, kernel: str, compiled: Any) -> None:
+        nonlocal count
+        count += 1
+        if arguments.stubs:
+            CudaLauncher(compiled.src, compiled.metadata)
+        if arguments.look:
+            said = {"section": where, "kernel": kernel, **usage(compiled)}
+            print(json.dumps(said), flush=True)
+
+    share = int(number), int(of)
+    rehearse(arguments.capability, share, made, with_service=arguments.service)
+    print(json.dumps({"compiled": count, "seconds": time.monotonic() - began}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

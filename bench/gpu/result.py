@@ -1,0 +1,31 @@
+"""Result files of the GPU check: written whole or not at all; of which code they are.
+
+Knows no section.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ("quire", "bench/gpu")  # what a result depends on
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """Whoever reads finds this one or the one before."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Of all that is measured; there may be no repository where it runs."""
+    digest = hashlib.sha256()
+    for folder in MEASURED:
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,125 @@
+"""What an engine in service launches: models, precisions, caches and modes, in steps of all sizes.
+
+No section of the check: it is only rehearsed (launches.py), so that whatever an engine would
+launch is compiled, and looked at, without a card.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.gpu.batches import batch_of, columns_for
+from bench.gpu.models import SHAPES, executor_of, program_of
+from bench.gpu.stage import Stage
+from quire.execute.gpu.executor import TorchExecutor
+from quire.program.program import Program
+from quire.sampling.batch import SampleBatch
+from quire.sampling.scoring import ScoreBatch
+
+# Weights, and keys and values; what is launched for the one does not depend on the other.
+KEPT = (
+    *((precision, "auto") for precision in ("none", "fp8", "fp8-block", "int8")),
+    *((precision, "auto") for precision in ("int4", "int4-g32", "int4-g128")),
+    *(("none", kv) for kv in ("fp8", "int8")),
+)
+SEQUENCES, STEP_TOKENS, DEPTH = 256, 2048, 1000
+CHUNKS = (2, 16, 17, 33, 65, 129, 300, STEP_TOKENS)
+
+
+def service(stage: Stage) -> None:
+    """Tell each engine as it is done with."""
+    for name in SHAPES:
+        for precision, kv in KEPT:
+            program = program_of(stage, name, precision=precision, kv_cache_dtype=kv)
+            for exact in (True, False):
+                _serve(stage, program, exact=exact)
+                stage.tell(f"{name} {precision}, KV {kv}", "exact" if exact else "fast")
+
+
+def _serve(stage: Stage, program: Program, *, exact: bool) -> None:
+    columns = columns_for(DEPTH + STEP_TOKENS)
+    executor = executor_of(
+        stage,
+        program,
+        exact=exact,
+        max_tokens=STEP_TOKENS,
+        max_sequences=SEQUENCES,
+        blocks=SEQUENCES * columns,
+    )
+    for size in executor.sizes.ones:
+        _step(executor, program, [1] * size, columns)
+    for chunk in CHUNKS:
+        _step(executor, program, [chunk], columns)
+        _step(executor, program, [1] * 7 + [max(chunk - 7, 1)], columns)
+    for rows in (1, 7, SEQUENCES):
+        _choose(executor, program, rows, columns)
+    blocks = np.array([0, 3], np.int32)
+    executor.copy_blocks(blocks, blocks + np.int32(1))
+    rooms = [*executor.host_memory(2 * executor.block_bytes).reshape(2, -1)]
+    executor.begin_moving(2)
+    executor.export_blocks(blocks, rooms)()
+    executor.import_blocks(blocks, rooms)
+    executor.close()
+
+
+def _step(executor: TorchExecutor, program: Program, counts: list[int], columns: int) -> None:
+    starts = [DEPTH] * len(counts)
+    sizes = {"columns": columns, "vocab_size": program.vocab_size}
+    batch = batch_of(counts, starts, samples=True, **sizes)
+    executor.run_trunk(batch, head_rows=len(counts))
+    executor.run_head(batch, 0, len(counts))
+
+
+def _choose(executor: TorchExecutor, program: Program, rows: int, columns: int) -> None:
+    """Tokens of rows that ask for nothing, and for all that kernels do; scores of prompts."""
+    sizes = {"columns": columns, "vocab_size": program.vocab_size}
+    batch = batch_of([1] * rows, [DEPTH] * rows, samples=True, **sizes)
+    slots = np.arange(rows, dtype=np.int32)
+    for wishes in (_wishes(rows, program, asks=False), _wishes(rows, program, asks=True)):
+        executor.run_trunk(batch, head_rows=rows)
+        logits = executor.run_head(batch, 0, rows)
+        executor.sample_later(logits, wishes, slots)()
+        executor.sample(logits, wishes.completed(np.zeros(rows, np.int32)))
+    for most in (0, 1, 5, 20):
+        listed = np.arange(rows + 1, dtype=np.int32)
+        ones = np.ones(rows, np.int32)
+        executor.score(
+            logits,
+            ScoreBatch(
+                targets=ones, num_top=ones * most, listed_starts=listed, listed_ids=listed[1:]
+            ),
+        )
+
+
+def _wishes(rows: int, program: Program, *, asks: bool) -> SampleBatch:
+    def floats(asked: float, off: float) -> np.ndarray:
+        return np.full(rows, asked if asks else off, np.float32)
+
+    one_each = np.arange(rows + 1, dtype=np.int32)
+    none = np.zeros(rows + 1, np.int32)
+    ids = np.arange(rows, dtype=np.int32) if asks else none[:0]
+    words = -(-program.vocab_size // 32)
+    return SampleBatch(
+        temperature=floats(0.8, 0.0),
+        top_k=np.full(rows, 40 if asks else 0, np.int32),
+        top_p=floats(0.9, 1.0),
+        min_p=floats(0.05, 0.0),
+        repetition_penalty=floats(1.1, 1.0),
+        presence_penalty=floats(0.1, 0.0),
+        frequency_penalty=floats(0.1, 0.0),
+        seeds=np.arange(rows, dtype=np.int64),
+        streams=np.zeros(rows, np.int32),
+        positions=np.full(rows, DEPTH, np.int32),
+        num_prompt_tokens=np.ones(rows, np.int32),
+        num_logprobs=np.full(rows, 5 if asks else -1, np.int32),
+        history_starts=one_each if asks else none,
+        history=ids,
+        late_slots=ids,
+        bias_starts=one_each if asks else none,
+        bias_ids=ids,
+        bias_values=np.ones(len(ids), np.float32),
+        banned_starts=one_each if asks else none,
+        banned_ids=ids,
+        mask_rows=np.zeros(len(ids), np.int32),
+        masks=np.full((1, words), 2**32 - 1, np.uint32) if asks else np.empty((0, 0), np.uint32),
+    )

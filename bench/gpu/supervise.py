@@ -1,0 +1,63 @@
+"""A process that may fail, hang or break its device, watched: whatever happens, a status, in time.
+
+Knows no section. Always holds: nothing that the process began outlives the call, unless the system
+itself cannot end it, which is said and not waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+LOOK_S = 1.0  # between looks at what it has told
+END_S = 15.0  # for the system to end one that is told to; a driver's call may not be interrupted
+
+
+def supervised(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log: IO[str],
+    most_s: float,
+    look: Callable[[], None],
+) -> str:
+    """ "ok", or how it failed. look: called now and then while it runs."""
+    process = subprocess.Popen(
+        command, stdout=log, stderr=log, env=environment, start_new_session=True
+    )
+    ends = time.monotonic() + most_s
+    try:
+        while (left := ends - time.monotonic()) > 0:
+            try:
+                return _status(process.wait(timeout=min(LOOK_S, left)))
+            except subprocess.TimeoutExpired:
+                look()
+        return f"failed: not done after {most_s:.0f} s{_ended(process)}"
+    finally:
+        _end_group(process.pid)
+
+
+def _status(code: int) -> str:
+    if code >= 0:
+        return "ok" if code == 0 else f"failed: exit code {code}"
+    return f"failed: ended by {signal.Signals(-code).name}"
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """End it; what is to be said where that fails."""
+    _end_group(process.pid)
+    try:
+        process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        return ", and the system does not end it: what follows may find the device taken"
+    return ""
+
+
+def _end_group(leader: int) -> None:
+    with suppress(ProcessLookupError):  # all of it is over
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,82 @@
+"""What the check and engines in service launch is seen without a card, and all of it is compiled
+ahead: by the launcher's own keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tests.gpu.test_compile import MAX_STACK
+from tests.house.source_files import ROOT
+
+pytestmark = pytest.mark.gpu
+
+MOST_SHARED = 227 * 1024  # bytes of a program, on Hopper
+SHARE = "7/40"  # other kernels each time a kernel is added
+# What runs on no model yet, and blocks within the pool, which PyTorch copies.
+NOT_LAUNCHED = {"_grouped", "_combine", "_copy_runs"}
+KERNELS = """
+import json
+from bench.gpu.launches import seen_kernels
+print(json.dumps(sorted(seen_kernels(with_service=True))))
+"""
+
+
+def _run(folder: Path, *command: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "0",
+            "TRITON_CACHE_DIR": str(folder),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_a_share_of_the_checks_launches_compiles(tmp_path: Path) -> None:
+    lines = _run(tmp_path, "-m", "bench.gpu.launches", "--share", SHARE, "--look")
+    *reports, last = map(json.loads, lines)
+    assert last["compiled"] == len(reports) > 3
+    for report in reports:
+        assert report["shared"] <= MOST_SHARED, report
+        assert report["stack"] <= MAX_STACK.get(report["kernel"], 0), report
+
+
+def test_engines_in_service_launch_every_kernel_there_is(tmp_path: Path) -> None:
+    seen: set[Any] = set(json.loads(_run(tmp_path, "-c", KERNELS)[-1]))
+    folder = ROOT / "quire" / "execute" / "gpu" / "kernels"
+    code = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    entries = set()
+    for file in folder.glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        launched = r"\b{0}\[|launch_staged\(\s*{0}\b"
+        entries |= {name for name in _jitted(text) if re.search(launched.format(name), code)}
+    assert entries - NOT_LAUNCHED <= seen
+    assert seen <= entries
+
+
+def _jitted(text: str) -> list[str]:
+    lines = text.splitlines()
+    return [
+        line.split("(")[0].removeprefix("def ")
+        for before, line in pairwise(lines)
+        if before.startswith("@triton.jit") and line.startswith("def ")
+    ]

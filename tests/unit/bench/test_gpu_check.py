@@ -1,0 +1,130 @@
+"""How the GPU check stands what may happen to its sections, and makes one result of several."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu.merge import merge
+from bench.gpu.result import code_digest, write
+from bench.gpu.supervise import supervised
+
+FAULTS = {
+    "pass": ("ok", "print('done')"),
+    "raise ValueError": ("failed: exit code 1", "raise ValueError('a driver said no')"),
+    "abort": ("failed: ended by SIGABRT", "import os; os.abort()"),
+    "be killed for memory": (
+        "failed: ended by SIGKILL",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    ),
+    "exit 3": ("failed: exit code 3", "import sys; sys.exit(3)"),
+}
+# Deaf to all it may be deaf to; and so is what it begins, which tells where it is.
+HANGS = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+open(sys.argv[1], "w").write(str(other.pid))
+while True:
+    signal.pause()
+"""
+
+
+def _run(script: str, folder: Path, most_s: float, *more: str) -> tuple[str, str]:
+    with (folder / "log").open("a+") as log:
+        status = supervised(
+            [sys.executable, "-c", script, *more],
+            environment=os.environ,
+            log=log,
+            most_s=most_s,
+            look=lambda: None,
+        )
+        log.seek(0)
+        return status, log.read()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_happens_to_a_section_there_is_a_status(fault: str, tmp_path: Path) -> None:
+    wanted, script = FAULTS[fault]
+    status, said = _run(script, tmp_path, 600)
+    assert status == wanted
+    assert ("a driver said no" in said) == (fault == "raise ValueError")
+
+
+def test_one_that_hangs_is_ended_with_all_it_began(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    # However slow the machine: the time begins to count for it once it hangs.
+    most_s = 1.0
+    while True:
+        status, _ = _run(HANGS, tmp_path, most_s, str(place))
+        if place.exists() and (told := place.read_text()):
+            break
+        most_s *= 2
+    assert status == f"failed: not done after {most_s:.0f} s"
+    while _is_alive(int(told)):  # the system ends it when it comes to it
+        os.sched_yield()
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie that nobody has waited for is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _result(**sections: str) -> dict[str, Any]:
+    return {
+        "what": "quire on a GPU",
+        "code": "c0de",
+        "machine": {"gpus": ["NVIDIA H200, 580.1"], "packages": {"torch": "2.11.0"}},
+        "sections": {name: {"status": status, "seconds": 1.0} for name, status in sections.items()},
+    }
+
+
+def test_of_several_calls_the_best_of_each_section_is_kept() -> None:
+    late = "not begun: the time is over"
+    first = _result(build="ok", limits="ok", parity="failed: exit code 1", ready=late)
+    second = _result(ready="ok", parity="ok", limits="failed: exit code 1", peer=late)
+    merged = merge([first, second])
+    found = {name: section["status"] for name, section in merged["sections"].items()}
+    assert found == {"build": "ok", "limits": "ok", "parity": "ok", "peer": late, "ready": "ok"}
+    assert list(found) == ["build", "limits", "parity", "peer", "ready"]
+    assert merged["code"] == "c0de"
+
+
+def test_figures_of_other_code_or_another_card_are_not_put_beside() -> None:
+    one = _result(build="ok")
+    for part, other in (
+        ("code", "0ther"),
+        ("machine", one["machine"] | {"gpus": ["NVIDIA H100, 580.1"]}),
+        ("machine", one["machine"] | {"packages": {"torch": "2.12.0"}}),
+        ("what", "dry run: no measurement"),
+    ):
+        with pytest.raises(ValueError, match=part if part != "what" else "dry run"):
+            merge([one, one | {part: other}])
+
+
+def test_another_driver_of_the_same_card_is_told() -> None:
+    other = _result(build="ok")
+    other["machine"]["gpus"] = ["NVIDIA H200, 580.2"]
+    merged = merge([_result(limits="ok"), other])
+    assert merged["machine"]["gpus"] == ["NVIDIA H200, 580.1"]
+    assert [machine["gpus"] for machine in merged["other_machines"]] == [["NVIDIA H200, 580.2"]]
+
+
+def test_a_result_is_there_whole_and_says_of_which_code_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "result.json", {"found": 1})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"found": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+    file = tmp_path / "quire" / "a.py"
+    file.parent.mkdir()
+    file.write_text("1")
+    before = code_digest(tmp_path)
+    file.write_text("2")
+    assert code_digest(tmp_path) != before
