@@ -57,7 +57,7 @@ LOOP_COUNTS = {
 Report = dict[str, Any]
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Report:
+def _compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Report:
     """As a launch would have it compiled: numbers that are 1 are constants, whole numbers of 16
     are known to be."""
     backend = make_backend(TARGET)
@@ -140,7 +140,7 @@ def compiling() -> Iterator[list[Report]]:
     launch = JITFunction.run
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        reports.append(compiled(self, arguments, dict(named)))
+        reports.append(_compiled(self, arguments, dict(named)))
 
     JITFunction.run = run
     try:
