@@ -88,6 +88,14 @@ def test_matrix_instructions_are_waited_for_together(reports: list[dict[str, Any
         assert 0 < 3 * loop["waits"] <= loop["matrix"], loop
 
 
+def test_one_row_of_few_bits_takes_bytes_four_at_a_time(reports: list[dict[str, Any]]) -> None:
+    """Four blocks of 128 columns for one wait, and few enough instructions: bytes taken apart one
+    by one were 1,500 of them."""
+    for case, most in (("int4-g128-zp by int8, 1 row", 700), ("int4-g32 by int8, 1 row", 950)):
+        (report,) = (r for r in reports if (r["case"], r["kernel"]) == (case, "_linear_int4"))
+        assert [loop["instructions"] <= most for loop in report["loops"]] == [True], report
+
+
 def test_multiply_adds_are_fused_where_they_are_written(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         if not report["kernel"].startswith(FUSED):

@@ -44,6 +44,11 @@ TILES = {
 }
 
 
+# Scales of groups are not fetched ahead as what is multiplied is: each time round the loop waits
+# for some. Few rows take several groups a time, so that it is for these together.
+WAITING_ROWS, UNROLLED, UNROLLED_STAGES = 16, 4, 3
+
+
 @dataclass(frozen=True, slots=True)
 class ByteWeight:
     """values: int8 or e4m3 [N, groups * 128], zeros past K. scales: f32 [N] a channel's, [1] of the
@@ -89,6 +94,7 @@ def _linear_bytes(
     IS_INT: tl.constexpr,
     X_KIND: tl.constexpr,
     W_KIND: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (N + BN - 1) // BN
@@ -103,7 +109,7 @@ def _linear_bytes(
     w_at = weight + output.to(tl.int64)[:, None] * WIDTH + ks[None, :]
     x_at = x + row.to(tl.int64)[None, :] * WIDTH + ks[:, None]
     total = tl.zeros([BN, BR], tl.float32)
-    for group in range(GROUPS):
+    for group in tl.range(0, GROUPS, loop_unroll_factor=UNROLL):
         w, columns = tl.load(w_at + group * GROUP), tl.load(x_at + group * GROUP)
         if IS_INT:
             part = dot(w, columns, tl.zeros([BN, BR], tl.int32)).to(tl.float32)
@@ -158,6 +164,11 @@ def linear_bytes(
         return
     tiles = TILES[kind]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
+    if tile.rows <= WAITING_ROWS and "block" in (x.scaled, weight_kind):
+        tile = tile._replace(num_stages=UNROLLED_STAGES)
+        unroll = UNROLLED
+    else:
+        unroll = 1
     num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
     _linear_bytes[num_n * num_r,](
         x.values,
@@ -177,6 +188,7 @@ def linear_bytes(
         IS_INT=kind == torch.int8,
         X_KIND=x.scaled,
         W_KIND=weight_kind,
+        UNROLL=unroll,
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -17,18 +17,45 @@ import triton.language as tl
 from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.kernels.int4_layout import BLOCK, Int4Weight
 from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector
+from quire.execute.gpu.kernels.linear_bytes import UNROLLED, WAITING_ROWS
 from quire.execute.gpu.kernels.linear_fixed import Tile, tile_of
 from quire.execute.gpu.kernels.rounding import as_type, dot, whole_as
 
 FEW_ROWS = tuple(Tile(outputs=64, rows=rows, num_warps=4, num_stages=5) for rows in (16, 32, 64))
-FEW_INT_ROWS = (Tile(outputs=32, rows=16, num_warps=4, num_stages=6), *FEW_ROWS[1:])
+FEW_INT_ROWS = (Tile(outputs=32, rows=16, num_warps=4, num_stages=4), *FEW_ROWS[1:])
 MANY_INT_ROWS = Tile(outputs=128, rows=64, num_warps=8, num_stages=4)
 MANY_ROWS = Tile(outputs=128, rows=128, num_warps=8, num_stages=3)
 
 
 @triton.jit
-def _group_sums(nibbles, x_at, zero, k, K: tl.constexpr, IS_INT: tl.constexpr, sums):
-    """sums + (nibbles - zero) @ the columns of x from k on."""
+def _group_sums(
+    bytes_,
+    x_at,
+    zero,
+    k,
+    K: tl.constexpr,
+    IS_HIGH: tl.constexpr,
+    IS_INT: tl.constexpr,
+    BY_MASKS: tl.constexpr,
+    sums,
+):
+    """sums + (nibbles - zero) @ the columns of x from k on; nibbles: a byte's high or low one.
+
+    BY_MASKS: bytes are masked, four of them an instruction, and multiplied as they are: 16 times
+    what is wanted less 8, or what is wanted. What the zeros take off comes from sums of x, which
+    are products with ones: they cost few rows less than taking bytes apart. The same integers.
+    """
+    if BY_MASKS:
+        x = tl.load(x_at)
+        none = tl.zeros(sums.shape, tl.int32)
+        ones = tl.full(bytes_.shape, 1, tl.int8)
+        if IS_HIGH:
+            weights = ((bytes_ & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
+            part = dot(weights, x, none) >> 4
+            return sums + part + dot(ones, x, none) * (8 - zero.to(tl.int32))
+        part = dot((bytes_ & 15).to(tl.int8, bitcast=True), x, none)
+        return sums + part - dot(ones, x, none) * zero.to(tl.int32)
+    nibbles = (bytes_ >> 4) if IS_HIGH else (bytes_ & 15)
     weights = nibbles.to(tl.int8) - zero
     if IS_INT:
         return dot(weights, tl.load(x_at), sums)
@@ -69,6 +96,8 @@ def _linear_int4(
     BN: tl.constexpr,
     BR: tl.constexpr,
     IS_INT: tl.constexpr,
+    BY_MASKS: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
@@ -86,7 +115,7 @@ def _linear_int4(
     by_weight = tl.zeros([BN, BR], tl.float32)
     total = tl.zeros([BN, BR], tl.float32)
     NUM_RUNS: tl.constexpr = 64 // HALF  # of bytes in a block
-    for block in range(BLOCKS):
+    for block in tl.range(0, BLOCKS, loop_unroll_factor=UNROLL):
         if IS_INT:
             by_weight = tl.zeros([BN, BR], tl.float32)
         for run in tl.static_range(NUM_RUNS):
@@ -96,14 +125,14 @@ def _linear_int4(
             group = tl.minimum(k // GROUP, GROUPS - 1)
             zero = _zero_of(zeros, group, outputs, inside, N, HAS_ZEROS)
             sums = tl.zeros([BN, BR], sum_type)
-            sums = _group_sums(bytes_ & 15, x_at + k, zero, k + ks, K, IS_INT, sums)
+            sums = _group_sums(bytes_, x_at + k, zero, k + ks, K, False, IS_INT, BY_MASKS, sums)
             if GROUP == HALF:  # the other nibble is of the next group
                 by_weight = _folded(sums, scales, group, outputs, inside, by_weight, N)
                 group = tl.minimum(group + 1, GROUPS - 1)
                 zero = _zero_of(zeros, group, outputs, inside, N, HAS_ZEROS)
                 sums = tl.zeros([BN, BR], sum_type)
             k += HALF
-            sums = _group_sums(bytes_ >> 4, x_at + k, zero, k + ks, K, IS_INT, sums)
+            sums = _group_sums(bytes_, x_at + k, zero, k + ks, K, True, IS_INT, BY_MASKS, sums)
             by_weight = _folded(sums, scales, group, outputs, inside, by_weight, N)
         if IS_INT:
             by = tl.load(x_scales + block * x_scale_stride + row)
@@ -169,6 +198,8 @@ def linear_int4(
         BN=tile.outputs,
         BR=tile.rows,
         IS_INT=is_int,
+        BY_MASKS=is_int and tile.rows <= WAITING_ROWS,
+        UNROLL=UNROLLED if is_int and tile.rows <= WAITING_ROWS else 1,
         HAS_ZEROS=weight.zeros is not None,
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
