@@ -12,8 +12,10 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.models import LLAMA, TINY, executor_of, program_of
@@ -52,7 +54,7 @@ def ready(stage: Stage) -> None:
             stage.tell(quantization, _seconds(stage, folder, program))
 
 
-def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, float]:
+def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, Any]:
     sequences = 4 if stage.is_dry else SEQUENCES
     began = time.perf_counter()
     executor = TorchExecutorClass(stage.device)(
@@ -66,15 +68,26 @@ def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, float]:
     columns = columns_for(max(sizes.mixed, default=1))
     executor.allocate_cache(sequences * columns, 16)
     stage.settle()
-    found = {"weight_bytes": program.weight_bytes, "to_load": time.perf_counter() - began}
+    found: dict[str, Any] = {
+        "weight_bytes": program.weight_bytes,
+        "to_load": time.perf_counter() - began,
+    }
+    taken: dict[str, int] = {}
     for what, steps in _steps(executor).items():
+        free = _free_bytes(stage)
         for counts in steps:
             _step(executor, program, counts, columns)
             stage.settle()
         found[what] = time.perf_counter() - began
+        taken[what] = free - _free_bytes(stage)
     found |= {"graphs": len(sizes.ones), "mixed_graphs": len([*sizes.all_mixed()])}
+    found["bytes_taken"] = taken  # by kernels, libraries and graphs
     executor.close()
     return found
+
+
+def _free_bytes(stage: Stage) -> int:
+    return 0 if stage.is_dry else torch.cuda.mem_get_info(stage.device)[0]
 
 
 def _steps(executor: TorchExecutor) -> dict[str, list[list[int]]]:
