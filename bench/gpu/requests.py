@@ -3,7 +3,7 @@
 The runner computes plans made here, by the plainest policy there is (a slot is refilled as soon as
 its request is done; prompts are computed in chunks beside those that answer), since the scheduler
 needs the compiled module. Every request has room from the start, so nothing is ever preempted.
-Beside it, in a section of its own, transformers' continuous batching on the same shapes.
+Beside it, in a section of its own (peer.py), transformers' continuous batching on the same shapes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.gpu.batches import BLOCK_SIZE, columns_for
 from bench.gpu.limits import device_limits
 from bench.gpu.loop import GREEDY, Idle, run
-from bench.gpu.models import LLAMA, executor_of, program_of
+from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.base.records import Admission, StepPlan
 from quire.program.cost import StepShape, step_cost
@@ -183,28 +182,4 @@ def _floor_s(program: Program, plan: StepPlan, limits: dict[str, Any]) -> float:
     return max(
         cost.memory_bytes / limits["copy_bytes_per_s"],
         cost.operations / limits["bf16_ops_per_s"],
-    )
-
-
-def peer(stage: Stage) -> None:
-    """transformers' continuous batching, random weights in the same shapes."""
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, __version__
-
-    load = DRY if stage.is_dry else FULL
-    shapes = {key: value for key, value in LLAMA.items() if key != "architectures"}
-    if stage.is_dry:
-        stage.tell("not_run", "transformers' continuous batching needs a GPU")
-        return
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(LlamaConfig(**shapes)).to(torch.bfloat16).eval()
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 100, load.prompt).tolist() for _ in range(load.requests)]
-    wishes = GenerationConfig(max_new_tokens=load.answer, do_sample=False, eos_token_id=-1)
-    began = time.perf_counter()
-    answers = model.generate_batch(inputs=prompts, generation_config=wishes)
-    seconds = time.perf_counter() - began
-    answered = sum(len(answer.generated_tokens) for answer in answers.values())
-    stage.tell(
-        f"transformers {__version__}",
-        {"seconds": seconds, "answered_tokens_per_s": answered / seconds, "tokens": answered},
     )
