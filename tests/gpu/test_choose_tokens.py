@@ -90,3 +90,17 @@ def test_vocabularies_of_all_sizes(vocabulary: int) -> None:
     logits = rng.standard_normal((3, vocabulary)).astype(np.float32)
     batch = make_batch(3, temperature=[0.0, 1.0, 1.0], top_k=[0, 0, 3], top_p=[1.0, 1.0, 0.9])
     assert chosen(logits, batch) == reference.choose(logits, batch).token_ids.tolist()
+
+
+@pytest.mark.parametrize("given", FILTERS, ids=str)
+def test_a_row_is_chosen_alone_as_among_others(given: dict[str, Any]) -> None:
+    rng = np.random.default_rng(4)
+    logits = drawn_logits(rng, 7, VOCABULARY)
+    wishes = {"temperature": 1.0, "seeds": rng.integers(-(2**63), 2**63 - 1, 7)} | given
+    together = chosen(logits, make_batch(7, **wishes))
+    for row in (0, 3, 6):
+        one = {
+            name: [value[row]] if isinstance(value, (list, np.ndarray)) else value
+            for name, value in wishes.items()
+        }
+        assert chosen(logits[row : row + 1], make_batch(1, **one)) == [together[row]]

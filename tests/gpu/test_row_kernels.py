@@ -127,14 +127,46 @@ def test_soft_cap_over_all_of_its_range() -> None:
     np.testing.assert_allclose(array(found), ops.soft_cap(x, 30.0), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("width", [5, 130])
-def test_a_row_is_the_same_alone_and_among_others(width: int) -> None:
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("form", ["rms", "layer"])
+@pytest.mark.parametrize(("width", "group"), [(5, 0), (130, 0), (96, 24)])
+def test_a_row_is_normed_alone_as_among_others(
+    dtype: str, form: str, width: int, group: int
+) -> None:
     rng = np.random.default_rng(7)
-    x = normal(rng, 4, width)
-    together, alone = empty(4, width), empty(1, width)
-    norm(wide(x, "f32"), together, eps=1e-5, form="layer")
-    norm(wide(x[2:3], "f32"), alone, eps=1e-5, form="layer")
-    assert same_bits(array(together)[2:3], array(alone))
+    x, delta = normal(rng, 70, width), normal(rng, 70, width, dtype=dtype)
+    weight = tensor(normal(rng, group or width))
+
+    def ask(rows: slice) -> tuple[Float32s, Float32s]:
+        total, y = wide(x[rows], "f32"), empty(len(x[rows]), width, dtype)
+        norm(
+            total,
+            y,
+            weight=weight,
+            delta=wide(delta[rows], dtype),
+            eps=1e-5,
+            form=form,
+            group=group,
+        )
+        return array(total), array(y)
+
+    together = ask(slice(None))
+    for row in (0, 33, 69):
+        for one, all_rows in zip(ask(slice(row, row + 1)), together, strict=True):
+            assert same_bits(one, all_rows[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh"])
+def test_a_row_is_activated_alone_as_among_others(form: str, dtype: str) -> None:
+    rng = np.random.default_rng(8)
+    gate, up = normal(rng, 70, 37, dtype=dtype), normal(rng, 70, 37, dtype=dtype)
+    together = empty(70, 37, dtype)
+    activation(wide(gate, dtype), wide(up, dtype), together, form=form)
+    for row in (0, 33, 69):
+        alone, rows = empty(1, 37, dtype), slice(row, row + 1)
+        activation(wide(gate[rows], dtype), wide(up[rows], dtype), alone, form=form)
+        assert same_bits(array(alone), array(together)[rows])
 
 
 def test_what_does_not_fit_is_refused() -> None:

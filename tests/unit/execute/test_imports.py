@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.house.source_files import ROOT
+
 IMPORTED = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -21,6 +23,7 @@ sys.meta_path.insert(0, Refuse())
 {lines}
 print("heavy:", sorted({{"torch", "triton"}} & set(sys.modules)))
 """
+ROOMS = ("program", "models", "execute", "runner", "weights")
 WITHOUT = ("msgspec", "zmq", "quire._native")
 NUMBERS_ROOMS = (
     "quire.base.records",
@@ -46,6 +49,14 @@ def _import(modules: tuple[str, ...], refused: tuple[str, ...]) -> str:
 
 def test_the_numbers_rooms_need_neither_messages_nor_the_compiled_module() -> None:
     assert "heavy: []" in _import(NUMBERS_ROOMS, WITHOUT)
+
+
+def test_every_module_of_the_numbers_rooms_needs_no_messages() -> None:
+    files = [path for room in ROOMS for path in sorted((ROOT / "quire" / room).rglob("*.py"))]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    wanted = tuple(name for name in modules if not name.startswith("quire.execute.gpu"))
+    assert len(wanted) > 60
+    assert "heavy: []" in _import(wanted, ("msgspec", "zmq"))
 
 
 def test_an_engine_on_a_cpu_brings_no_pytorch() -> None:
