@@ -15,7 +15,7 @@ import torch
 from quire.execute.gpu.kernels.attention_plan import PIECE_POSITIONS
 from quire.execute.gpu.kernels.attention_walk import attention_items, merge_partials
 from quire.execute.gpu.kernels.cache_layout import LayerCache
-from quire.execute.gpu.kernels.launch import EXACT, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, launch_staged, power_of_two
 
 MAX_GROUP = 128
 MIN_ROWS = 16  # of a matrix instruction
@@ -137,7 +137,9 @@ def attention(
     }
     no_sinks = q if sinks is None else sinks
     if len(tiles.items):
-        attention_items[(len(tiles.items) * kv_heads,)](
+        launch_staged(
+            attention_items,
+            (len(tiles.items) * kv_heads,),
             q,
             cache.values,
             cache.values if cache.scales is None else cache.scales,

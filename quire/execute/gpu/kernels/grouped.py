@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quire.execute.gpu.kernels.curves import activated
-from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, launch_staged, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 STEP = {torch.bfloat16: 64, torch.float32: 32}  # columns of K at a time
@@ -144,7 +144,9 @@ def grouped(
         return
     is_large = groups.rows == BLOCK_ROWS[-1]
     tile = MANY_OUTPUTS if is_large else FEW_OUTPUTS
-    _grouped[len(groups.matrices), cdiv(outputs, tile)](
+    launch_staged(
+        _grouped,
+        (len(groups.matrices), cdiv(outputs, tile)),
         x,
         weights,
         y,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.execute.gpu.kernels.byte_rows import GROUP, ByteRows
-from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector, launch_staged
 from quire.execute.gpu.kernels.linear_fixed import Tile, tile_of
 from quire.execute.gpu.kernels.rounding import as_type, dot
 from quire.quant.int_weights import IntMatrix
@@ -170,7 +170,9 @@ def linear_bytes(
     else:
         unroll = 1
     num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
-    _linear_bytes[num_n * num_r,](
+    launch_staged(
+        _linear_bytes,
+        (num_n * num_r,),
         x.values,
         x.scales,
         weight.values,

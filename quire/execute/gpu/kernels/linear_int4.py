@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.kernels.int4_layout import BLOCK, Int4Weight
-from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector
+from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector, launch_staged
 from quire.execute.gpu.kernels.linear_bytes import UNROLLED, WAITING_ROWS
 from quire.execute.gpu.kernels.linear_fixed import Tile, tile_of
 from quire.execute.gpu.kernels.rounding import as_type, dot, whole_as
@@ -176,7 +176,9 @@ def linear_int4(
     few, many = (FEW_INT_ROWS, MANY_INT_ROWS) if is_int else (FEW_ROWS, MANY_ROWS)
     tile = next((tile for tile in few if rows <= tile.rows), many)
     num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
-    _linear_int4[num_n * num_r,](
+    launch_staged(
+        _linear_int4,
+        (num_n * num_r,),
         values,
         x.scales if isinstance(x, ByteRows) else values,
         weight.packed,
