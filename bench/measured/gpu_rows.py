@@ -131,9 +131,9 @@ def _requests(found: dict[str, Any]) -> Lines:
 
 def _peer(found: dict[str, Any]) -> Lines:
     for name, one in found.items():
-        if isinstance(one, dict):
+        if isinstance(one, dict) and "answered_tokens_per_s" in one:
             yield (
-                f"the same requests by {name}, continuous batching: output tokens/s",
+                f"requests of that size by {name}: output tokens/s",
                 f"{one['answered_tokens_per_s']:,.0f}",
                 "",
             )

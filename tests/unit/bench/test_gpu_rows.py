@@ -46,7 +46,15 @@ RESULT: dict[str, Any] = {
                 "exact": {"is_whole": False},
             },
         },
-        "peer": {"status": "ok", "found": {"transformers 5": {"answered_tokens_per_s": 2_000.0}}},
+        "peer": {
+            "status": "ok",
+            "found": {
+                "transformers 5, its own attention, 128 requests": {
+                    "answered_tokens_per_s": 2_000.0
+                },
+                "transformers 5, its own attention: 1024 requests": "not asked for",
+            },
+        },
         "exact_price": {
             "status": "ok",
             "found": {"decode of 8": {"price": 0.05}, "prefill of 2048": {"price": 0.15}},
@@ -62,7 +70,8 @@ def test_each_goal_of_the_check_has_a_line() -> None:
     assert rows[0].endswith("| 85 % |")
     assert any("pytorch flash not run | 55 % |" in row for row in rows)
     assert any("| 10,486, 80 %, 99.0 % | 97 % busy |" in row for row in rows)
-    assert any("transformers 5" in row and "2,000" in row for row in rows)
+    peers = [row for row in rows if "transformers 5" in row]
+    assert [("128 requests" in row, "| 2,000 |" in row) for row in peers] == [(True, True)]
     prices = [row for row in rows if "price of exact mode" in row]
     assert [row[-7:] for row in prices] == [" 10 % |", " 20 % |"]
     assert not any("exact: output" in row or "local files" in row for row in rows)
