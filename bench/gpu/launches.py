@@ -37,7 +37,7 @@ from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
 
 # What other sections launch is theirs or none of ours; build is what calls this.
-OTHERS = ("build", "limits", "peer")
+OTHERS = ("build", "limits", "gaps", "peer")
 SERVICE = "bench.gpu.service:service"
 Made = Callable[[str, str, Any], None]
 

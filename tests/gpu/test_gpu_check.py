@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from bench.gpu.breakdown import told_of
 from bench.gpu.sections import SECTIONS
 from bench.measured.gpu_rows import OF_A_CARD, gpu_rows
 from tests.house.source_files import ROOT
@@ -52,7 +53,7 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
     code, result = _check(
-        tmp_path, "--only", "limits,bf16_products,fp8_products,requests,host_tier"
+        tmp_path, "--only", "limits,gaps,bf16_products,fp8_products,requests,host_tier"
     )
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
@@ -60,6 +61,7 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     assert result["what"] == "dry run: no measurement"
     assert result["machine"]["packages"]["torch"]
     assert result["sections"]["limits"]["found"]["copy_bytes_per_s"] > 0
+    assert result["sections"]["gaps"]["found"]["plain"]["is_right"]
     product = result["sections"]["bf16_products"]["found"]["3 x 256 -> 32"]
     assert set(product["share_of_floor"]) == {"ours", "vendor"}
     assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
@@ -68,6 +70,17 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     tier = result["sections"]["host_tier"]["found"]
     assert tier["tokens"] == {"are_equal": True, "tokens": 4}
     assert tier["beside_swaps"]["moved_bytes_per_s"] > 0
+
+
+def test_a_steps_time_is_told_by_kernels_and_what_lies_between_them() -> None:
+    spans = [("b", 12.0, 20.0), ("a", 0.0, 10.0), ("a", 19.0, 21.0), ("c", 26.0, 27.0)]
+    told = told_of(spans)
+    assert told["kernels"] == 4
+    assert told["seconds"] == pytest.approx(27e-6)
+    assert told["between_kernels_s"] == pytest.approx(7e-6)
+    assert list(told["by_name"]) == ["a", "b", "c"]
+    assert told["by_name"]["a"] == {"count": 2, "s": pytest.approx(12e-6)}
+    assert told_of([]) == {"not_told": "the profiler saw no kernels"}
 
 
 def test_a_section_that_has_no_time_is_told_and_fails_the_check(tmp_path: Path) -> None:
