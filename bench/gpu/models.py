@@ -17,6 +17,7 @@ import torch
 from bench.gpu import absent
 from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, Loaded
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -167,7 +168,7 @@ def executor_of(
         },
         kernels=True,
         stream=stage.stream,
-        capture=absent.captured if stage.is_rehearsal else None,
+        capture=absent.captured if stage.is_rehearsal else capture_of(stage.device),
     )
     executor.allocate_cache(blocks, 16)
     return executor

@@ -15,6 +15,7 @@ _CONTEXT = "the longest prompt and output together is --max-model-len"
 _MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
 _KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
 _HOST = "memory of the host for keys and values that leave a GPU's is --kv-tier-host-size"
+_EAGER = "a GPU's steps are launched kernel by kernel, without graphs, by --enforce-eager"
 _THREADS = "threads are set by --threads N"
 _ONE_DEVICE = "one process on one device serves a model here; leave it out"
 _CODE = (
@@ -44,6 +45,7 @@ INSTEAD = MappingProxyType(
         "--kv-offloading-size": _HOST,
         "--hicache-size": _HOST,
         "--enable-hierarchical-cache": _HOST,
+        "--disable-cuda-graph": _EAGER,
         "-t": _THREADS,
         "--parallel": "how many requests are computed at once is --max-num-seqs",
         "-np": "how many requests are computed at once is --max-num-seqs",

@@ -276,6 +276,11 @@ class ExecutorConfig:
         "with --executor torch: exact, a request's answer is what it is alone; fast, products by "
         "the vendor's library, which may differ in last bits; default: exact",
     )
+    enforce_eager: bool = setting(
+        False,
+        "with --executor torch: launch a GPU's steps kernel by kernel, in place of replaying them "
+        "from CUDA graphs: slower, and none of their memory is taken",
+    )
     num_threads: int | None = setting(
         None, "threads that compute; default: the cores this process may use", flag="threads"
     )
@@ -299,8 +304,8 @@ class ExecutorConfig:
             raise SettingError("pack_cache is empty; give a folder, or leave it out")
 
     def _check_device(self) -> None:
-        for name in ("device", "numerics"):
-            if getattr(self, name) is not None and self.executor != "torch":
+        for name, unset in (("device", None), ("numerics", None), ("enforce_eager", False)):
+            if getattr(self, name) != unset and self.executor != "torch":
                 raise SettingError(
                     f"{name} is {getattr(self, name)} and executor is {self.executor}: only torch "
                     "has a choice there; give --executor torch, or leave it out"

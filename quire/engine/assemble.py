@@ -313,7 +313,12 @@ def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
         because=reason(wanted, device, machine),
     )
     exact = settings.numerics != "fast"
-    return TorchExecutorClass(device, exact=exact, has_fp8=has_fp8(device, machine))
+    return TorchExecutorClass(
+        device,
+        exact=exact,
+        has_fp8=has_fp8(device, machine),
+        captures=not settings.enforce_eager,
+    )
 
 
 def _card(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from quire.base.errors import (  # noqa: E402
 from quire.config.memory import MemoryNeeds, plan_memory  # noqa: E402
 from quire.execute.executor import StepMemoryError  # noqa: E402
 from quire.execute.gpu import device as devices  # noqa: E402
+from quire.execute.gpu import executor_class  # noqa: E402
 from quire.execute.gpu.device import (  # noqa: E402
     Card,
     Machine,
@@ -29,6 +31,7 @@ from quire.execute.gpu.device import (  # noqa: E402
     reason,
 )
 from quire.execute.gpu.executor_class import TorchExecutorClass  # noqa: E402
+from quire.execute.gpu.graphs import capture_of  # noqa: E402
 from quire.execute.gpu.memory import (  # noqa: E402
     GPU_RESERVE_BYTES,
     DeviceMemory,
@@ -39,6 +42,7 @@ from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.kv_cache import with_kv_cache_dtype  # noqa: E402
 from quire.program.ops import DType  # noqa: E402
 from quire.program.quantize import quantize  # noqa: E402
+from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +137,23 @@ def test_an_embedding_in_blocks_is_not_gathered_from_on_a_card(tmp_path: Path) -
         made.check_program(quantize(plain, precision))
         with pytest.raises(ModelError, match="--head-precision int8, fp8 or none"):
             made.check_program(quantize(plain, precision, head=precision))
+
+
+def test_steps_are_captured_on_a_card_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(executor_class, "TorchExecutor", lambda *_, **named: given.append(named))
+    monkeypatch.setattr(executor_class, "load", lambda *_, **__: None)
+    monkeypatch.setattr(executor_class, "capture_of", lambda device: f"graphs of {device}")
+    folder = write_tiny_llama(tmp_path)
+    spec = open_model(folder)
+    program = build_program(spec, dtype=DType.F32, max_positions=64)
+    card = torch.device("cuda", 0)
+    for made in (TorchExecutorClass(card), TorchExecutorClass(card, captures=False)):
+        made(program, open_checkpoint(folder), max_tokens=8, max_samples=2, max_sequences=2)
+    assert [named["capture"] for named in given] == ["graphs of cuda:0", None]
+    assert capture_of(torch.device("cpu")) is None
 
 
 def test_too_old_a_card_is_refused_by_its_capability() -> None:

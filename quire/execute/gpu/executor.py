@@ -19,7 +19,7 @@ from quire.config.memory import mib
 from quire.execute.batch_check import check_batch, check_range
 from quire.execute.gpu.block_port import BlockPort
 from quire.execute.gpu.device import device_errors, first_line
-from quire.execute.gpu.graphs import Capture, CudaCapture, Graphs
+from quire.execute.gpu.graphs import Capture, Graphs
 from quire.execute.gpu.held import attention_steps, rope_angles, step_arena, step_sizes
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kv_pool import KvPool
@@ -45,8 +45,8 @@ SEGMENTS = ("trunk", "head")
 class TorchExecutor:
     """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
     NaN before each run, and kernels says whether they run, in Triton's interpreter where the device
-    is the CPU: both for tests. capture: how steps are captured, on a GPU as CUDA graphs where
-    nothing is given. stream: of the device, where a test has its own."""
+    is the CPU: both for tests. capture: how steps are captured, to be replayed; without it they
+    are launched kernel by kernel. stream: of the device, where a test has its own."""
 
     name = "torch"
 
@@ -100,12 +100,8 @@ class TorchExecutor:
         }
         self._counts: Counts | None = None
         self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
-        if capture is None and device.type != "cpu":
-            capture = CudaCapture(device)
-        self._graphs: Graphs | None = None
         self.sizes = Sizes(max_rows, mixed=most_mixed(program, len(self._calls["trunk"])))
-        if capture is not None:
-            self._graphs = Graphs(capture)
+        self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool of zeros."""

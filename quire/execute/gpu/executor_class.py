@@ -15,6 +15,7 @@ from quire.config.machine import MachineMemory
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
 from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.held import step_sizes
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
@@ -36,11 +37,13 @@ class TorchExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
 
     exact: products whose bits a row has whatever rows are beside it. has_fp8: its kernels know it.
+    captures: whether a GPU's steps are replayed from graphs.
     """
 
     device: torch.device
     exact: bool = True
     has_fp8: bool = True
+    captures: bool = True
 
     def check_program(self, program: Program) -> None:
         """Raise ModelError listing what cannot be held, before anything is loaded."""
@@ -155,6 +158,7 @@ class TorchExecutorClass:
                     Rows.SAMPLES: max_samples,
                     Rows.SEQUENCES: max_sequences,
                 },
+                capture=capture_of(self.device) if self.captures else None,
             )
         except RuntimeError as error:
             if not lacks_memory(error):

@@ -63,6 +63,11 @@ class Graphs:
         self.trouble = ""
 
 
+def capture_of(device: torch.device) -> Capture | None:
+    """How steps are captured on a device; None on the CPU, where there is nothing to be gained."""
+    return None if device.type == "cpu" else CudaCapture(device)
+
+
 class CudaCapture:
     """CUDA graphs in one memory pool, captured in a stream of the device that nothing else uses.
 

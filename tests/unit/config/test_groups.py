@@ -58,6 +58,7 @@ def test_each_setting_has_its_limits(
     [
         ({"device": "cuda"}, "executor is native: only torch has a choice there"),
         ({"numerics": "fast", "executor": "reference"}, "only torch"),
+        ({"enforce_eager": True}, "only torch"),
         ({"executor": "torch", "device": "gpu"}, "auto, cpu, cuda and cuda:N"),
         ({"executor": "torch", "numerics": "quick"}, "exact, fast"),
     ],
