@@ -11,6 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from quire.execute import reference_ops as ops
+from quire.execute.gpu import products
 from quire.execute.gpu.kernels import linear_fixed
 from quire.execute.gpu.kernels.launch import launch_staged
 from quire.execute.gpu.kernels.linear_fixed import (
@@ -141,6 +142,28 @@ def test_a_workspace_that_is_too_small_is_not_used() -> None:
     linear(tensor(x), tensor(weight), found, workspace=workspace)
     assert torch.isnan(workspace.sums).all()
     assert same_bits(array(found), product(x, weight, "f32", is_split=True))
+
+
+def test_fast_mode_takes_the_vendors_product_but_where_ours_is_known_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(6)
+    weight = tensor(normal(rng, 6, 8, dtype="bf16"), "bf16")
+    x = tensor(normal(rng, 3, 8, dtype="bf16"), "bf16")
+    launched: list[int] = []
+
+    def ours(x: torch.Tensor, *_: object, **__: object) -> None:
+        launched.append(len(x))
+
+    monkeypatch.setattr(products, "linear", ours)
+    for known, expected in (({}, []), ({(6, 8): 2}, [2])):
+        monkeypatch.setattr(products, "OURS_UP_TO", known)
+        product = products.fast_product(weight, Workspace.of(0, "cpu"))
+        for rows in (2, 3):
+            y = torch.zeros(rows, 6, dtype=torch.bfloat16)
+            product(x[:rows], y)
+            assert bool(y.any()) == (rows not in expected)
+        assert launched == expected
 
 
 def test_mixed_types_are_refused() -> None:

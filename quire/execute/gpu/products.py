@@ -3,7 +3,7 @@
 Products of bf16 and fp8 are the vendor library's in fast mode, where it has them, and fixed tiles
 in exact mode. Those of few bits take rows in bytes (kernels/byte_rows.py), which are made just
 before, or by whoever makes the rows (fused.py). Knows operations and what is loaded. Always holds:
-a product that is bound stays what it is for any number of rows.
+a product that is bound stays what it is for any number of rows; in fast mode, but for few of bf16.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
     "fp8-static": (torch.float8_e4m3fn, "tensor"),
 }
 ByteProduct = Callable[[ByteRows, Counts], None]
+# Outputs and columns of a weight, and the rows up to which ours is the faster one: what the GPU
+# check tells as "ours up to" (bf16_products). Not yet measured: the vendor's for all.
+OURS_UP_TO: Mapping[tuple[int, int], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +122,8 @@ class Products:
         bias, held = place.vector(op.attrs["bias"]), place.weights.plain[op.attrs["weight"]]
         is_plain = bias is None and view.dtype == op.outputs[0].dtype
         if not place.exact and is_plain and held.device.type != "cpu":
-            turned = held.T
-            return lambda counts: _library_product(
-                place.of(view, counts), turned, place.of(op.outputs[0], counts)
-            )
+            product = fast_product(held, self.scratch.workspace)
+            return lambda counts: product(place.of(view, counts), place.of(op.outputs[0], counts))
         return lambda counts: linear(
             place.of(view, counts),
             held,
@@ -139,8 +140,18 @@ def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weigh
     return Int4Weight.of(matrix, device)
 
 
-def _library_product(x: Tensor, turned: Tensor, y: Tensor) -> None:
-    torch.mm(x, turned, out=y)
+def fast_product(weight: Tensor, workspace: Workspace) -> Callable[[Tensor, Tensor], None]:
+    """y = x @ weight.T of bf16 where no order of K is promised."""
+    outputs, columns = weight.shape
+    turned, most = weight.T, OURS_UP_TO.get((outputs, columns), 0)
+
+    def product(x: Tensor, y: Tensor) -> None:
+        if len(x) <= most:
+            linear(x, weight, y, workspace=workspace)
+        else:
+            torch.mm(x, turned, out=y)
+
+    return product
 
 
 def _products(program: Program) -> list[Op]:
