@@ -39,10 +39,11 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     refusing = folder / "refusing"
     refusing.mkdir()
     (refusing / "sitecustomize.py").write_text(REFUSING)
+    paths = [str(refusing), str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         ["bash", "bench/gpu_check.sh", "--out", str(folder), "--dry-run-on-cpu", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": f"{refusing}:{ROOT}"},
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
