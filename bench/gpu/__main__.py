@@ -92,7 +92,9 @@ def _run(
                 section |= json.loads(told.read_text(encoding="utf-8"))
             return section
 
-        with (arguments.out / "gpu-check.log").open("a+", encoding="utf-8") as log:
+        # One that was ended may have written half a letter.
+        place = arguments.out / "gpu-check.log"
+        with place.open("a+", encoding="utf-8", errors="replace") as log:
             print(f"== {name}", file=log, flush=True)
             first = log.tell()
             status = supervised(

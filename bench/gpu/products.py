@@ -9,7 +9,9 @@ quire/execute/gpu/products.py's OURS_UP_TO, which is for what is told here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ def bf16_products(stage: Stage) -> None:
     if not stage.is_dry:
         shapes, counts = (*SHAPES, HEAD), BF16_ROWS
     for outputs, columns in shapes:
-        ours_up_to = 0
+        prices: dict[int, float] = {}
         copies = 1 if stage.is_dry else max(1, IN_TURN_BYTES // (2 * outputs * columns))
         weights = [_normal(stage, outputs, columns) * columns**-0.5 for _ in range(copies)]
         for rows in counts:
@@ -53,13 +55,16 @@ def bf16_products(stage: Stage) -> None:
                 2 * rows * outputs * columns / limits["bf16_ops_per_s"],
             )
             found["share_of_floor"] = {name: floor / taken for name, taken in seconds.items()}
-            found["price"] = seconds["ours"] / seconds["vendor"] - 1
-            if found["price"] <= 0 and ours_up_to in (0, *counts[: counts.index(rows)][-1:]):
-                ours_up_to = rows
+            prices[rows] = found["price"] = seconds["ours"] / seconds["vendor"] - 1
             stage.tell(f"{rows} x {columns} -> {outputs}", found)
             if not found["largest_error"] <= ALLOWED:
                 raise SystemExit(f"the vendor's product differs from ours: {found}")
-        stage.tell(f"ours up to: {columns} -> {outputs}", ours_up_to)
+        stage.tell(f"ours up to: {columns} -> {outputs}", ours_up_to(prices))
+
+
+def ours_up_to(prices: Mapping[int, float]) -> int:
+    """The rows up to which ours is never the slower one, by prices in the order of rows."""
+    return max(takewhile(lambda rows: prices[rows] <= 0, prices), default=0)
 
 
 def _normal(stage: Stage, *size: int) -> torch.Tensor:

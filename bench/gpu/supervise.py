@@ -1,7 +1,8 @@
 """A process that may fail, hang or break its device, watched: whatever happens, a status, in time.
 
 Knows no section. Always holds: nothing that the process began outlives the call, unless the system
-itself cannot end it, which is said and not waited for.
+itself cannot end it, which is said and not waited for; nor does it where whoever watches is told to
+end (SIGTERM), since it has a session of its own and is told nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import IO
 
 LOOK_S = 1.0  # between looks at what it has told
@@ -26,7 +28,8 @@ def supervised(
     most_s: float,
     look: Callable[[], None],
 ) -> str:
-    """ "ok", or how it failed. look: called now and then while it runs."""
+    """ "ok", or how it failed. look: called now and then while it runs. In the main thread."""
+    before = signal.signal(signal.SIGTERM, _leave)
     process = subprocess.Popen(
         command, stdout=log, stderr=log, env=environment, start_new_session=True
     )
@@ -40,6 +43,11 @@ def supervised(
         return f"failed: not done after {most_s:.0f} s{_ended(process)}"
     finally:
         _end_group(process.pid)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _status(code: int) -> str:

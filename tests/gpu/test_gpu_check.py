@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from bench.gpu.breakdown import told_of
+from bench.gpu.products import ours_up_to
 from bench.gpu.sections import SECTIONS
 from bench.measured.gpu_rows import OF_A_CARD, gpu_rows
 from tests.house.source_files import ROOT
@@ -82,6 +83,12 @@ def test_a_steps_time_is_told_by_kernels_and_what_lies_between_them() -> None:
     assert list(told["by_name"]) == ["a", "b", "c"]
     assert told["by_name"]["a"] == {"count": 2, "s": pytest.approx(12e-6)}
     assert told_of([]) == {"not_told": "the profiler saw no kernels"}
+
+
+def test_ours_is_taken_only_up_to_where_it_is_never_the_slower_one() -> None:
+    assert ours_up_to({1: -0.1, 2: 0.0, 4: 0.1, 8: -0.2}) == 2
+    assert ours_up_to({1: 0.1, 2: -0.3}) == 0
+    assert ours_up_to({1: -0.1, 2: -0.3}) == 2
 
 
 def test_a_section_that_has_no_time_is_told_and_fails_the_check(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.gpu import __main__ as check
 from bench.gpu.merge import merge
 from bench.gpu.result import code_digest, write
 from bench.gpu.supervise import supervised
+from tests.house.source_files import ROOT
 
 FAULTS = {
     "pass": ("ok", "print('done')"),
@@ -68,6 +72,43 @@ def test_one_that_hangs_is_ended_with_all_it_began(tmp_path: Path) -> None:
     assert status == f"failed: not done after {most_s:.0f} s"
     while _is_alive(int(told)):  # the system ends it when it comes to it
         os.sched_yield()
+
+
+WATCHES = """
+import os, sys
+from bench.gpu.supervise import supervised
+with open(os.devnull, "w") as log:
+    supervised(
+        [sys.executable, "-c", sys.argv[1], sys.argv[2]],
+        environment=os.environ, log=log, most_s=600, look=lambda: None,
+    )
+"""
+
+
+def test_nothing_goes_on_where_the_check_itself_is_told_to_end(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    command = [sys.executable, "-c", WATCHES, HANGS, str(place)]
+    with subprocess.Popen(command, cwd=ROOT) as watching:
+        while not (place.exists() and (told := place.read_text())):
+            os.sched_yield()
+        watching.terminate()
+        assert watching.wait() == 128 + signal.SIGTERM
+    while _is_alive(int(told)):
+        os.sched_yield()
+
+
+def test_half_a_letter_in_a_sections_words_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: Any, log: Any, **__: Any) -> str:
+        os.write(log.fileno(), "no driver \u2026".encode()[:-1])
+        return "failed: not done after 1 s"
+
+    monkeypatch.setattr(check, "supervised", cut_off)
+    monkeypatch.setattr(sys, "argv", ["check", "--out", str(tmp_path), "--only", "limits"])
+    assert check.main() == 1
+    result = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert result["sections"]["limits"]["last_words"].startswith("no driver ")
 
 
 def _is_alive(pid: int) -> bool:
