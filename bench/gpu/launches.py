@@ -151,13 +151,7 @@ def seen_kernels(*, with_service: bool = False) -> set[str]:
 def usage(compiled: Any) -> dict[str, Any]:
     """Registers a thread, bytes of its stack (what did not fit into registers), shared memory,
     matrix instructions, whether multiply-adds were fused."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = told_by("cuobjdump", "-res-usage", compiled.asm["cubin"])
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
     ptx = compiled.asm["ptx"]
     return {
@@ -170,6 +164,16 @@ def usage(compiled: Any) -> dict[str, Any]:
         "in_flight": [int(count) for count in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)],
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
     }
+
+
+def told_by(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the assembler's tools, which are in Triton's package, says of machine code."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def main() -> None:

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from bench.gpu.launches import told_by, usage
 from quire.execute.gpu.kernels import attention as kernels
 from quire.execute.gpu.kernels import block_copy, store_kv
 from quire.execute.gpu.kernels import rows as row_kernels
@@ -72,34 +70,8 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _report(made: Any, name: str) -> Report:
-    ptx = made.asm["ptx"]
-    return {
-        "kernel": name,
-        **_usage(made.asm["cubin"]),
-        "shared": made.metadata.shared,
-        "matrix": sorted(set(re.findall(r"wgmma\.mma_async[.\w]+|mma\.sync[.\w]+", ptx))),
-        "copies": ptx.count("cp.async"),
-        "in_flight": [int(count) for count in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)],
-        "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
-        "loops": _matrix_loops(_told("nvdisasm", "-c", made.asm["cubin"])),
-    }
-
-
-def _told(tool: str, option: str, cubin: bytes) -> str:
-    """What one of the assembler's tools says of machine code."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def _usage(cubin: bytes) -> Report:
-    """Registers a thread, and bytes of its stack: what did not fit into registers."""
-    text = _told("cuobjdump", "-res-usage", cubin)
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
-    return {"registers": found["REG"], "stack": found["STACK"]}
+    loops = _matrix_loops(told_by("nvdisasm", "-c", made.asm["cubin"]))
+    return {"kernel": name, **usage(made), "loops": loops}
 
 
 def _matrix_loops(code: str) -> list[dict[str, int]]:
