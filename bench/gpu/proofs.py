@@ -1,7 +1,7 @@
 """Build, parity and exact mode on the device: whether what it computes is right, before how fast.
 
-A small model with random weights goes through the kernels and through plain
-PyTorch in float32 on the host, which tests compare with the reference executor. Nothing is loaded.
+A small model with random weights goes through the kernels and through plain PyTorch in float32 on
+the host, which tests compare with the reference executor. Nothing is loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from bench.gpu.ahead import compile_all
 from bench.gpu.batches import batch_of, columns_for
+from bench.gpu.integers import integers
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.execute.gpu.device import choose, look
@@ -48,7 +49,8 @@ def build(stage: Stage) -> None:
 
 
 def parity(stage: Stage) -> None:
-    """Kernels against plain PyTorch on the host, in both modes."""
+    """Whole steps against plain PyTorch on the host, in both modes; products of integers against
+    NumPy."""
     for precision, allowed in TOLERANCES.items():
         for exact in (True, False):
             executor, program = _small(stage, precision, exact=exact)
@@ -59,6 +61,7 @@ def parity(stage: Stage) -> None:
             stage.tell(what, {"largest_error": error, "allowed": allowed})
             if not error <= allowed:
                 raise SystemExit(f"{what}: the kernels differ from plain PyTorch by {error}")
+    integers(stage)
 
 
 def exact(stage: Stage) -> None:

@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from bench.gpu import integers
 from bench.gpu.breakdown import told_of
 from bench.gpu.products import ours_up_to
 from bench.gpu.sections import SECTIONS
+from bench.gpu.stage import Stage
 from bench.measured.gpu_rows import OF_A_CARD, gpu_rows
 from tests.house.source_files import ROOT
 
@@ -83,6 +86,20 @@ def test_a_steps_time_is_told_by_kernels_and_what_lies_between_them() -> None:
     assert list(told["by_name"]) == ["a", "b", "c"]
     assert told["by_name"]["a"] == {"count": 2, "s": pytest.approx(12e-6)}
     assert told_of([]) == {"not_told": "the profiler saw no kernels"}
+
+
+def test_products_of_integers_have_the_bits_they_mean_or_end_the_section(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: dict[str, Any] = {}
+    stage = Stage(is_dry=True, ends=float("inf"), tell=told.__setitem__)
+    integers.integers(stage)
+    assert set(told) == {f"{name} products" for name in integers.INTEGERS}
+    assert {found["other_bits"] for found in told.values()} == {0}
+    right = integers.int_linear
+    monkeypatch.setattr(integers, "int_linear", lambda *given: right(*given) * np.float32(1 + 1e-7))
+    with pytest.raises(SystemExit, match="int8"):
+        integers.integers(stage)
 
 
 def test_ours_is_taken_only_up_to_where_it_is_never_the_slower_one() -> None:

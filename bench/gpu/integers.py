@@ -1,0 +1,48 @@
+"""Products of int8 and int4 weights on the device against what they mean, in NumPy: the same bits.
+
+Their sums are whole numbers, so nothing is left to an order or a tolerance. Numbers of rows are
+such that each tile of the kernels is taken. Knows no model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.stage import Stage
+from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
+from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
+from quire.execute.gpu.kernels.linear_int4 import linear_int4
+from quire.execute.gpu.products import pack_ints
+from quire.execute.reference_ops import int_linear
+from quire.quant.int_weights import quantize_matrix
+from quire.quant.scheme import SCHEMES
+
+INTEGERS = [name for name, scheme in SCHEMES.items() if not scheme.is_float]
+OUTPUTS, COLUMNS = 200, 1000  # parts of tiles and of groups, too
+ROWS = (1, 16, 17, 33, 65, 300)
+
+
+def integers(stage: Stage) -> None:
+    """Tell, for each precision, how many numbers have other bits; end the section where one has."""
+    rng = np.random.default_rng(5)
+    outputs, columns, counts = (40, 200, (1, 17)) if stage.is_dry else (OUTPUTS, COLUMNS, ROWS)
+    x = rng.standard_normal((max(counts), columns)).astype(np.float32)
+    for name in INTEGERS:
+        # Leans to one side, so that zero points differ.
+        leaning = rng.standard_normal((outputs, columns)) + rng.standard_normal((outputs, 1))
+        matrix = quantize_matrix(leaning.astype(np.float32), SCHEMES[name])
+        weight, right = pack_ints(matrix, stage.device), int_linear(x, matrix, None)
+        product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
+        wrong = 0
+        for rows in counts:
+            y = torch.empty(rows, outputs, dtype=torch.float32, device=stage.device)
+            room = ByteRows.empty(rows, columns, stage.device)
+            product(quantize_rows(torch.from_numpy(x[:rows]).to(stage.device), room), weight, y)
+            if not stage.is_rehearsal:
+                wrong += int((stage.values(y) != right[:rows]).sum())
+        stage.tell(f"{name} products", {"rows": counts, "other_bits": wrong})
+        if wrong:
+            raise SystemExit(f"{name}: {wrong} numbers differ from what the product means")
