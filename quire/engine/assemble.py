@@ -295,8 +295,8 @@ def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
         from quire.execute.gpu.executor_class import TorchExecutorClass
     except ModuleNotFoundError as error:
         raise SettingError(
-            f"executor is torch and {error.name} is not installed; install the extra: "
-            "pip install 'quire[gpu]'"
+            f"executor is torch and {error.name} is not installed; install it: "
+            "pip install 'torch>=2.6' 'triton>=3.4'"
         ) from error
     except (ImportError, OSError) as error:  # a library that it was built with is not there
         raise SettingError(

@@ -128,7 +128,7 @@ def encoded_by_library(
     except ImportError:
         raise TokenizerError(
             f"{file}: this SentencePiece model {why_not_converted(pieces, config)}, which only the "
-            "sentencepiece package reads exactly; install it: pip install 'quire[sentencepiece]'"
+            "sentencepiece package reads exactly; install it: pip install 'sentencepiece>=0.2'"
         ) from None
     vocabulary = {text: id_ for id_, text in enumerate(pieces.texts)}
     put_listed(vocabulary, config, file)

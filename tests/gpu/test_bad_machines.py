@@ -99,12 +99,12 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "no Triton": (
         H200[: H200.index("    import triton")] + '    sys.modules["triton"] = None\n',
         "auto",
-        ("written in Triton", "it is not installed", "pip install 'quire[gpu]'"),
+        ("written in Triton", "it is not installed", "pip install 'triton>=3.4'"),
     ),
     "too old a Triton": (
         H200 + '    triton.__version__ = "3.2.0"\n',
         "auto",
-        ("it is 3.2.0, and 3.4 or newer is needed", "pip install 'quire[gpu]'"),
+        ("it is 3.2.0, and 3.4 or newer is needed", "pip install 'triton>=3.4'"),
     ),
     "no C compiler": (
         H200[: H200.index("    driver.set_active")]

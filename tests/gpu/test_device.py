@@ -193,7 +193,7 @@ def test_triton_that_cannot_be_used_is_told_with_what_it_needs(
 ) -> None:
     said = _said("cuda", replace(MACHINE, triton_trouble="Failed to find C compiler."))
     assert "Failed to find C compiler" in said
-    assert "quire[gpu]" in said
+    assert "pip install 'triton>=3.4'" in said
     assert "python3-dev" in said
     assert bool(devices._triton_trouble()) != torch.cuda.is_available()  # it drives no CPU
     monkeypatch.setattr(devices, "find_spec", lambda name: None)

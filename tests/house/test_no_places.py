@@ -16,6 +16,7 @@ _REGISTRY = re.compile(
 )
 _OUTSIDE = re.compile(r"\bshared" + r"[/\"' ,]{1,5}(data|design|anchors)\b")
 _NUMBERED = re.compile(r"\bissue" + r" #?\d+\b", re.I)
+_BY_NAME = re.compile(r"pip install [^`]{0,40}(?<![\w/.-])quire(?![\w/.-])")
 _KNOW_THE_DATA = ("tests/data.py", "bench/data.py", "models/tiny/")
 
 
@@ -36,6 +37,8 @@ def test_the_patterns_find_what_they_should() -> None:
     assert _OUTSIDE.search("../shar" + "ed/data")
     assert _REGISTRY.search("https://" + "artifactory.example.org/simple")
     assert _NUMBERED.search("see issue" + " 12")
+    assert _BY_NAME.search("pip install" + " 'quire[gpu]'")
+    assert not _BY_NAME.search("pip install" + " ./quire-0.1.0.whl")
 
 
 def test_no_path_of_a_machine_is_kept() -> None:
@@ -52,3 +55,8 @@ def test_only_one_file_a_folder_knows_where_outside_data_lies() -> None:
 
 def test_no_issue_is_named_by_number() -> None:
     assert not _found(_NUMBERED)
+
+
+def test_nobody_is_told_to_install_us_by_name() -> None:
+    """On the public index that name is another project's."""
+    assert not _found(_BY_NAME)
