@@ -94,7 +94,7 @@ def main() -> None:
     bin_dir = sys.executable.rsplit("/", 1)[0]
     print("The model in the box is a toy. Try next:")
     print(f"  {bin_dir}/quire chat                    talk to it")
-    print(f"  {bin_dir}/quire serve /path/to/llama    any Llama checkpoint with safetensors")
+    print(f"  {bin_dir}/quire serve /path/to/model    a Hugging Face folder, or a GGUF file")
     print(
         f"  {bin_dir}/quire program                 what the engine runs, with bytes and operations"
     )

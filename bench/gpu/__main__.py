@@ -68,8 +68,14 @@ def main() -> int:
             keep({"status": "not begun: the time is over"})
         else:
             keep(_run(name, arguments, min(left_s, SECTIONS[name].most_s), keep))
-        print(f"{name}: {sections[name]['status']}", flush=True)
+        print(f"{name}: {_told(sections[name])}", flush=True)
     return 0 if all(section["status"] == "ok" for section in sections.values()) else 1
+
+
+def _told(section: Section) -> str:
+    """Its status; of one that failed with the last line it wrote, which tells why."""
+    lines = [line for line in section.get("last_words", "").splitlines() if line.strip()]
+    return f"{section['status']}: {lines[-1].strip()}" if lines else str(section["status"])
 
 
 def _run(

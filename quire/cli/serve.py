@@ -225,9 +225,10 @@ def _block(
     card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str]
 ) -> str:
     """What is served, where, in how much memory, and how long it took to get here."""
+    weights = "" if card.quantization == "none" else f", weights {card.quantization}"
     kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
     lines = [
-        f"model    {card.name} ({card.dtype}{kept}, {card.recipe}), "
+        f"model    {card.name} ({card.dtype}{weights}{kept}, {card.recipe}), "
         f"context {card.max_model_len} tokens",
         *(f"memory   {note}" for note in notes),
         *(f"chats    not served: {why}" for why in problems),

@@ -37,6 +37,11 @@ def test_the_block_at_the_start_tells_model_memory_and_address(tiny: Path) -> No
         assert server.get("/v1/models")[1]["data"][0]["id"] == "my-model"
 
 
+def test_the_block_tells_weights_and_kv_that_are_not_in_the_models_dtype(tiny: Path) -> None:
+    with RunningServer(tiny, "--quantization", "int4", "--kv-cache-dtype", "int8") as server:
+        assert "(f32, weights int4-g32 (head: int8), KV int8, " in server.stdout()
+
+
 def test_sigterm_lets_open_requests_finish_refuses_new_ones_and_exits_0(tiny: Path) -> None:
     with RunningServer(tiny, "--threads", "1") as server:
         engine = server.engine_pid

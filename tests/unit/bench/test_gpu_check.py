@@ -111,6 +111,20 @@ def test_half_a_letter_in_a_sections_words_ends_nothing(
     assert result["sections"]["limits"]["last_words"].startswith("no driver ")
 
 
+def test_a_section_that_fails_says_why_where_the_check_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*_: Any, log: Any, **__: Any) -> str:
+        os.write(log.fileno(), b"Traceback ...\nModuleNotFoundError: No module named 'torch'\n\n")
+        return "failed: exit code 1"
+
+    monkeypatch.setattr(check, "supervised", failed)
+    monkeypatch.setattr(sys, "argv", ["check", "--out", str(tmp_path), "--only", "limits"])
+    assert check.main() == 1
+    told = capsys.readouterr().out
+    assert told == "limits: failed: exit code 1: ModuleNotFoundError: No module named 'torch'\n"
+
+
 def _is_alive(pid: int) -> bool:
     """A zombie that nobody has waited for is not."""
     try:
