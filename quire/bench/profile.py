@@ -243,12 +243,12 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
         outside = next(part for part in step["kinds"] if part["kind"] == OUTSIDE)
         if outside["share"] > _WORTH_TELLING:
             lines.append(
-                f"{step['name']}: {100 * outside['share']:.0f} % is spent outside operations, "
+                f"{step['text']}: {100 * outside['share']:.0f} % is spent outside operations, "
                 "which more rows a step would share (more requests at once)"
             )
         if step["fork_join_s"] > _WORTH_TELLING * step["step_s"]:
             lines.append(
-                f"{step['name']}: handing out work takes "
+                f"{step['text']}: handing out work takes "
                 f"{100 * step['fork_join_s'] / step['step_s']:.0f} %; fewer threads may be faster"
             )
     return lines

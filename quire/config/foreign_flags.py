@@ -18,6 +18,11 @@ _HOST = "memory of the host for keys and values that leave a GPU's is --kv-tier-
 _EAGER = "a GPU's steps are launched kernel by kernel, without graphs, by --enforce-eager"
 _THREADS = "threads are set by --threads N"
 _ONE_DEVICE = "one process on one device serves a model here; leave it out"
+_LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
+_DRAFT = "there is no speculative decoding yet; leave it out"
+_LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
+_CHUNKS = "prompts are always computed in parts, beside answers; leave it out"
+_TOOLS = "calls are read out of every answer to a request with tools; leave it out"
 _CODE = (
     "code that comes with a model is never run: it could do whatever you can do. Known "
     "architectures load without it, others are refused by name; leave it out"
@@ -56,8 +61,18 @@ INSTEAD = MappingProxyType(
         "--tensor-parallel-size": _ONE_DEVICE,
         "-tp": _ONE_DEVICE,
         "--pipeline-parallel-size": _ONE_DEVICE,
-        "--n-gpu-layers": _ONE_DEVICE,
-        "-ngl": _ONE_DEVICE,
+        "--data-parallel-size": _ONE_DEVICE,
+        "--n-gpu-layers": _LAYERS,
+        "-ngl": _LAYERS,
+        "--speculative-config": _DRAFT,
+        "--model-draft": _DRAFT,
+        "-md": _DRAFT,
+        "--enable-lora": _LORA,
+        "--lora-modules": _LORA,
+        "--lora": _LORA,
+        "--enable-chunked-prefill": _CHUNKS,
+        "--enable-auto-tool-choice": _TOOLS,
+        "--jinja": "a chat is always rendered by the model's template; leave it out",
     }
 )
 

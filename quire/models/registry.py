@@ -137,8 +137,8 @@ def box_path() -> Path:
 def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
-            f"{folder}: no such folder; give a folder with config.json and *.safetensors "
-            "(nothing is downloaded: fetch the model first)"
+            f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
+            "or a GGUF file (nothing is downloaded: fetch the model first)"
         )
     if not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")
