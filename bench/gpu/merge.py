@@ -57,9 +57,10 @@ def merge(results: Sequence[Result]) -> Result:
                 best[name] = section
     merged = {**first, "sections": {name: best[name] for name in SECTIONS if name in best}}
     others: list[Any] = []
-    for machine in (result["machine"] for result in results):
-        if machine not in [first["machine"], *others]:
-            others.append(machine)
+    for result in results:
+        for machine in (result["machine"], *result.get("other_machines", ())):
+            if machine not in [first["machine"], *others]:
+                others.append(machine)
     return merged | ({"other_machines": others} if others else {})
 
 
