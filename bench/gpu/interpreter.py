@@ -1,8 +1,9 @@
-"""Triton 3.6's interpreter, mended where it differs from what a card computes.
+"""Triton's interpreter, mended where it differs from what a card computes, and where it is slow.
 
-It reads bounds of loops with int() of an array of one element, which NumPy refuses from 2.5 on, and
-it rounds a fused multiply-add twice. Later versions do neither. For proofs on CPU tensors only;
-knows no kernel.
+Version 3.6 reads bounds of loops with int() of an array of one element, which NumPy refuses from
+2.5 on, and it rounds a fused multiply-add twice; later versions do neither. All of them change the
+whole language for each call of a function within a kernel, though a launch has done it. For proofs
+on CPU tensors only; knows no kernel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ def mend() -> None:
     interpreter._patch_lang_tensor = with_bounds
     if not hasattr(interpreter._interpreter, "fma_fp32"):
         interpreter.InterpreterBuilder.create_fma = _fused
+    changed: set[str] = set()
+
+    def called(function: Any, *arguments: Any, **named: Any) -> Any:
+        module = function.fn.__module__
+        if module not in changed:  # Triton's own see the language by another name
+            changed.add(module)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*arguments, **named)
+
+    interpreter.InterpretedFunction.__call__ = called
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:

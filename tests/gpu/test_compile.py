@@ -8,13 +8,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.compile_for import CASES
+
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
+MOST_PROCESSES = 4
 # The search for top_k and top_p keeps some of its sums in memory; many rows of attention and of
 # products some of what they look at once in a piece.
 MAX_STACK = {"_finish": 256, "attention_items": 160, "_linear": 448}
@@ -31,30 +35,38 @@ FLOWING = ("_linear", "_linear_bytes", "_grouped", "attention_items")
 FUSED = ("_linear", "_grouped", "_combine", "attention_items", "merge_partials")
 
 
-def printed(module: str, cache: Path) -> str:
-    """By a module that runs where Triton compiles in place of interpreting."""
+def printed(module: str, cache: Path, shares: Sequence[Sequence[str]] = ((),)) -> list[str]:
+    """Lines of a module that runs where Triton compiles in place of interpreting: once for each
+    share of its arguments, side by side."""
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *share],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for share in shares
+    ]
+    told = [process.communicate() for process in running]
+    for process, (_, words) in zip(running, told, strict=True):
+        assert process.returncode == 0, words[-3000:]
+    return [line for said, _ in told for line in said.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A line a kernel."""
-    said = printed("tests.gpu.compile_for", tmp_path_factory.mktemp("compiled"))
-    return [json.loads(line) for line in said.splitlines()]
+    titles, count = list(CASES), min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    shares = [titles[first::count] for first in range(count)]
+    lines = printed("tests.gpu.compile_for", tmp_path_factory.mktemp("compiled"), shares)
+    return [json.loads(line) for line in lines]
 
 
 def test_products_use_the_matrix_unit(reports: list[dict[str, Any]]) -> None:
@@ -105,6 +117,6 @@ def test_multiply_adds_are_fused_where_they_are_written(reports: list[dict[str, 
 def test_no_step_compiles_anew_for_another_number_of_rows(tmp_path: Path) -> None:
     """Triton makes numbers that are 1 constants, and others know that they are whole 16s, unless
     told not to: each kernel three times over, in the middle of somebody's answer."""
-    found = json.loads(printed("tests.gpu.variants", tmp_path))
+    found = json.loads(printed("tests.gpu.variants", tmp_path)[-1])
     assert len(found) > 10
     assert {case: kernels for case, kernels in found.items() if set(kernels.values()) != {1}} == {}

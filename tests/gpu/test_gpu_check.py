@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from bench.gpu import integers
+from bench.gpu import integers, products
 from bench.gpu.breakdown import told_of
-from bench.gpu.products import ours_up_to
+from bench.gpu.gaps import gaps
 from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
 from bench.measured.gpu_rows import OF_A_CARD, gpu_rows
@@ -57,18 +57,13 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
-    code, result = _check(
-        tmp_path, "--only", "limits,gaps,bf16_products,fp8_products,requests,host_tier"
-    )
+    code, result = _check(tmp_path, "--only", "limits,requests,host_tier")
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
     assert code == 0
     assert result["what"] == "dry run: no measurement"
     assert result["machine"]["packages"]["torch"]
     assert result["sections"]["limits"]["found"]["copy_bytes_per_s"] > 0
-    assert result["sections"]["gaps"]["found"]["plain"]["is_right"]
-    product = result["sections"]["bf16_products"]["found"]["3 x 256 -> 32"]
-    assert set(product["share_of_floor"]) == {"ours", "vendor"}
     assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
     told = gpu_rows({**result, "what": OF_A_CARD})  # the page reads what sections tell
     assert ["1,024 requests" in row for row in told] == [True, True]
@@ -88,11 +83,32 @@ def test_a_steps_time_is_told_by_kernels_and_what_lies_between_them() -> None:
     assert told_of([]) == {"not_told": "the profiler saw no kernels"}
 
 
+def _dry() -> tuple[Stage, dict[str, Any]]:
+    """A section's stage in this process, and what it will have told."""
+    told: dict[str, Any] = {}
+    return Stage(is_dry=True, ends=float("inf"), tell=told.__setitem__), told
+
+
+def test_what_launches_cost_is_told_of_right_numbers() -> None:
+    stage, told = _dry()
+    gaps(stage)
+    assert told["plain"]["is_right"]
+
+
+def test_products_are_told_beside_the_vendors() -> None:
+    stage, told = _dry()
+    products.bf16_products(stage)
+    assert set(told["3 x 256 -> 32"]["share_of_floor"]) == {"ours", "vendor"}
+    assert told["ours up to: 256 -> 32"] in (0, 1, 3)
+    told.clear()
+    products.fp8_products(stage)
+    assert len(told) >= 3
+
+
 def test_products_of_integers_have_the_bits_they_mean_or_end_the_section(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: dict[str, Any] = {}
-    stage = Stage(is_dry=True, ends=float("inf"), tell=told.__setitem__)
+    stage, told = _dry()
     integers.integers(stage)
     assert set(told) == {f"{name} products" for name in integers.INTEGERS}
     assert {found["other_bits"] for found in told.values()} == {0}
@@ -103,9 +119,9 @@ def test_products_of_integers_have_the_bits_they_mean_or_end_the_section(
 
 
 def test_ours_is_taken_only_up_to_where_it_is_never_the_slower_one() -> None:
-    assert ours_up_to({1: -0.1, 2: 0.0, 4: 0.1, 8: -0.2}) == 2
-    assert ours_up_to({1: 0.1, 2: -0.3}) == 0
-    assert ours_up_to({1: -0.1, 2: -0.3}) == 2
+    assert products.ours_up_to({1: -0.1, 2: 0.0, 4: 0.1, 8: -0.2}) == 2
+    assert products.ours_up_to({1: 0.1, 2: -0.3}) == 0
+    assert products.ours_up_to({1: -0.1, 2: -0.3}) == 2
 
 
 def test_a_section_that_has_no_time_is_told_and_fails_the_check(tmp_path: Path) -> None:
