@@ -44,7 +44,7 @@ LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 COLUMNS = MAX_POSITIONS // BLOCK_SIZE
 SEQUENCES = 4
 BLOCKS = SEQUENCES * COLUMNS
-NUM_STEPS = int(os.environ.get("QUIRE_GPU_EXACT_CASES", "8"))
+NUM_STEPS = int(os.environ.get("QUIRE_GPU_EXACT_CASES", "6"))
 TOLERANCE = 0.02
 
 
@@ -81,11 +81,12 @@ class World:
         )
 
     def drawn(self) -> ForwardBatch:
-        """Some sequences, some of them a token and at least one several."""
+        """Some sequences, some of them a token and at least one several: mostly 16 rows at most,
+        so that most steps are replayed, of the size of an earlier one."""
         rng = self._rng
         order = rng.permutation(SEQUENCES)[: rng.integers(1, SEQUENCES + 1)].tolist()
-        counts = [int(rng.choice([1, 1, rng.integers(2, 6)])) for _ in order]
-        counts[int(rng.integers(len(counts)))] = int(rng.integers(2, 14))
+        counts = [int(rng.choice([1, 1, rng.integers(2, 5)])) for _ in order]
+        counts[int(rng.integers(len(counts)))] = int(rng.integers(2, 10))
         return self.step(counts, order)
 
 
@@ -138,7 +139,7 @@ def test_drawn_steps_have_the_bits_of_launched_ones(
         opened(folder, *wishes, exact=exact, **more) for more in ({"capture": capture}, {})
     )
     check_same(captured, eager, [world.drawn() for _ in range(NUM_STEPS)])
-    assert capture.replayed == captured.steps_replayed >= NUM_STEPS // 4
+    assert capture.replayed == captured.steps_replayed >= NUM_STEPS // 2
     assert capture.replayed + capture.captured == NUM_STEPS
     assert eager.steps_replayed == 0
 
