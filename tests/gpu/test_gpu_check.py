@@ -21,7 +21,7 @@ from bench.gpu.gaps import gaps
 from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
 from bench.measured.gpu_rows import OF_A_CARD, gpu_rows
-from tests.house.source_files import ROOT
+from tests.repository.source_files import ROOT
 
 pytestmark = pytest.mark.gpu
 

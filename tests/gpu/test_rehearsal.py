@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tests.gpu.test_compile import MAX_STACK
-from tests.house.source_files import ROOT
+from tests.repository.source_files import ROOT
 
 pytestmark = pytest.mark.gpu
 

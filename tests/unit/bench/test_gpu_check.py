@@ -16,7 +16,7 @@ from bench.gpu import __main__ as check
 from bench.gpu.merge import merge
 from bench.gpu.result import code_digest, write
 from bench.gpu.supervise import supervised
-from tests.house.source_files import ROOT
+from tests.repository.source_files import ROOT
 
 FAULTS = {
     "pass": ("ok", "print('done')"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.house.source_files import ROOT
+from tests.repository.source_files import ROOT
 
 IMPORTED = """
 import sys

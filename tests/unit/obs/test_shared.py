@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.house.source_files import ROOT
+from tests.repository.source_files import ROOT
 
 # A process of its own: where counts are kept is settled when the library is imported.
 COUNTING = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.house.source_files import name_of, text_files
+from tests.repository.source_files import name_of, text_files
 
 _SLASH = "/"  # the patterns are put together so that this file does not match itself
 _MACHINE = re.compile(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source_files import ROOT, code_files, name_of
+from tests.repository.source_files import ROOT, code_files, name_of
 
 LEAST_LINES = 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source_files import code_files, name_of
+from tests.repository.source_files import code_files, name_of
 
 MAX_FILE_LINES = 700
 NUM_SHOWN = 12

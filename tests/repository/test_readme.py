@@ -9,7 +9,7 @@ import pytest
 
 from quire.cli.completion import verb_words
 from quire.cli.main import VERBS
-from tests.house.source_files import ROOT, name_of
+from tests.repository.source_files import ROOT, name_of
 
 MAX_README_LINES = 150
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source_files import code_files, name_of
+from tests.repository.source_files import code_files, name_of
 
 EMPTY_WORDS = frozenset(
     {"helper", "helpers", "util", "utils", "utility", "utilities", "common", "misc", "mixin"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source_files import code_files, name_of
+from tests.repository.source_files import code_files, name_of
 
 CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"})
 CONNECTIONS = frozenset({"urllib.request", "http.client", "requests", "httpx", "aiohttp", "ftplib"})
