@@ -11,7 +11,7 @@ NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -nam
 
 .PHONY: demo test lint parity gpu fuzz clients clients-installed bench clean help
 
-help:  ## what there is
+help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
 
 demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
@@ -20,11 +20,12 @@ demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
 test: $(STAMP)-test  ## set up and run the default test suite
 	@$(BIN)/python -m pytest
 
-lint: $(STAMP)-lint  ## formatter, linter, types, import law
+lint: $(STAMP)-lint  ## formatter, linter, types, import contracts, prose, generated pages
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/prose_lint.py
 
 parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
 	@$(BIN)/python -m pytest -m parity tests

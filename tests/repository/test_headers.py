@@ -9,7 +9,7 @@ import pytest
 
 from tests.repository.source_files import ROOT, code_files, name_of
 
-LEAST_LINES = 3
+MIN_LINES = 3
 
 
 def _header_lines(file: Path) -> int:
@@ -42,8 +42,8 @@ def _comment_lines(text: str) -> int:
 @pytest.mark.parametrize("folder", ["quire", "native", "bench", "models"])
 def test_every_source_file_opens_with_what_it_is(folder: str) -> None:
     files = [file for file in code_files(folder) if file.read_text(encoding="utf-8").strip()]
-    short = [name_of(file) for file in files if _header_lines(file) < LEAST_LINES]
-    assert not short, f"open these with {LEAST_LINES} lines or more: what it is, what always holds"
+    short = [name_of(file) for file in files if _header_lines(file) < MIN_LINES]
+    assert not short, f"open these with {MIN_LINES} lines or more: what it is, what always holds"
 
 
 def test_every_test_file_says_what_it_is_about() -> None:
