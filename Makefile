@@ -20,7 +20,7 @@ demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
 test: $(STAMP)-test  ## set up and run the default test suite
 	@$(BIN)/python -m pytest
 
-lint: $(STAMP)-lint  ## formatter, linter, types, import contracts, prose, generated pages
+lint: $(STAMP)-lint  ## formatter, linter, types, import contracts, prose
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy

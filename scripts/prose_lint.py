@@ -97,11 +97,14 @@ def prose_of(path: Path, text: str) -> list[tuple[int, str]]:
 
 
 def _markdown(text: str) -> Iterator[tuple[int, str]]:
-    in_code = False
+    """Yield lines outside code blocks and generated parts, which quote the code's own texts."""
+    in_code = is_generated = False
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.lstrip().startswith("```"):
+        if line.startswith("<!-- "):
+            is_generated = line.startswith("<!-- generated: ")
+        elif line.lstrip().startswith("```"):
             in_code = not in_code
-        elif not in_code:
+        elif not in_code and not is_generated:
             yield number, line
 
 

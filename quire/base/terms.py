@@ -1,7 +1,7 @@
 """Terms: on what terms a request is served; who asks, how urgently, and what it hopes for.
 
 Each value is checked where a Terms is made. Knows no policy: which of them a server's policy reads
-is in docs/serving.md. Always holds: nothing in it can change an answer, only when it is given.
+is in docs/scheduling.md. Always holds: nothing in it can change an answer, only when it is given.
 """
 
 from __future__ import annotations

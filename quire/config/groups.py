@@ -192,7 +192,7 @@ class SchedulerConfig:
     )
     tenants: str | None = setting(
         None,
-        "file of tenants (.toml or .json): their keys, weights, limits; see docs/serving.md",
+        "file of tenants (.toml or .json): their keys, weights, limits; see docs/tenants.md",
     )
     queue_timeout_s: float | None = setting(
         None,

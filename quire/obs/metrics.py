@@ -3,7 +3,7 @@
 Two sources. Requests are told by whoever serves them (`request`, `error`, ...); the engine's own
 counters are shown as the EngineStats of its latest step has them (`see`). Knows no HTTP server, no
 engine. Always holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`;
-counters only grow. docs/serving.md lists the names.
+counters only grow. docs/metrics.md lists the names.
 """
 
 from __future__ import annotations

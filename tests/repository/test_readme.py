@@ -40,11 +40,21 @@ def test_the_readme_is_short() -> None:
 def test_every_relative_link_leads_somewhere(document: Path) -> None:
     lost = []
     for link in _LINK.findall(document.read_text(encoding="utf-8")):
-        if re.match(r"[a-z]+:", link) or link.startswith("#"):
+        if re.match(r"[a-z]+:", link):
             continue
-        if not (document.parent / link.partition("#")[0]).exists():
+        page, _, anchor = link.partition("#")
+        target = document.parent / page if page else document
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
             lost.append(link)
     assert not lost
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that a renderer makes of headings, and those written as `<a id>`."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    headings = [re.sub(r"[`*]", "", line).lower() for line in re.findall(r"^#+ (.+)$", text, re.M)]
+    slugs = {re.sub(r"[^\w -]", "", heading).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))
 
 
 @pytest.mark.parametrize("document", _documents(), ids=name_of)

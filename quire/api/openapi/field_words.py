@@ -1,7 +1,7 @@
 """What each request field says of itself, in a line: for /openapi.json and /docs.
 
-Knows no type and no bound: those come from the checks (field_schemas.py). docs/serving.md tells
-more. Always holds: each honoured field of fields.py has a line, and no other has.
+Knows no type and no bound: those come from the checks (field_schemas.py). docs/request-fields.md
+has more. Always holds: each honoured field of fields.py has a line, and no other has.
 """
 
 from __future__ import annotations

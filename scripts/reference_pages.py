@@ -1,0 +1,242 @@
+"""Write the generated parts of docs/: flags, routes, request fields, error codes, metrics.
+
+The flags come from argparse, fields, routes and errors from the OpenAPI document, metrics from the
+registry. Each part stands between two marker comments; the text around it is written by hand.
+`python scripts/reference_pages.py` rewrites the parts, `--check` exits 1 where a page is not
+current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.api.auth import OPEN_PATHS, is_guarded
+from quire.api.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.openapi.document import document
+from quire.api.openapi.field_schemas import Known
+from quire.api.openapi.field_words import GROUPS
+from quire.api.openapi.operations import OPERATIONS
+from quire.cli.serve import add_arguments
+from quire.obs.metrics import Metrics
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BODIES = {
+    "ChatRequest": "chat",
+    "CompletionRequest": "completions",
+    "GenerateRequest": "generate",
+    "TokenizeRequest": "tokenize",
+    "DetokenizeRequest": "detokenize",
+    "ApplyTemplateRequest": "template",
+}
+_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
+# A bound this large only says that the number fits its type.
+_UNBOUNDED = 2**31 - 1
+_MAX_CHOICES = 8
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def flags() -> str:
+    """Return a table of flags for each group of `quire serve`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    parts = []
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if action.option_strings]
+        if actions:
+            rows = [
+                (_flag(action), _cell((action.help or "") % vars(action))) for action in actions
+            ]
+            parts.append(f"### {group.title}\n\n" + table(("Flag", "Meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def _flag(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    if action.choices is not None:
+        choices = [str(choice) for choice in action.choices]
+        shown = [*choices[:_MAX_CHOICES], *(["..."] if len(choices) > _MAX_CHOICES else [])]
+        return names + " " + " ".join(f"`{choice}`" for choice in shown)
+    return names if action.nargs == 0 else f"{names} {action.metavar or ''}".strip()
+
+
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI document of all routes, of a server that names no model."""
+
+    async def unused(request: Request) -> Response:
+        raise NotImplementedError(request.url)
+
+    keys = [key.split() for key in OPERATIONS]
+    routes = [Route(path, unused, methods=[method]) for method, path in keys]
+    return document(routes, Known(), lambda path: path not in OPEN_PATHS)
+
+
+def routes() -> str:
+    """Return a table of routes for each of the document's tags."""
+    tagged: dict[str, list[tuple[str, str, str]]] = {}
+    for path, methods in openapi()["paths"].items():
+        for method, operation in methods.items():
+            access = "admin" if is_guarded(path) else "open" if path in OPEN_PATHS else "key"
+            row = (f"`{method.upper()} {path}`", access, _cell(operation["summary"]))
+            tagged.setdefault(operation["tags"][0], []).append(row)
+    return "\n\n".join(
+        f"### {tag}\n\n" + table(("Route", "Access", "Answer"), rows)
+        for tag, rows in tagged.items()
+    )
+
+
+def errors() -> str:
+    """Return the statuses and codes an error may have."""
+    found: dict[tuple[int, str], str] = {}
+    for kind, shape in SHAPES.items():
+        code = "none" if shape.code is None else f"`{shape.code}`"
+        found.setdefault((shape.status, code), _first_sentence(kind.__doc__))
+    head = (HEAD_TOO_LARGE.status, f"`{HEAD_TOO_LARGE.code}`")
+    found[head] = "The request's head is over 64 KiB or has over 128 headers."
+    rows = [(str(status), code, _cell(text)) for (status, code), text in sorted(found.items())]
+    return table(("Status", "`code`", "Meaning"), rows)
+
+
+def _first_sentence(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def fields() -> str:
+    """Return a table of request fields for each group, with their values and routes."""
+    schemas = openapi()["components"]["schemas"]
+    parts = []
+    for group, names in GROUPS.items():
+        rows = []
+        for name in names:
+            owners = [body for body in BODIES if _is_served(schemas[body], name)]
+            found = {body: schemas[body]["properties"][name] for body in owners}
+            where = ", ".join(BODIES[body] for body in owners)
+            rows.append((f"`{name}`", _values(found[owners[0]]), where, _meaning(found)))
+        parts.append(f"### {group}\n\n" + table(("Field", "Values", "Routes", "Meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def _meaning(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what a field means, for each route where descriptions differ."""
+    routes: dict[str, list[str]] = {}
+    for body, schema in found.items():
+        routes.setdefault(schema["description"], []).append(BODIES[body])
+    if len(routes) == 1:
+        return _cell(next(iter(routes)))
+    return "<br>".join(f"{', '.join(names)}: {_cell(text)}" for text, names in routes.items())
+
+
+def other_fields() -> str:
+    """Return the fields that are accepted without effect, or at their inert values only."""
+    properties = openapi()["components"]["schemas"]["ChatRequest"]["properties"]
+    rows = []
+    for name, schema in properties.items():
+        if schema.get("x-quire") == "no effect":
+            rows.append((f"`{name}`", "any value of its type", "Cannot change the answer."))
+        elif schema.get("x-quire") == "refused":
+            allowed = ", ".join(f"`{_json(value)}`" for value in schema["enum"])
+            rows.append((f"`{name}`", allowed, _cell(schema["description"])))
+    return table(("Field", "Accepted values", "Why"), rows)
+
+
+def _is_served(schema: Mapping[str, Any], name: str) -> bool:
+    return "x-quire" not in schema["properties"].get(name, {"x-quire": ""})
+
+
+def _json(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    is_word = value is None or isinstance(value, bool)
+    return words[value] if is_word else str(value)
+
+
+def _values(schema: Mapping[str, Any]) -> str:
+    """Return the type and the bounds of a field, in a few words."""
+    if "enum" in schema:
+        return ", ".join(f"`{_json(value)}`" for value in schema["enum"] if value is not None)
+    if "const" in schema:
+        return f"`{_json(schema['const'])}`"
+    if "anyOf" in schema:
+        kinds = [_values(kind) for kind in schema["anyOf"] if kind.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    kinds = schema.get("type", "any")
+    kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
+    bounds = [
+        f"{sign} {schema[name]:,}"
+        for name, sign in _BOUNDS
+        if name in schema and abs(schema[name]) < _UNBOUNDED
+    ]
+    if kind == "array":
+        kind = f"array of {_values(schema.get('items', {}))}"
+        bounds = [f"at most {schema['maxItems']:,}"] if "maxItems" in schema else []
+    if "maxLength" in schema:
+        bounds = [f"at most {schema['maxLength']:,} characters"]
+    default = [f"default {_json(schema['default'])}"] if "default" in schema else []
+    return ", ".join([kind, *bounds, *default])
+
+
+def metrics() -> str:
+    """Return a table of the metrics a server shows."""
+    rows, source = [], Metrics(("name",))
+    # A labelled metric that has counted nothing has no sample to read its labels from.
+    collectors = source._shown._names_to_collectors
+    for family in text_string_to_metric_families(source.text().decode()):
+        if family.name.endswith("_created"):
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        keys = {key for sample in family.samples for key in sample.labels} - {"le"}
+        labels = sorted(keys | set(getattr(collectors.get(family.name), "_labelnames", ())))
+        shown = name + (f"{{{','.join(labels)}}}" if labels else "")
+        rows.append((f"`{shown}`", family.type, _cell(family.documentation)))
+    return table(("Name", "Type", "Meaning"), rows)
+
+
+PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
+    "flags.md": (("flags", flags),),
+    "routes.md": (("routes", routes), ("errors", errors)),
+    "request-fields.md": (("fields", fields), ("other fields", other_fields)),
+    "metrics.md": (("metrics", metrics),),
+}
+
+
+def pages() -> Iterator[tuple[Path, str, str]]:
+    """Yield each page with its text and the text it should have."""
+    for name, parts in PARTS.items():
+        text = wanted = (DOCS / name).read_text(encoding="utf-8")
+        for part, make in parts:
+            begin, end = f"<!-- generated: {part} -->", f"<!-- end of {part} -->"
+            before, rest = wanted.split(begin)
+            wanted = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
+        yield DOCS / name, text, wanted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail where a page is not current")
+    arguments = parser.parse_args()
+    for path, text, wanted in pages():
+        if text == wanted:
+            continue
+        if arguments.check:
+            sys.exit(f"docs/{path.name} is not current; run python scripts/reference_pages.py")
+        path.write_text(wanted, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
