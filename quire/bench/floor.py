@@ -56,7 +56,12 @@ def prefill_bytes(program: Program, *, prompt_tokens: int) -> int:
 
 
 def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
-    """The least seconds an operation can take: its bytes read from memory, or its arithmetic."""
+    """Return the least seconds an operation can take: to read its bytes, or its arithmetic."""
+    return max(cost.memory_bytes / (1e9 * limits[READ]), arithmetic_s(program, op, cost, limits))
+
+
+def arithmetic_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
+    """Return the least seconds an operation's arithmetic can take."""
     products = str(program.caches[0].dtype)
     if op.kind is OpKind.LINEAR:
         weight = program.weights[op.attrs["weight"]]
@@ -68,7 +73,7 @@ def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]
     ):
         peak = peak_gflops(limits, precision)
         computed_s += operations / (1e9 * peak) if peak else 0.0
-    return max(cost.memory_bytes / (1e9 * limits[READ]), computed_s)
+    return computed_s
 
 
 def share_text(floor_s: float, seconds: float) -> str:

@@ -25,7 +25,7 @@ from quire.base.errors import SettingError
 from quire.base.records import NO_INTS, StepPlan
 from quire.base.report import Field
 from quire.base.sampling_params import SamplingParams
-from quire.bench.floor import CACHED, op_floor_s, share_text
+from quire.bench.floor import CACHED, arithmetic_s, op_floor_s, share_text
 from quire.bench.limits import FORK_JOIN, READ, machine_limits
 from quire.bench.reading import ReadProbe
 from quire.bench.report import result
@@ -117,7 +117,7 @@ def measure_profile(
             with ReadProbe(threads, isa=executor.recipe) as probe:  # it drifts
                 now = {**limits[str(threads)], READ: probe.gb_per_s()}
             profiled.append(_profile(step, runner, executor, now, seconds))
-        floors = _floors(executor.program, steps[0], limits[str(threads)])
+        floors = _floors(executor.program, steps[0], limits[str(threads)], profiled[0]["step_s"])
     progress.clear()
     return result(
         "profile",
@@ -187,7 +187,7 @@ def _step_text(step: Mapping[str, Any]) -> str:
             f"{100 * part['share']:.1f} %",
             _rate(part, "memory_bytes"),
             _rate(part, "operations"),
-            share_text(part["floor_s"], part["seconds"]) if part["floor_s"] else "-",
+            _share(part),
         )
         for part in step["kinds"]
     ]
@@ -196,16 +196,19 @@ def _step_text(step: Mapping[str, Any]) -> str:
         f"{1e3 * step['fork_join_s']:.3f} ms of the operations' time"
     )
     lines = [title, table(headings, rows), forks]
-    if any(part["floor_s"] > part["seconds"] for part in (*step["kinds"], _whole(step))):
+    if any(part.get("cached") for part in step["kinds"]):
         lines.append(
             f"{CACHED}: it took less time than reading its weights, keys and values from memory "
-            "does; they lie in the processor's caches, and that floor is none"
+            "does; they lie in the processor's caches, and only its arithmetic counts for the floor"
         )
     return "\n".join(lines)
 
 
-def _whole(step: Mapping[str, Any]) -> dict[str, float]:
-    return {"floor_s": step["floor_s"], "seconds": step["step_s"]}
+def _share(part: Mapping[str, Any]) -> str:
+    """Return the floor's share of the time."""
+    if part.get("cached"):
+        return CACHED
+    return share_text(part["floor_s"], part["seconds"]) if part["floor_s"] else "-"
 
 
 def _rate(part: Mapping[str, Any], name: str) -> str:
@@ -217,12 +220,11 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
     """What the numbers say about settings; nothing where they say nothing."""
     threads, floors = outcome["threads"], outcome["decode_floors_s"]
     lines = []
-    decode = outcome["steps"][0]
-    if outcome["quantization"] == "none" and decode["floor_s"] <= decode["step_s"]:
+    if outcome["quantization"] == "none" and "none" in floors:
         told = ", ".join(
             f"{1e3 * floors[scheme]:.2f} ms with --quantization {scheme}"
             for scheme in ("int8", "int4-g32")
-            if floors[scheme] < (1 - _WORTH_TELLING) * floors["none"]
+            if scheme in floors and floors[scheme] < (1 - _WORTH_TELLING) * floors["none"]
         )
         if told:
             lines.append(
@@ -406,14 +408,24 @@ def _part(
     seconds: float,
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
+    """Return what operations computed together took, beside their floor.
+
+    Where they took less than their memory floor, their bytes came from the processor's caches:
+    "cached" is 1 and the floor that of their arithmetic, at most the time they took.
+    """
     costs = [op_cost(program, op, shape) for op in ops]
-    floors = [op_floor_s(program, op, cost, limits) for op, cost in zip(ops, costs, strict=True)]
+    pairs = list(zip(ops, costs, strict=True))
+    floor_s = sum(op_floor_s(program, op, cost, limits) for op, cost in pairs)
+    cached = floor_s > seconds
+    if cached:
+        floor_s = min(sum(arithmetic_s(program, op, cost, limits) for op, cost in pairs), seconds)
     cost = sum(costs, Cost())
     return {
         "kind": " + ".join(dict.fromkeys(_name(program, op) for op in ops)),
         "num_ops": len(ops),
         "seconds": seconds,
-        "floor_s": sum(floors),
+        "floor_s": floor_s,
+        "cached": int(cached),
         "memory_bytes": cost.memory_bytes,
         "operations": cost.operations,
     }
@@ -441,12 +453,15 @@ def _step_floor_s(program: Program, shape: StepShape, limits: Mapping[str, float
     )
 
 
-def _floors(program: Program, step: Step, limits: Mapping[str, float]) -> dict[str, float]:
-    """Of one step with weights of other precisions."""
-    return {
+def _floors(
+    program: Program, step: Step, limits: Mapping[str, float], step_s: float
+) -> dict[str, float]:
+    """Return the floors of one step by precision of the weights, without those above `step_s`."""
+    floors = {
         scheme: _step_floor_s(quantize(program, scheme), step.shape, limits)
         for scheme in ("none", "int8", "int4-g32")
     }
+    return {scheme: floor_s for scheme, floor_s in floors.items() if floor_s <= step_s}
 
 
 def _thread_counts(threads: int) -> list[int]:

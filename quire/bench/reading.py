@@ -18,7 +18,8 @@ BLOCK_BYTES = 1 << 30
 class ReadProbe:
     """Holds the block of memory that is read, and the threads that read it. Close it when done."""
 
-    def __init__(self, num_threads: int, *, num_bytes: int = BLOCK_BYTES, isa: str = "") -> None:
+    def __init__(self, num_threads: int, *, num_bytes: int | None = None, isa: str = "") -> None:
+        num_bytes = BLOCK_BYTES if num_bytes is None else num_bytes
         block: NDArray[np.uint8] = np.ones(num_bytes + 64, np.uint8)
         first = -block.ctypes.data % 64  # no load may touch two lines
         self._block = block[first : first + num_bytes]
