@@ -93,7 +93,12 @@ def main() -> None:
     for name, entry in drawn.items():
         print(f"\n{name}: {serving_text(entry)}", flush=True)
     if drawn:
-        plot_serving(drawn, out.with_suffix(".png"))
+        plot_serving(
+            drawn,
+            out.with_suffix(".png"),
+            title=f"Serving {args.shape} in {args.precision} under Poisson arrivals",
+            machine=result["machine"],
+        )
 
 
 def _measure(

@@ -136,10 +136,12 @@ def main() -> None:
 
 
 def _draw() -> None:
-    from bench.measured.picture import draw  # matplotlib is an extra
+    from bench.measured.picture import draw, draw_speed  # matplotlib is an extra
 
+    told = peers.all_told(RESULTS)
     try:
-        draw(peers.all_told(RESULTS), RESULTS / "cpu-peers.png")
+        draw(told, RESULTS / "cpu-peers.png")
+        draw_speed(told, RESULTS / "cpu-speed.png", shape="qwen3-0.6b", precision="bf16")
     except SettingError as error:
         print(error)
 

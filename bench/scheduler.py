@@ -13,14 +13,17 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from quire.base.records import Request, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.bench.machine import machine_card
+from quire.bench.machine import machine_card, machine_text
 from quire.cache.manager import CacheManager
+from quire.obs.pictures import pyplot, use_log_scale
 from quire.obs.timing import percentiles
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
@@ -202,27 +205,24 @@ def _summary(running: int, times_ns: list[int]) -> dict[str, object]:
     }
 
 
-def plot(result: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """p50 and p99 over the number of running requests, with the goals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draw p50 and p99 over the number of running requests, with the goals."""
+    figure, axes = pyplot().subplots(figsize=(7, 5))
     for name, color in (("steady", "tab:blue"), ("churn", "tab:orange")):
         running = [case["running"] for case in result[name]]
-        label = "steady" if name == "steady" else f"{CHURN:.0%} arrivals and ends a step"
-        axes.plot(running, [c["p50_us"] for c in result[name]], "o-", color=color, label=label)
-        axes.plot(running, [c["p99_us"] for c in result[name]], "o:", color=color, label="p99")
+        label = "steady" if name == "steady" else f"{CHURN:.0%} arrivals and completions a step"
+        for share, style in (("p50", "o-"), ("p99", "s:")):
+            values = [case[f"{share}_us"] for case in result[name]]
+            axes.plot(running, values, style, color=color, label=f"{label}, {share}")
     axes.plot(list(GOALS_US), list(GOALS_US.values()), "kx", label="goal (steady)")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    use_log_scale(axes)
     axes.set_xticks(RUNNING, [str(count) for count in RUNNING])
     axes.set_xlabel("running requests")
     axes.set_ylabel("schedule + update, µs")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    axes.set_title(f"Time of one scheduling step\n{machine_text(result['machine'])}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, framealpha=0.7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -241,7 +241,7 @@ def main() -> None:
     result["goal_block_ns"] = 1_000
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, args.out.with_suffix(".png"))  # type: ignore[arg-type]
+    plot(result, args.out.with_suffix(".png"))
     print(json.dumps(result, indent=1))
 
 

@@ -36,6 +36,7 @@ class Told:
     peer_scheme: str
     peer_kv: str
     entry: dict[str, Any]  # of the record's summary
+    machine: dict[str, Any]  # the machine card
 
     @property
     def ratio(self) -> float:
@@ -173,6 +174,7 @@ def _of_file(path: Path) -> Iterator[Told]:
                     peer_scheme=engines[peer]["scheme"],
                     peer_kv=_plain(kv_dtype_of(engines[peer], workload)),
                     entry=entry,
+                    machine=record["machine"],
                 )
 
 

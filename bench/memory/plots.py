@@ -1,4 +1,4 @@
-"""Pictures of what the memory bench found, beside its JSON: preemption, the tier, groups.
+"""Draw the memory benchmarks' results as PNG beside their JSON: preemption, disk tier, groups.
 
 Run: python -m bench.memory plots [--results bench/results]
 """
@@ -11,20 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.bench.machine import machine_text
+from quire.obs.pictures import pyplot
+
 OWN, OTHER, GREY = "tab:blue", "tab:orange", "tab:gray"
 
 
 def plot_preemption(content: dict[str, Any], path: Path) -> None:
-    """Tokens a second by load and memory, each run a dot."""
-    plt = _pyplot()
+    """Draw tokens/s by load and memory, each run as a dot."""
+    plt = pyplot()
     summary = content["summary"]
     figure, axes = plt.subplots(1, len(summary), figsize=(4 * len(summary), 4), squeeze=False)
-    titles = {"w3": "W3: memory for 4 of 16", "long": "long conversations in turns"}
+    titles = {"w3": "16 requests at once, KV for 4", "long": "6 conversations in turn, KV for 2.5"}
     names = {
-        "uncut": "room\nfor all",
-        "alone": "room\nfor all",
-        "cut": "too little,\nno tier",
-        "tier": "too little,\ntier",
+        "uncut": "KV\nfor all",
+        "alone": "KV\nfor all",
+        "cut": "preemption,\nno disk tier",
+        "tier": "preemption,\ndisk tier",
     }
     for at, (load, told) in enumerate(summary.items()):
         rates, axis = told["tokens_per_s"], axes[0][at]
@@ -36,41 +39,46 @@ def plot_preemption(content: dict[str, Any], path: Path) -> None:
                 if (run["load"], run["mode"]) == (load, mode)
             ]
             axis.plot([place] * len(dots), dots, "k.", markersize=5)
-        axis.set_title(titles[load])
-        axis.set_ylabel("tokens/s, in and out")
+        axis.set_title(titles[load], fontsize=10)
+        axis.set_ylabel("prompt + output tokens/s")
         axis.grid(alpha=0.3, axis="y")
-    _save(figure, path)
+    _save(figure, path, f"Throughput under preemption\n{machine_text(content['machine'])}")
 
 
 def plot_tier(content: dict[str, Any], path: Path) -> None:
-    """Seconds to the first token: computed, and from the tier."""
-    plt = _pyplot()
+    """Draw the time to first token: computed, and loaded from the disk tier."""
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(6, 4))
-    names = {"cold": "computed", "warm": "tier,\npage cache warm", "dropped": "tier,\nfrom disk"}
+    names = {
+        "cold": "computed",
+        "warm": "disk tier,\npage cache warm",
+        "dropped": "disk tier,\npage cache dropped",
+    }
     summary = content["summary"]
     kinds = [kind for kind in names if kind in summary]
     medians = [summary[kind]["first_token_s"] for kind in kinds]
     colors = [GREY if kind == "cold" else OWN for kind in kinds]
     axis.bar([names[kind] for kind in kinds], medians, color=colors)
+    goal_s = summary["cold"]["first_token_s"] / 5 if "cold" in kinds else 0.0
     for place, kind in enumerate(kinds):
         dots = [run["first_token_s"] for run in content["runs"] if run["kind"] == kind]
         axis.plot([place] * len(dots), dots, "k.", markersize=5)
         sooner = summary[kind].get("times_sooner")
         if sooner:
-            text = f"{sooner:.1f} times sooner"
-            axis.text(place, max(dots) * 1.03, text, ha="center", va="bottom")
-    if "cold" in kinds:
-        goal_s = summary["cold"]["first_token_s"] / 5
-        axis.axhline(goal_s, color="black", linestyle=":", label="goal: 5 times sooner")
+            above = max(*dots, goal_s) + 0.02 * max(medians)
+            axis.text(place, above, f"{sooner:.1f}x faster", ha="center", va="bottom")
+    if goal_s:
+        axis.axhline(goal_s, color="black", linestyle=":", label="goal: 5x faster")
         axis.legend(loc="upper right")
-    axis.set_ylabel(f"s to the first token ({content['prompt']} tokens)")
+    axis.set_ylabel("time to first token, s")
     axis.grid(alpha=0.3, axis="y")
-    _save(figure, path)
+    title = f"First token of a {content['prompt']:,}-token prefix after a restart"
+    _save(figure, path, f"{title}\n{machine_text(content['machine'])}")
 
 
 def plot_groups(content: dict[str, Any], path: Path) -> None:
-    """KV tokens held by beams and by n, shared and not."""
-    plt = _pyplot()
+    """Draw the KV tokens that beams and n answers hold, with and without sharing."""
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4))
     shapes = content["shapes"]
     names = [f"{one['shape']['name']}\n{one['shape']['prompt']} + 50 tokens" for one in shapes]
@@ -78,15 +86,15 @@ def plot_groups(content: dict[str, Any], path: Path) -> None:
     alone = [one["tokens_unshared"] for one in shapes]
     shared = [one["tokens"] for one in shapes]
     axis.barh([at + 0.2 for at in places], alone, 0.4, color=GREY, label="without sharing")
-    axis.barh([at - 0.2 for at in places], shared, 0.4, color=OWN, label="as held")
+    axis.barh([at - 0.2 for at in places], shared, 0.4, color=OWN, label="allocated")
     for at, (most, held) in enumerate(zip(alone, shared, strict=True)):
         axis.text(held, at - 0.2, f" {held} ({held / most:.0%})", va="center", fontsize=8)
     axis.set_yticks(list(places), names)
     axis.invert_yaxis()
-    axis.set_xlabel("tokens' worth of KV blocks, at most")
+    axis.set_xlabel("peak KV blocks, in tokens")
     axis.grid(alpha=0.3, axis="x")
     axis.legend()
-    _save(figure, path)
+    _save(figure, path, "KV blocks of one request's sequences: sharing the prompt")
 
 
 PLOTS = {"preemption": plot_preemption, "tier-warm": plot_tier, "groups": plot_groups}
@@ -103,15 +111,8 @@ def main(arguments: Sequence[str]) -> None:
             print(file.with_suffix(".png"))
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, title: str) -> None:
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    pyplot().close(figure)

@@ -33,7 +33,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.cache.manager import CacheManager
 from quire.cache.pool import PROTECTED_SHARE, BlockPool
-from quire.obs.pictures import pyplot
+from quire.obs.pictures import draw_lines, pyplot
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
@@ -325,28 +325,32 @@ def no_reuse(model: str, pairs: int, *, prompt_tokens: int, requests: int) -> di
 
 
 def draw(replays: Sequence[dict[str, Any]], path: Path) -> None:
-    """Hit rate against the cache's size, a panel for each trace."""
+    """Draw the hit rate over the cache's size, a panel for each trace."""
     plt = pyplot()
     figure, panels = plt.subplots(1, len(replays), figsize=(6 * len(replays), 4.2), squeeze=False)
-    lines = (
-        ("belady", "Belady (knows the future)", {"color": "black", "linestyle": "--"}),
-        ("told_of_the_dead", "LRU told what never returns", {"color": "0.6", "linestyle": ":"}),
-        ("quire", "Quire (segmented LRU, ghosts)", {"color": "tab:blue", "marker": "o"}),
-        ("lru", "LRU", {"color": "tab:orange", "marker": "s"}),
-    )
+    lines = {
+        "lru": "LRU",
+        "quire": "Quire (segmented LRU, ghosts)",
+        "told_of_the_dead": "LRU that skips blocks never used again",
+        "belady": "Belady (optimal)",
+    }
     for panel, told in zip(panels[0], replays, strict=True):
         sizes = [size["blocks"] for size in told["sizes"]]
-        for rule, label, style in lines:
-            rates = [100 * size["hit_rate"][rule] for size in told["sizes"]]
-            panel.plot(sizes, rates, label=label, markersize=4, **style)
+        rates = {
+            label: [100 * size["hit_rate"][rule] for size in told["sizes"]]
+            for rule, label in lines.items()
+        }
+        draw_lines(panel, dict.fromkeys(rates, sizes), rates)
         panel.set_title(
-            f"{told['trace']}: {told['requests']} requests, {told['distinct_blocks']} blocks"
+            f"{told['trace']}: {told['requests']:,} requests, "
+            f"{told['distinct_blocks']:,} distinct blocks"
         )
-        panel.set_xlabel(f"blocks of the cache ({told['block_tokens']} tokens each)")
-        panel.set_ylabel("blocks found, % of those asked for")
+        panel.set_xlabel(f"cache size, blocks of {told['block_tokens']} tokens")
+        panel.set_ylabel("hit rate, % of requested blocks")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    panels[0][-1].legend(loc="lower right")
+    panels[0][-1].legend(loc="lower right", framealpha=0.7)
+    figure.suptitle("Prefix cache hits by eviction rule", fontsize=12)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -10,7 +10,9 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +26,12 @@ _TELLING_FLAGS = (
 )
 
 
+LOAD_MARK = "†"  # of results taken while other work ran on the machine
+_OWN_LOAD = 0.5  # load average above one thread per core that a measurement itself may cause
+
+
 def machine_card() -> dict[str, object]:
-    """Plain numbers and names of products, ready for JSON."""
+    """Return plain numbers and names of products, ready for JSON."""
     cpu = _cpuinfo()
     flags = set(cpu.get("flags", cpu.get("Features", "")).split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -43,6 +49,24 @@ def machine_card() -> dict[str, object]:
         "numpy": np.__version__,
         "threads_of_numpy": os.environ.get("OPENBLAS_NUM_THREADS", "default"),
     }
+
+
+def is_loaded(card: Mapping[str, Any]) -> bool:
+    """Return whether more threads than cores wanted to run when the card was made.
+
+    The measurement's own threads are at most one per core, so a higher load average comes from
+    other work; times of such results are upper bounds and marked LOAD_MARK.
+    """
+    load, cores = card.get("load_at_start"), card.get("cores")
+    return load is not None and cores is not None and load > cores + _OWN_LOAD
+
+
+def machine_text(card: Mapping[str, Any], *, with_load: bool = True) -> str:
+    """Return the machine in one line: processor, cores, memory, and its load if too high."""
+    text = f"{card['cpu']}, {card['cores']} cores, {card['memory_gb']:.0f} GB"
+    if with_load and is_loaded(card):
+        text += f"; {LOAD_MARK} load average {card['load_at_start']:.1f} at the start"
+    return text
 
 
 def _cpuinfo() -> dict[str, str]:
