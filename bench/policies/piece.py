@@ -96,8 +96,8 @@ def measure_piece(
                 hash_key=bytes(16),
                 cost=machine.linear if limits.step_budget_ms else None,
             )
-            told = partial(_told, progress, policy, len(jobs))
-            run = run_real(engine, jobs, asks, scheduler=scheduler, on_progress=told)
+            show = partial(_show_progress, progress, policy, len(jobs))
+            run = run_real(engine, jobs, asks, scheduler=scheduler, on_progress=show)
             runs[policy] = {
                 "real": summary_of(run, jobs, goals),
                 "simulated": _simulated(jobs, asks, machine, own, goals),
@@ -106,8 +106,16 @@ def measure_piece(
     progress.clear()
 
 
-def _told(progress: Progress, policy: str, number: int, arrived: int) -> None:
-    progress.say(f"{policy}: {arrived} of {number} requests have come")
+def _show_progress(
+    progress: Progress,
+    policy: str,
+    num_jobs: int,
+    *,
+    num_arrived: int,
+    num_ended: int,
+    now_ms: float,
+) -> None:
+    progress.say(f"{policy}: {num_arrived} of {num_jobs} requests arrived, {num_ended} ended")
 
 
 def _simulated(

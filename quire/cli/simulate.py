@@ -1,13 +1,18 @@
-"""`quire simulate MODEL --trace FILE`: the engine's scheduler over a trace, in virtual time.
+"""`quire simulate [MODEL] [--trace FILE]`: replay a trace through the scheduler in virtual time.
 
-Arguments and printing only; quire/sim simulates, and is imported when the verb runs. Standard
-output holds a table, or with --json one object.
+Arguments and printing only; quire/sim simulates, and is imported when the subcommand runs.
+Standard output holds a table, or with --json one object. Ctrl-C prints the results so far and
+exits with code 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from quire.cli.options import a_count, a_list_of, add_engine_arguments, engine_settings
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
     from quire.sim.machine import Machine
 
+_EXIT_INTERRUPTED = 130
 _NOT_HERE = frozenset({"chat_template", "record_plans", "scheduling_policy"})
 
 
@@ -31,9 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_load(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
         "--trace",
-        required=True,
+        default="",
         metavar="FILE",
-        help="arrivals and lengths: Azure's CSV or Mooncake's JSON lines",
+        help="arrivals and lengths: Azure's CSV or Mooncake's JSON lines (default: a made-up "
+        "minute of chat that comes with Quire)",
     )
     section.add_argument(
         "--speed",
@@ -118,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.obs.pictures import check_plots
     from quire.obs.report import show
     from quire.obs.timing import Goals
-    from quire.obs.trace import read_trace
+    from quire.obs.trace import EXAMPLE_TRACE, read_trace
     from quire.sim.compare import Question, compare, with_policy
     from quire.sim.load import Asks
     from quire.sim.plots import plot_policies
@@ -132,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
-    path = Path(arguments.trace)
+    path = Path(arguments.trace) if arguments.trace else EXAMPLE_TRACE
     trace = read_trace(path, max_requests=arguments.max_requests)
     machine = _machine(arguments, config)
     asks = Asks(
@@ -151,11 +158,31 @@ def run(arguments: argparse.Namespace) -> int:
         light_every=arguments.light or 0,
         light_speed=arguments.light_speed or min(arguments.speed),
     )
-    outcome = compare(question, machine, config)
+    with _stop_on_interrupt() as should_stop:
+        outcome = compare(question, machine, config, should_stop=should_stop)
+    if not outcome["runs"]:
+        raise KeyboardInterrupt
     if arguments.png:
         plot_policies(outcome, Path(arguments.png))
     show(outcome, summaries_text(outcome), as_json=arguments.json)
-    return 0
+    return 0 if outcome["complete"] else _EXIT_INTERRUPTED
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed; a second one raises as usual."""
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:

@@ -1,33 +1,51 @@
 """How something that takes a while tells what it does, and what came out: progress, a table, JSON.
 
-Progress goes to standard error and only to a terminal; standard output holds the table, or with
---json the object and nothing else. Knows no measurement.
+Progress goes to standard error; standard output holds the table, or with --json the object and
+nothing else. Knows no measurement.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 
 class Progress:
-    """A line on the terminal that is written over; silent where standard error is none."""
+    """Progress on standard error: one overwritten line on a terminal, else a line now and then.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    every_s: seconds between lines where the stream is no terminal; the first comes after as many.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        every_s: float = 30.0,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stream = stream or sys.stderr
-        self._shown = self._stream.isatty()
+        self._is_terminal = self._stream.isatty()
+        self._every_s, self._clock_s = every_s, clock_s
+        self._next_s = clock_s() + every_s
 
     def say(self, text: str) -> None:
         """Show what is going on now."""
-        if self._shown:
+        if self._is_terminal:
             self._stream.write(f"\r\033[K{text}")
-            self._stream.flush()
+        elif (now_s := self._clock_s()) >= self._next_s:
+            self._next_s = now_s + self._every_s
+            self._stream.write(f"{text}\n")
+        else:
+            return
+        self._stream.flush()
 
     def clear(self) -> None:
-        """Leave the line empty."""
-        self.say("")
+        """Empty the line of a terminal."""
+        if self._is_terminal:
+            self.say("")
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

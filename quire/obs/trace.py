@@ -18,6 +18,8 @@ from pathlib import Path
 from quire.base.errors import SettingError
 
 MOONCAKE_BLOCK_TOKENS = 512
+# A made-up trace in Mooncake's format; bench/example_trace.py writes it.
+EXAMPLE_TRACE = Path(__file__).with_name("example_trace.jsonl")
 _COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 _FORMATS = (
     "a CSV with TIMESTAMP, ContextTokens and GeneratedTokens (Azure) or JSON lines with "

@@ -1,6 +1,7 @@
-"""Policies side by side: the same trace at several speeds under each, and a light tenant's lot.
+"""Compare scheduling policies on one trace at several speeds, optionally with a light tenant.
 
-Each run is a simulation of its own (quire/sim/run.py); this says which are made and what is kept.
+Each run is an independent simulation (quire/sim/run.py). A comparison that is stopped returns the
+runs so far, the last of them partial.
 """
 
 from __future__ import annotations
@@ -42,25 +43,32 @@ def compare(
     progress: Progress | None = None,
     known: Sequence[Mapping[str, Any]] = (),
     on_run: Callable[[Mapping[str, Any]], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
-    """The result object, ready for JSON. Raises what `simulate` raises.
+    """Return the result object, ready for JSON. Raises what `simulate` raises.
 
-    known: runs of the same question that were made before, as on_run was told them.
+    known: runs of the same question from an earlier call, as on_run received them. on_run receives
+    complete runs only. should_stop: see `simulate`; "complete" of the result tells whether it
+    returned True before all runs were complete.
     """
     progress = progress or Progress()
     made = {(run["policy"], run["speed"]): run for run in known}
     asks = question.asks
     left_out = jobs_of(question.trace, speed=1.0, asks=asks)[1]
-    runs = []
-    for policy in question.policies:
-        settings = with_policy(config, policy)
-        for speed in question.speeds:
-            run = made.get((policy, speed))
-            if run is None:
-                run = _one(question, machine, settings, policy, speed, progress)
-                if on_run is not None:
-                    on_run(run)
+    wanted = [(policy, speed) for policy in question.policies for speed in question.speeds]
+    runs: list[Mapping[str, Any]] = []
+    for number, (policy, speed) in enumerate(wanted, start=1):
+        run = made.get((policy, speed))
+        if run is None:
+            label = f"run {number} of {len(wanted)}: {policy} at speed {speed:g}"
+            settings = with_policy(config, policy)
+            run = _one(question, machine, settings, policy, speed, progress, label, should_stop)
+            if run is not None and run["complete"] and on_run is not None:
+                on_run(run)
+        if run is not None:
             runs.append(run)
+        if run is None or not run["complete"]:
+            break
     progress.clear()
     return {
         "bench": "simulate",
@@ -78,13 +86,15 @@ def compare(
             "num_blocks": machine.num_blocks(config),
             "step_tokens": machine.step_tokens_of(config),
         },
+        "complete": len(runs) == len(wanted) and all(run.get("complete", True) for run in runs),
+        "num_runs": len(wanted),
         "runs": runs,
     }
 
 
 def with_policy(config: EngineConfig, policy: str) -> EngineConfig:
-    """The same config under another policy. Raises SettingError for one that is not known."""
-    named: Any = policy  # the group checks that it is one of those there are
+    """Return the config with another policy. Raises SettingError for an unknown one."""
+    named: Any = policy  # checked by the config group
     return replace(config, scheduler=replace(config.scheduler, scheduling_policy=named))
 
 
@@ -95,27 +105,61 @@ def _one(
     policy: str,
     speed: float,
     progress: Progress,
-) -> dict[str, Any]:
+    label: str,
+    should_stop: Callable[[], bool] | None,
+) -> dict[str, Any] | None:
+    """Simulate one policy at one speed; None where it was stopped before any request ended."""
     asks, goals = question.asks, question.goals
     jobs, _ = jobs_of(question.trace, speed=speed, asks=asks)
-
-    def told(taken: int) -> None:
-        if taken % 64 == 0:
-            progress.say(f"{policy} at speed {speed:g}: {taken} of {len(jobs)} requests")
-
-    run = simulate(jobs, asks, machine, config, on_progress=told)
+    run = simulate(
+        jobs,
+        asks,
+        machine,
+        config,
+        on_progress=_RunProgress(progress, label, len(jobs)),
+        should_stop=should_stop,
+    )
+    if not run.complete and not run.ended and not run.refused:
+        return None
+    light, complete = None, run.complete
+    if complete and question.light_every:
+        progress.say(f"{label}: the light tenant")
+        light = _light(question, machine, config, speed, should_stop)
+        complete = light is not None
     return {
         "policy": policy,
         "speed": speed,
+        "complete": complete,
         "summary": summary_of(run, jobs, goals),
-        "light": _light(question, machine, config, speed) if question.light_every else None,
+        "light": light,
     }
 
 
+class _RunProgress:
+    """Shows the progress of one run each time another 64 requests arrived or ended."""
+
+    def __init__(self, progress: Progress, label: str, num_jobs: int) -> None:
+        self._progress, self._label, self._num_jobs = progress, label, num_jobs
+        self._next = 0
+
+    def __call__(self, *, num_arrived: int, num_ended: int, now_ms: float) -> None:
+        if num_arrived + num_ended < self._next:
+            return
+        self._next = num_arrived + num_ended + 64
+        self._progress.say(
+            f"{self._label}: {num_ended:,} of {self._num_jobs:,} requests ended, "
+            f"{num_arrived:,} arrived, {now_ms / 1e3:,.0f} s simulated"
+        )
+
+
 def _light(
-    question: Question, machine: Machine, config: EngineConfig, speed: float
-) -> Mapping[str, Any]:
-    """The light tenant beside the flood, and alone with the same requests."""
+    question: Question,
+    machine: Machine,
+    config: EngineConfig,
+    speed: float,
+    should_stop: Callable[[], bool] | None,
+) -> Mapping[str, Any] | None:
+    """Simulate the light tenant beside the flood and alone; None where it was stopped."""
     asks, goals = question.asks, question.goals
     jobs, calm = flooded(
         question.trace,
@@ -124,6 +168,10 @@ def _light(
         speed=speed,
         asks=asks,
     )
-    beside = summary_of(simulate(jobs, asks, machine, config), jobs, goals)
-    alone = summary_of(simulate(calm, asks, machine, config), calm, goals)
-    return {"beside": beside["tenants"][LIGHT], "alone": alone["tenants"][LIGHT]}
+    found = {}
+    for name, tenant_jobs in (("beside", jobs), ("alone", calm)):
+        run = simulate(tenant_jobs, asks, machine, config, should_stop=should_stop)
+        if not run.complete:
+            return None
+        found[name] = summary_of(run, tenant_jobs, goals)["tenants"][LIGHT]
+    return found

@@ -6,6 +6,7 @@ bytes and operations a second, beside the program that would run on it. Knows no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,8 @@ from quire.sim.cost import RooflineCost, StepCost
 
 # Memory of the KV cache where nobody says: a table must not depend on what this machine has free.
 DEFAULT_KV_BYTES = 4 * 2**30
-# Most tokens of a step on a machine that is only described.
-STEP_TOKENS = 256
+# Bounds of the default step size of a described machine.
+MIN_STEP_TOKENS, MAX_STEP_TOKENS = 64, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,17 @@ def planned_program(config: EngineConfig) -> Program:
     return engine_program(config, open_model(folder), weights_if_there(folder))
 
 
+def ridge_step_tokens(linear: LinearCost) -> int:
+    """Return the default tokens of one step: the machine's ridge point, as a power of two.
+
+    At the ridge point the arithmetic of a step takes as long as its fixed time and reading the
+    weights together. Smaller steps waste arithmetic, larger ones delay every running request.
+    """
+    tokens = linear.fixed_ms / linear.token_ms if linear.token_ms > 0 else MAX_STEP_TOKENS
+    bounded = min(max(tokens, MIN_STEP_TOKENS), MAX_STEP_TOKENS)
+    return int(2 ** math.ceil(math.log2(bounded)))
+
+
 def described_machine(
     config: EngineConfig, *, gb_per_s: float, gflop_per_s: float, fixed_ms: float
 ) -> Machine:
@@ -85,13 +97,14 @@ def described_machine(
         raise SettingError(f"fixed_ms is {fixed_ms}; it must be at least 0")
     program = planned_program(config)
     cost = RooflineCost(program, gb_per_s=gb_per_s, gflop_per_s=gflop_per_s, fixed_ms=fixed_ms)
+    linear = cost.linear()
     return Machine(
         name=model_name(config.model),
         cost=cost,
-        linear=cost.linear(),
+        linear=linear,
         token_bytes=sum(cache.token_bytes for cache in program.caches),
         max_model_len=program.max_positions,
-        step_tokens=STEP_TOKENS,
+        step_tokens=ridge_step_tokens(linear),
         num_layers=len(program.layer_starts) if config.executor.executor != "torch" else 0,
         about={"gb_per_s": gb_per_s, "gflop_per_s": gflop_per_s, "fixed_ms": fixed_ms},
     )

@@ -16,7 +16,7 @@ from quire.engine.core import EngineCore, Runner
 from quire.runner.handle import Handle
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.load import Asks, Job, Requests
-from quire.sim.run import Feed, Run, WaitingClock
+from quire.sim.run import Feed, OnProgress, Run, WaitingClock
 from quire.sim.runner import PlannedEnds
 
 
@@ -88,12 +88,12 @@ def run_real(
     plans_in_flight: int = 1,
     clock: WaitingClock | None = None,
     on_plan: Callable[[StepPlan], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Run:
     """Run `jobs` on an engine that has nothing else to do, as they arrive.
 
     scheduler: a fresh one of as many slots as the engine's and no more blocks.
-    on_progress: told how many have arrived, when some have.
+    on_progress: see OnProgress.
     clock: the machine's, where none is given; its zero is when the first job is waited for.
     """
     requests = Requests(jobs, asks, vocab_size=engine.card.vocab_size)

@@ -44,13 +44,17 @@ class Ended:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What came of a simulation. refused: jobs the engine did not take, by the kind of error."""
+    """What came of a simulation. refused: jobs the engine did not take, by the kind of error.
+
+    complete: False where the run was stopped before its last request ended.
+    """
 
     ended: list[Ended] = field(default_factory=list)
     refused: list[tuple[Job, str]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
     end_ms: float = 0.0
     busy_ms: float = 0.0
+    complete: bool = True
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -65,11 +69,13 @@ def simulate(
     config: EngineConfig,
     *,
     on_plan: Callable[[StepPlan], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
     on_taken: Callable[..., None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Run:
     """Run `jobs` (in order of arrival) to the last end. on_plan sees every plan; on_taken(number,
     scheduler=...) is told of each job that the engine has taken, before anything is done with it.
+    should_stop is asked between steps; when it returns True, the partial run is returned.
 
     Raises WorkerError where the engine stops getting on, SettingError and InvalidParameter for a
     config that cannot be.
@@ -99,9 +105,15 @@ def simulate(
     feed = Feed(core, clock, jobs, requests)
     if on_taken is not None:
         feed.on_taken = partial(on_taken, scheduler=scheduler)
-    run = feed.run(on_progress)
+    run = feed.run(on_progress, should_stop)
     run.busy_ms = runner.busy_ms
     return run
+
+
+class OnProgress(Protocol):
+    """Receives the progress of a run after arrivals and after steps in which requests ended."""
+
+    def __call__(self, *, num_arrived: int, num_ended: int, now_ms: float) -> None: ...
 
 
 class WaitingClock(Protocol):
@@ -130,17 +142,23 @@ class Feed:
         self._next = 0
         self.on_taken: Callable[[int], None] | None = None
 
-    def run(self, on_progress: Callable[[int], None] | None = None) -> Run:
-        """Until all have arrived and nothing is left."""
+    def run(
+        self,
+        on_progress: OnProgress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Run:
+        """Run until all requests have arrived and ended, or until should_stop returns True."""
         core, clock, jobs = self._core, self._clock, self._jobs
         stuck_since_ms: float | None = None
         while self._next < len(jobs) or core.has_work:
+            if should_stop is not None and should_stop():
+                self._run.complete = False
+                break
             if not core.has_work:
                 clock.wait_until(jobs[self._next].arrival_ms)
             if self._next < len(jobs) and jobs[self._next].arrival_ms <= clock.now_ms():
                 self._take_arrived()
-                if on_progress is not None:
-                    on_progress(self._next)
+                self._report(on_progress)
             self._expire()
             if not core.has_work:
                 continue
@@ -149,11 +167,21 @@ class Feed:
                 stuck_since_ms = self._wait(stuck_since_ms)
                 continue
             stuck_since_ms = None
-            for output in outputs.events:
-                if output.finish_reason is not None:
-                    self._end(output)
+            ended = [one for one in outputs.events if one.finish_reason is not None]
+            for output in ended:
+                self._end(output)
+            if ended:
+                self._report(on_progress)
         self._run.stats, self._run.end_ms = core.stats(), clock.now_ms()
         return self._run
+
+    def _report(self, on_progress: OnProgress | None) -> None:
+        if on_progress is not None:
+            on_progress(
+                num_arrived=self._next,
+                num_ended=len(self._run.ended) + len(self._run.refused),
+                now_ms=self._clock.now_ms(),
+            )
 
     def _take_arrived(self) -> None:
         now_ms = self._clock.now_ms()

@@ -98,10 +98,26 @@ def summaries_text(outcome: Mapping[str, Any]) -> str:
         f"{1e3 * goals['tpot_s']:g} ms for each after it",
         table(_HEADINGS, [_row(one) for one in outcome["runs"]]),
     ]
+    if not outcome.get("complete", True):
+        lines.append(_stopped_text(outcome))
     flooded = [one for one in outcome["runs"] if one["light"] is not None]
     if flooded:
         lines += ["", _light_text(flooded)]
     return "\n".join(lines)
+
+
+def _stopped_text(outcome: Mapping[str, Any]) -> str:
+    complete = sum(one["complete"] for one in outcome["runs"])
+    text = f"stopped after {complete} of {outcome['num_runs']} runs"
+    partial = [one for one in outcome["runs"] if not one["complete"]]
+    if not partial:
+        return text
+    [last] = partial
+    ended = last["summary"]["num_requests"]
+    return (
+        f"{text}; * {last['policy']} at speed {last['speed']:g} is partial: "
+        f"{ended} of {outcome['settings']['num_requests']} requests ended"
+    )
 
 
 _HEADINGS = (
@@ -113,7 +129,7 @@ _HEADINGS = (
 def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
     found = one["summary"]
     return (
-        one["policy"],
+        one["policy"] + "*" * (not one.get("complete", True)),
         f"{one['speed']:g}",
         f"{found['offered_per_s']:.3g}/s",
         str(found["num_errors"]),

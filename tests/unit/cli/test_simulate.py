@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.cli.main import main
+from quire.sim import compare
 from tests.unit.cli.command import quire_command
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -88,9 +93,40 @@ def test_what_cannot_be_is_refused(trace: str, words: tuple[str, ...], told: str
     assert done.stdout == ""
 
 
-def test_half_a_machine_and_no_trace_are_refused(trace: str, tmp_path: Path) -> None:
+def test_half_a_machine_and_a_missing_trace_are_refused(trace: str, tmp_path: Path) -> None:
     half = quire_command("simulate", "--trace", trace, "--gb-per-s", "3")
     assert "describe a machine together" in half.stderr
     none = quire_command("simulate", "--trace", str(tmp_path / "none"), *MACHINE)
     assert "cannot be read" in none.stderr
-    assert "--trace" in quire_command("simulate").stderr
+
+
+def test_the_example_trace_is_used_where_none_is_named() -> None:
+    done = quire_command("simulate", *MACHINE, "--max-requests", "30")
+    assert done.returncode == 0, done.stderr
+    assert "box: 30 requests of example_trace.jsonl, 0 left out" in done.stdout
+
+
+def test_ctrl_c_prints_the_results_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object, should_stop: Callable[[], bool], **more: object) -> Any:
+        assert not should_stop()
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop()
+        return real_compare(*arguments, should_stop=stop_later, **more)  # type: ignore[arg-type]
+
+    steps = iter(range(2000))
+
+    def stop_later() -> bool:
+        return next(steps) >= 400
+
+    real_compare = compare.compare
+    monkeypatch.setattr(compare, "compare", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    code = main(["simulate", *MACHINE, "--speed", "1,2", "--policy", "fcfs,sjf"])
+    assert signal.getsignal(signal.SIGINT) is before
+    assert code == 130
+    table = capsys.readouterr().out
+    assert "fcfs*" in table
+    assert "stopped after 0 of 4 runs; * fcfs at speed 1 is partial: " in table
+    assert "of 240 requests ended" in table

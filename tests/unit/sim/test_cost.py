@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from quire.base.records import PartLayers
+from quire.config.flags import engine_config
 from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape, step_cost
 from quire.program.ops import DType
+from quire.scheduler.cost import LinearCost
 from quire.sim.cost import MeasuredCost, RooflineCost, interpolated, work_of
+from quire.sim.machine import described_machine, ridge_step_tokens
 from tests.tiny_models import write_tiny_llama
 from tests.unit.sim.made import plan_of
 
@@ -97,3 +100,22 @@ def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
     alone_ms = 1e3 * (alone.product_ops + alone.attention_ops) / 1e9
     more_ms = whole.step_ms(replace(plan, layers=layers)) - whole.step_ms(plan)
     assert more_ms == pytest.approx(alone_ms / 4, rel=1e-6)
+
+
+def test_a_described_machines_step_is_its_ridge_point() -> None:
+    # 10 ms of weights and fixed time; 0.05 ms of arithmetic a token: equal at 200 tokens.
+    assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=0.05, position_ms=0.0)) == 256
+    assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=0.01, position_ms=0.0)) == 1024
+    assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=10.0, position_ms=0.0)) == 64
+    assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=0.0, position_ms=0.0)) == 8192
+
+
+def test_more_arithmetic_for_the_same_memory_means_larger_steps() -> None:
+    steps = [
+        described_machine(
+            engine_config({}), gb_per_s=1500.0, gflop_per_s=gflop_per_s, fixed_ms=0.0
+        ).step_tokens
+        for gflop_per_s in (100_000.0, 400_000.0, 1_600_000.0)
+    ]
+    assert steps[1] == 4 * steps[0]
+    assert steps[2] == 4 * steps[1]
