@@ -61,9 +61,10 @@ class KeptSeat:
         while piece := os.read(sys.stdin.fileno(), 4096):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                word, _, number = line.decode().partition(" ")
+                word, *details = line.decode().split()
                 if word == ENGINE_ENDED:
-                    self._engine.ended(int(number))
+                    exit_code, failure = int(details[0]), "".join(details[1:])
+                    self._engine.ended(exit_code, bytes.fromhex(failure))
                 else:
                     loop.call_soon_threadsafe(orders[word])
         os._exit(KEEPER_GONE)
