@@ -392,6 +392,12 @@ class ServerConfig:
         "0: none",
         flag="heartbeat-seconds",
     )
+    keep_alive_s: float = setting(
+        75.0,
+        "seconds that an idle connection is kept open for the client's next request; sooner closed "
+        "where descriptors run short",
+        flag="keep-alive-seconds",
+    )
     stall_s: float = setting(
         30.0,
         "seconds after which a stream whose reader takes nothing is cut, its request with it",
@@ -448,6 +454,7 @@ class ServerConfig:
         if self.request_timeout_s is not None:
             _at_least("request_timeout_s", self.request_timeout_s, 0.001)
         _at_least("heartbeat_s", self.heartbeat_s, 0)
+        _at_least("keep_alive_s", self.keep_alive_s, 0)
         _at_least("stall_s", self.stall_s, 0.01)
         _at_least("resume_s", self.resume_s, 0)
         _at_least("resume_memory_bytes", self.resume_memory_bytes, 0)
