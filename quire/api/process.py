@@ -24,6 +24,7 @@ from quire.api.peers import Peers
 from quire.api.server import run
 from quire.base.errors import QuireError
 from quire.base.log import Log
+from quire.base.log_process import start_logging
 from quire.config.groups import ServerConfig
 from quire.config.tenants import read_tenants_of_server
 from quire.engine.client import EngineClient
@@ -105,6 +106,8 @@ def _first_line() -> bytes:
 
 def _serve(job: Job, report: Callable[[str, Any], None]) -> int:
     server = ServerConfig(**{**job.server, **_tuples(job.server)})
+    start_logging(f"server {job.number}", server.logging)
+    sys.stdout = sys.stderr  # what libraries print
     config = config_from_json(job.engine)
     path = config.scheduler.tenants
 

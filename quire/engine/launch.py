@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from quire.base.errors import SettingError
+from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 
 # Where our own package lies: installed, or a checkout that the new interpreter would not find.
@@ -59,10 +60,12 @@ class EngineProcess:
         self._failure = b""
 
     @classmethod
-    def launch(cls, config: EngineConfig) -> EngineProcess:
+    def launch(cls, config: EngineConfig, logging: LogSettings | None = None) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
+        logging = logging or LogSettings()
         folder = _socket_folder()
         command = [*command_of("quire.engine.process"), "--endpoint", str(folder)]
+        command += ["--log-level", logging.level, "--log-format", logging.form]
         env = environment_of_ours()
         failure_fd: int | None = None
         try:

@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from quire.base.log import Log
+from quire.base.log import USUAL_LEVEL, Log
+from quire.base.log_process import LogSettings, start_logging
 from quire.engine.channel import EngineSide, from_engine_wire
 from quire.engine.host import run_engine
 from quire.engine.launch import MAX_FAILURE_BYTES, config_from_json
@@ -32,7 +33,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The engine process of quire; started by it.")
     parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
     parser.add_argument("--failure-fd", type=int, required=True, help="pipe for a failure's reason")
+    parser.add_argument("--log-level", default=USUAL_LEVEL)
+    parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
+    logging = LogSettings(level=arguments.log_level, form=arguments.log_format)
+    start_logging("engine", logging)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
