@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.api.errors import UnsupportedEncoding
 from quire.api.gone import ClientGone
+from quire.api.json_bounds import excess
 from quire.base.errors import BodyTooLarge, RequestError
 from quire.base.show import show
 from quire.base.strict_json import parse_object
@@ -47,8 +48,13 @@ def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
     """The object in `raw`. Raises RequestError saying what is wrong with it."""
     if not raw.strip():
         raise RequestError("the request body is empty; send a JSON object")
+    too_many = excess(raw) if len(raw) > _SMALL_BYTES else None  # a small one cannot hold as many
+    if too_many is not None:
+        raise RequestError(
+            f"the request body has {too_many}; send less, or the same in several requests"
+        )
     try:
-        body = parse_object(raw, limit_bytes=limit_bytes)
+        body = parse_object(raw, limit_bytes=limit_bytes, yields=True)
     except ValueError as error:
         raise RequestError(f"the request body cannot be used: {error}") from error
     if _SURROGATE_ESCAPE.search(raw):

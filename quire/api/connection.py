@@ -1,21 +1,26 @@
 """One HTTP connection, with the bounds that uvicorn's protocol leaves out.
 
-Headers are bounded in bytes and lines (431), and must have come within a time (the connection is
-closed: nobody is there to be answered). A second request sent before the first is answered is
-neither read nor answered: the connection is closed after the first, and its sender asks again, as
-HTTP allows. So a connection is always read from while a request runs, and a caller who leaves is
-noticed. Knows no route. Always holds: what one connection makes us keep is bounded.
+Headers are bounded in bytes and lines (431) and must arrive within a time limit, after which the
+connection is closed. A second request sent before the first is answered is neither read nor
+answered: the connection is closed after the first, and the client sends it again, as HTTP allows.
+So a connection is always read from while a request runs, and a client that disconnects is noticed.
+A client that has only finished sending (a half-closed connection) is answered; a probe tells it
+from one that has left. HTTP/1.0 clients get no chunked responses: theirs end with the connection.
+Knows no route. Always holds: what one connection makes the server keep is bounded, and the
+connection is in OPEN_CONNECTIONS in the state that it is in.
 """
 
 from __future__ import annotations
 
 import asyncio
-import resource
-import sys
+import select
+from typing import cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.api.connection_table import OPEN_CONNECTIONS, ConnectionState
 from quire.api.errors import HEAD_TOO_LARGE
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -23,7 +28,12 @@ MAX_HEADERS = 128
 HEAD_TIME_S = 30.0
 # A refused sender may still be writing; closing at once would take our answer from it.
 _LINGER_S = 1.0
-_SPARE_FILES = 64
+# A client that has stopped sending is looked at again after so long, then twice that, up to the
+# limit: has it closed the connection?
+_LOOK_S, _MAX_LOOK_S = 0.01, 1.0
+# The beginning of every response; sent ahead of it to a client that has stopped sending. Where the
+# client has closed the connection, its system answers with a reset.
+_PROBE = b"HTTP/1.1 "
 
 
 class Connection(HttpToolsProtocol):
@@ -32,20 +42,31 @@ class Connection(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = True
     _deaf = False
-    _waits_since_s = 0.0
+    _is_close_delimited = False
     _head_timer: asyncio.TimerHandle | None = None
+    _look_timer: asyncio.TimerHandle | None = None
     _gone: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The time for the first head begins."""
         super().connection_made(transport)
         self._await_head()
-        if len(self.connections) > _most_connections():
-            self._make_room()
+        OPEN_CONNECTIONS.add(self, ConnectionState.HEAD)
+
+    def evict(self) -> None:
+        """Close the connection in favour of a new one."""
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; what its client has not read by now is dropped."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
+        OPEN_CONNECTIONS.remove(self)
         self._stop_timer()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         super().connection_lost(exc)
         self._tell_gone()
 
@@ -60,6 +81,21 @@ class Connection(HttpToolsProtocol):
                 return
             self._head_bytes += len(piece)  # of the last piece, part may be the body
         super().data_received(piece)
+        if not self._in_head and not self._is_answering and not self.transport.is_closing():
+            self._await_head()  # the rest of a body whose request was answered before its end
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection of a client that has only finished sending until it is answered."""
+        if not (self._is_answering and self._in_head) or self.scheme == "https":
+            return None  # the transport closes itself; TLS has no half-closed connections here
+        self._stop_timer()
+        self._deaf, self.cycle.keep_alive = True, False
+        if self._look_timer is None:
+            if not self.cycle.response_started:
+                self.transport.write(_PROBE)
+                self.cycle.transport = cast(asyncio.Transport, _BegunTransport(self.transport))
+            self._look_timer = self.loop.call_later(_LOOK_S, self._look_for_reset, _LOOK_S)
+        return True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser for each header."""
@@ -81,6 +117,7 @@ class Connection(HttpToolsProtocol):
             self._deaf, self.cycle.keep_alive = True, False
             return
         self._in_head = False
+        OPEN_CONNECTIONS.move(self, ConnectionState.ACTIVE)
         # How a request learns that its caller has left, without a task that waits for that.
         self._gone = self.loop.create_future()
         self.scope["quire.gone"] = self._gone  # type: ignore[typeddict-unknown-key]
@@ -102,6 +139,21 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
             self.flow.resume_reading()  # a long body may have stopped it: nobody would see an end
 
+    def on_response_complete(self) -> None:
+        """Called by the cycle: the answer is written."""
+        super().on_response_complete()
+        is_between = self._in_head and self._head_timer is None
+        state = ConnectionState.IDLE if is_between else ConnectionState.HEAD
+        OPEN_CONNECTIONS.move(self, state)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        """Called by uvicorn for each request; HTTP/1.0 has no chunked encoding."""
+        self._is_close_delimited = cycle.scope["http_version"] in ("0.9", "1.0")
+        if self._is_close_delimited:
+            cycle.keep_alive = False
+            app = _CloseDelimited(app, cycle)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
     def send_400_response(self, msg: str) -> None:
         """uvicorn's refusal of what is not HTTP, in the form of our errors."""
         self._refuse(b"400 Bad Request", msg, code=None)
@@ -120,29 +172,36 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
             return False
-        if not (cycle.response_started and cycle.chunked_encoding and body):
+        if not (cycle.response_started and body):
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if cycle.chunked_encoding:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        elif self._is_close_delimited:
+            self.transport.write(body)
+        else:
+            return False
         return True
+
+    def _look_for_reset(self, waited_s: float) -> None:
+        """Abort the connection of a client that has closed it, rather than half of it."""
+        if not self._is_answering or self.transport.is_closing():
+            return
+        if _is_reset(self.transport.get_extra_info("socket").fileno()):
+            self.transport.abort()
+            return
+        wait_s = min(2 * waited_s, _MAX_LOOK_S)
+        self._look_timer = self.loop.call_later(wait_s, self._look_for_reset, wait_s)
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._waits_since_s = self.loop.time()
             self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)
+            if not self._is_answering:
+                OPEN_CONNECTIONS.move(self, ConnectionState.HEAD)
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _make_room(self) -> None:
-        """Close the connection that has kept us waiting for a head the longest."""
-        waiting = [
-            connection
-            for connection in self.connections
-            if isinstance(connection, Connection) and connection._head_timer is not None
-        ]
-        min(waiting, key=lambda connection: connection._waits_since_s).transport.close()
 
     def _refuse_head(self) -> None:
         message = (
@@ -174,7 +233,53 @@ class Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
 
-def _most_connections() -> int:
-    """As many as this process may have files open, less some for itself."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if limit == resource.RLIM_INFINITY else max(limit - _SPARE_FILES, 1)
+class _BegunTransport:
+    """A transport on which the probe, the beginning of the response, is already written."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_written = len(_PROBE)
+
+    def write(self, data: bytes) -> None:
+        """Write what follows the probe."""
+        assert self._num_written == 0 or data.startswith(_PROBE), "a response begins with it"
+        data, self._num_written = data[self._num_written :], 0
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Return whether the transport is closing."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the transport once what is written is sent."""
+        self._transport.close()
+
+
+class _CloseDelimited:
+    """An application whose responses end with the connection unless they state their length."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, has_length = self._cycle, False
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:  # uvicorn counts down what it expects: always this piece
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_unchunked)
+
+
+def _is_reset(descriptor: int) -> bool:
+    """Return whether the other end of a socket has closed it in both directions."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))

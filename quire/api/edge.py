@@ -28,9 +28,35 @@ from quire.api.live import Live
 from quire.api.serving import Serving
 from quire.base.errors import QuireError
 
-# What proxies say of whom they ask for: who asks is not who is connected.
-_OF_PROXIES = frozenset(
-    {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"}
+# Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is not the peer.
+_FORWARDING_HEADERS = frozenset(
+    {
+        *(b"forwarded", b"forwarded-for", b"via", b"cdn-loop", b"client-ip", b"true-client-ip"),
+        *(b"remote-addr", b"x-client-ip", b"x-cluster-client-ip", b"x-real-ip", b"x-remote-ip"),
+        *(b"x-remote-addr", b"x-originating-ip", b"x-proxyuser-ip", b"x-http-forwarded-for"),
+        *(b"x-real-port", b"x-scheme", b"x-url-scheme", b"front-end-https", b"x-request-start"),
+        *(b"x-cloud-trace-context", b"x-varnish", b"x-nginx-proxy", b"x-haproxy-server-state"),
+        *(b"proxy-client-ip", b"wl-proxy-client-ip", b"x-proxy-id", b"x-proxied-for"),
+        *(
+            b"incap-client-ip",
+            b"x-sucuri-clientip",
+            b"x-nf-client-connection-ip",
+            b"do-connecting-ip",
+        ),
+    }
+)
+_FORWARDING_PREFIXES = (
+    *(b"x-forwarded", b"x-original-", b"x-envoy-", b"cf-", b"fly-", b"fastly-", b"tailscale-"),
+    *(
+        b"x-amzn-",
+        b"x-amz-cf-",
+        b"x-appengine-",
+        b"x-azure-",
+        b"x-arr-",
+        b"x-vercel-",
+        b"x-akamai-",
+    ),
+    *(b"akamai-", b"cloudfront-", b"x-ngrok-", b"x-traefik-", b"x-proxy-"),
 )
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -174,11 +200,19 @@ def strip_prefix(scope: Scope, prefix: str) -> None:
 
 
 def is_here(scope: Scope) -> bool:
-    """Whether whoever asks is on this machine, as far as can be told: no proxy has passed it on."""
+    """Return whether the peer is on this machine and no header shows that it is a proxy.
+
+    A local proxy that adds none of these headers is taken for a local client.
+    """
     client = scope.get("client")
     if client is None or not is_loopback(client[0]):
         return False
-    return not any(name in _OF_PROXIES for name, _ in scope["headers"])
+    return not any(_is_forwarding(name) for name, _ in scope["headers"])
+
+
+def _is_forwarding(name: bytes) -> bool:
+    name = name.replace(b"_", b"-")  # as some gateways write it
+    return name in _FORWARDING_HEADERS or name.startswith(_FORWARDING_PREFIXES)
 
 
 def own_name(headers: Iterable[tuple[bytes, bytes]]) -> str:

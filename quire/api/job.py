@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Orders: lines of one word. ENGINE_ENDED is followed by the exit code.
+# Orders: lines of one word. ENGINE_ENDED is followed by the exit code, and by the failure report in
+# hex if there is one.
 STOP, REREAD, ENGINE_ENDED = "stop", "reread", "engine-ended"
 # Reports: lines of JSON, a word and what belongs to it.
 SERVES, FAILED = "serves", "failed"

@@ -354,7 +354,8 @@ class _Keeper:
 
     def _on_end(self, reason: str) -> None:
         self._die(fault_of(WorkerError(reason)))
-        self._order_all(f"{ENGINE_ENDED} {self._engine.wait(0)}")
+        failure = self._engine.failure().hex()
+        self._order_all(f"{ENGINE_ENDED} {self._engine.wait(0)} {failure}")
 
     def _die(self, fault: Fault) -> None:
         self._fault = self._fault or fault

@@ -151,8 +151,13 @@ def _inode_of(path: str) -> tuple[int, int]:
 
 def check_tls(config: ServerConfig) -> None:
     """Read certificate and key as the server will. Raises SettingError saying what is wrong."""
-    if config.tls_cert is None:
-        return
+    if config.tls_cert is not None:
+        tls_context(config)
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext:
+    """Return the context of HTTPS. Raises SettingError where the files cannot be used."""
+    assert config.tls_cert is not None, "asked for where there is a certificate"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
@@ -161,6 +166,7 @@ def check_tls(config: ServerConfig) -> None:
             f"the certificate {config.tls_cert} cannot be used ({error}); give PEM files that "
             "belong together, the key without a password (--tls-cert, --tls-key)"
         ) from error
+    return context
 
 
 def _no_password() -> str:

@@ -24,6 +24,7 @@ from quire.api.peers import Peers
 from quire.api.server import run
 from quire.base.errors import QuireError
 from quire.base.log import Log
+from quire.base.log_process import start_logging
 from quire.config.groups import ServerConfig
 from quire.config.tenants import read_tenants_of_server
 from quire.engine.client import EngineClient
@@ -61,9 +62,10 @@ class KeptSeat:
         while piece := os.read(sys.stdin.fileno(), 4096):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                word, _, number = line.decode().partition(" ")
+                word, *details = line.decode().split()
                 if word == ENGINE_ENDED:
-                    self._engine.ended(int(number))
+                    exit_code, failure = int(details[0]), "".join(details[1:])
+                    self._engine.ended(exit_code, bytes.fromhex(failure))
                 else:
                     loop.call_soon_threadsafe(orders[word])
         os._exit(KEEPER_GONE)
@@ -104,6 +106,8 @@ def _first_line() -> bytes:
 
 def _serve(job: Job, report: Callable[[str, Any], None]) -> int:
     server = ServerConfig(**{**job.server, **_tuples(job.server)})
+    start_logging(f"server {job.number}", server.logging)
+    sys.stdout = sys.stderr  # what libraries print
     config = config_from_json(job.engine)
     path = config.scheduler.tenants
 

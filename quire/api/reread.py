@@ -82,9 +82,9 @@ def sources_of(
     *,
     read_tenants: Callable[[], Sequence[Tenant]] | None,
     tenants_file: str | None,
-    contexts: Callable[[], Sequence[ssl.SSLContext]],
+    contexts: Sequence[ssl.SSLContext],
 ) -> list[Source]:
-    """What a server with this configuration can read again. contexts: those that speak TLS now."""
+    """What a server with this configuration can read again. contexts: of the listeners with TLS."""
     config, found = serving.config, []
     if read_tenants is not None:
         read = read_tenants
@@ -93,7 +93,7 @@ def sources_of(
         again = Source(again=lambda: reread_admins(serving), watched=config.admin_key_file)
         found.append(again)
     if config.tls_cert is not None:
-        found.append(Source(again=lambda: reread_certificate(serving, contexts())))
+        found.append(Source(again=lambda: reread_certificate(serving, contexts)))
     return found
 
 

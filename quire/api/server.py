@@ -30,10 +30,12 @@ from starlette.types import ASGIApp
 
 from quire.api.app import build_admin_app, build_app
 from quire.api.connection import Connection
+from quire.api.listen import tls_context
 from quire.api.peers import Peers
 from quire.api.private import build_private_app
 from quire.api.reread import Rereader, sources_of
 from quire.api.serving import Engine, Serving
+from quire.api.tls import TlsListener
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
@@ -46,7 +48,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS_S = 3.0
 # After the engine's death /health answers for so long, so that whoever watches sees why.
 _LINGER_S = 1.0
-_KEEP_ALIVE_S = 75
 # Threads for what would hold up the event loop: large bodies, long prompts (lanes.py has others).
 _NUM_THREADS = 4
 # After so long a thread lets go of the interpreter lock to another that wants it. Python's 5 ms,
@@ -163,14 +164,11 @@ class _Life:
         loop.add_signal_handler(signal.SIGHUP, reread)
 
     def _rereader(self, serving: Serving, servers: Sequence[_Server]) -> Rereader:
-        def contexts() -> list[ssl.SSLContext]:
-            return [server.config.ssl for server in servers if server.config.ssl is not None]
-
         sources = sources_of(
             serving,
             read_tenants=self._read_tenants,
             tenants_file=self._tenants_file,
-            contexts=contexts,
+            contexts=[server.tls for server in servers if server.tls is not None],
         )
         return Rereader(self._log, sources)
 
@@ -244,10 +242,27 @@ class _Life:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: what a signal means is decided here. is_private: no
-    caller can ask it."""
+    """uvicorn without its own signal handling and TLS: what a signal means is decided here.
+
+    is_private: only other processes of this server can reach it. tls: the context of HTTPS.
+    """
 
     is_private = False
+    tls: ssl.SSLContext | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with TLS where there is a context."""
+        if self.tls is None or not sockets:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+
+        def made() -> Connection:
+            state = self.lifespan.state
+            return Connection(config=self.config, server_state=self.server_state, app_state=state)
+
+        self.servers = [TlsListener(at, self.tls, made) for at in sockets]  # type: ignore[misc]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -273,23 +288,25 @@ async def _serve_all(
 
 
 def _server(serving: Serving) -> _Server:
-    config = serving.config
-    return _serves(build_app(serving), cert=config.tls_cert, key=config.tls_key)
+    server = _serves(build_app(serving), serving)
+    if serving.config.tls_cert is not None:
+        server.tls = tls_context(serving.config)
+    return server
 
 
 def _admin_server(serving: Serving) -> _Server:
     """Plain HTTP: who asks does so on this machine, by an address that no certificate names."""
-    return _serves(build_admin_app(serving), cert=None, key=None)
+    return _serves(build_admin_app(serving), serving)
 
 
 def _private_server(serving: Serving, peers: Peers) -> _Server:
     """Plain HTTP at a private socket."""
-    server = _serves(build_private_app(serving, peers), cert=None, key=None)
+    server = _serves(build_private_app(serving, peers), serving)
     server.is_private = True
     return server
 
 
-def _serves(app: ASGIApp, *, cert: str | None, key: str | None) -> _Server:
+def _serves(app: ASGIApp, serving: Serving) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -302,9 +319,7 @@ def _serves(app: ASGIApp, *, cert: str | None, key: str | None) -> _Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            ssl_certfile=cert,
-            ssl_keyfile=key,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=serving.config.keep_alive_s,  # type: ignore[arg-type]  # a timer's
             timeout_graceful_shutdown=1,
         )
     )

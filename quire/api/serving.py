@@ -30,6 +30,7 @@ from quire.base.errors import (
     WorkerError,
 )
 from quire.base.log import Log
+from quire.base.log_process import dropped_lines
 from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.base.terms import DEFAULT_TERMS, Terms
@@ -262,6 +263,7 @@ class Serving:
 
     def scrape(self) -> bytes:
         """All metrics as text."""
+        self.metrics.dropped_lines(dropped_lines())
         return self.metrics.text()
 
     def request(self, *, counts: bool) -> AbstractContextManager[None]:

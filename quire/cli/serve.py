@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import SettingError
 from quire.base.log import Log
+from quire.base.log_process import start_logging
+from quire.base.log_sink import can_write
 from quire.cli.output import lose_output
 from quire.config.admin_keys import read_admin_keys
 from quire.config.flags import add_flags, built
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _refuse_both(arguments)
     server = _with_key_of_environment(built(ServerConfig, arguments))
+    start_logging("server", server.logging)
     engine = EngineConfig(
         model=built(ModelConfig, arguments),
         cache=built(CacheConfig, arguments),
@@ -86,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     listening = listen(server, has_tenants=tenants is not None)
     file = SocketFile(listening)
     try:
-        process = EngineProcess.launch(engine)
+        process = EngineProcess.launch(engine, server.logging)
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
         _tell_start(server, engine, urls, is_open=not server.api_key and tenants is None)
@@ -215,6 +218,8 @@ def _announce(
     for problem in problems:
         log.warning("chat template cannot be used", reason=problem)
     try:
+        if not can_write(sys.stdout.fileno()):
+            raise BlockingIOError("it is a pipe that nobody reads")
         print(_block(card, notes, problems, urls), flush=True)
     except OSError as error:  # requests are taken all the same
         lose_output()
@@ -245,7 +250,7 @@ def _template_problems(client: EngineClient) -> list[str]:
 
 
 def _start_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and sys.__stderr__ is not None:
         threading.Thread(
             target=_show_progress, args=(loading, announced), name="quire-progress", daemon=True
         ).start()
@@ -253,16 +258,17 @@ def _start_progress(loading: Callable[[], tuple[int, int]], announced: threading
 
 def _show_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:
     """A line on the terminal that counts the weights while they are packed."""
-    shown = False
+    assert sys.__stderr__ is not None, "checked by the caller"
+    terminal, shown = sys.__stderr__, False  # not a line of the log
     while not announced.wait(_PROGRESS_S):
         done_bytes, total_bytes = loading()
         if total_bytes:
             shown = True
             share = 100 * done_bytes // total_bytes
-            sys.stderr.write(f"\rweights {share:3d} % of {total_bytes / 2**20:.0f} MiB")
-            sys.stderr.flush()
+            terminal.write(f"\rweights {share:3d} % of {total_bytes / 2**20:.0f} MiB")
+            terminal.flush()
     if shown:
-        sys.stderr.write("\r\033[K")
+        terminal.write("\r\033[K")
 
 
 def _age_s() -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.base.errors import SettingError
+from quire.base.log_process import LogSettings
 
 
 def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
@@ -351,7 +352,15 @@ class ServerConfig:
         None, "file of keys, one a line, that open the admin routes; no --api-key then does"
     )
     access_log: Literal["text", "json", "off"] = setting(
-        "text", "a line for each request that was answered: as other log lines, as JSON, or none"
+        "text", "a line for each answered request: as other log lines, all lines as JSON, or none"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "least severe log lines that are written, of all processes"
+    )
+    log_format: Literal["text", "json"] | None = setting(
+        None,
+        "form of all log lines, those of libraries and tracebacks too; default: json with "
+        "--access-log json, else text",
     )
     tls_cert: str | None = setting(
         None, "PEM file with the certificate, and those between it and its root: speak HTTPS"
@@ -391,6 +400,12 @@ class ServerConfig:
         "seconds of silence after which a stream gets a comment, so that nobody takes it for dead; "
         "0: none",
         flag="heartbeat-seconds",
+    )
+    keep_alive_s: float = setting(
+        75.0,
+        "seconds that an idle connection is kept open for the client's next request; sooner closed "
+        "where descriptors run short",
+        flag="keep-alive-seconds",
     )
     stall_s: float = setting(
         30.0,
@@ -433,6 +448,14 @@ class ServerConfig:
         for origin in self.cors_origin:
             _check_origin(origin)
         _one_of("access_log", self.access_log, ("text", "json", "off"))
+        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
+        if self.log_format is not None:
+            _one_of("log_format", self.log_format, ("text", "json"))
+        if self.log_format == "text" and self.access_log == "json":
+            raise SettingError(
+                "log_format is 'text' and access_log is 'json': one log would have two forms; "
+                "leave one of them out"
+            )
         if any(not key.strip() for key in self.api_key):
             raise SettingError(
                 "an API key is empty (--api-key, QUIRE_API_KEY); give one that is not, or none"
@@ -448,11 +471,18 @@ class ServerConfig:
         if self.request_timeout_s is not None:
             _at_least("request_timeout_s", self.request_timeout_s, 0.001)
         _at_least("heartbeat_s", self.heartbeat_s, 0)
+        _at_least("keep_alive_s", self.keep_alive_s, 0)
         _at_least("stall_s", self.stall_s, 0.01)
         _at_least("resume_s", self.resume_s, 0)
         _at_least("resume_memory_bytes", self.resume_memory_bytes, 0)
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
         _at_least("watchdog_s", self.watchdog_s, 0.001)
+
+    @property
+    def logging(self) -> LogSettings:
+        """How the server's processes log."""
+        form = self.log_format or ("json" if self.access_log == "json" else "text")
+        return LogSettings(level=self.log_level, form=form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

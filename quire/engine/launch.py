@@ -6,7 +6,8 @@
 Imports the standard library and the config records only. The engine gets its config as one line
 of JSON on its standard input, which then stays open: its end tells the engine that we are gone.
 A fresh interpreter, never a fork, that imports nothing from the current folder. The sockets lie
-in a folder that only this user can enter.
+in a folder that only this user can enter. Why the engine failed comes back through a pipe as well:
+unlike a message on a socket it can be read once the process has ended, however late that is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from quire.base.errors import SettingError
+from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 
 # Where our own package lies: installed, or a checkout that the new interpreter would not find.
@@ -40,6 +42,8 @@ sys.exit(import_module(sys.argv.pop(1)).main())
 
 # A socket's address has at most 107 bytes; what we put behind the folder takes under 30.
 _MOST_FOLDER_BYTES = 70
+# The failure report must fit the pipe, which nobody reads before the process has ended.
+MAX_FAILURE_BYTES = 32 * 1024
 
 
 class EngineProcess:
@@ -49,22 +53,40 @@ class EngineProcess:
     client = 0
     is_ours = True
 
-    def __init__(self, popen: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], folder: Path, failure_fd: int) -> None:
         self._popen = popen
         self.folder = folder
+        self._failure_fd: int | None = failure_fd
+        self._failure = b""
 
     @classmethod
-    def launch(cls, config: EngineConfig) -> EngineProcess:
+    def launch(cls, config: EngineConfig, logging: LogSettings | None = None) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
+        logging = logging or LogSettings()
         folder = _socket_folder()
         command = [*command_of("quire.engine.process"), "--endpoint", str(folder)]
+        command += ["--log-level", logging.level, "--log-format", logging.form]
         env = environment_of_ours()
+        failure_fd: int | None = None
         try:
-            popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=env)
+            failure_fd, child_fd = os.pipe()
+            try:
+                popen = subprocess.Popen(
+                    [*command, "--failure-fd", str(child_fd)],
+                    stdin=subprocess.PIPE,
+                    bufsize=0,
+                    env=env,
+                    pass_fds=[child_fd],
+                )
+            finally:
+                os.close(child_fd)
         except OSError as error:
+            if failure_fd is not None:
+                os.close(failure_fd)
             shutil.rmtree(folder, ignore_errors=True)
             raise SettingError(f"the engine process cannot be started: {error}") from error
-        process = cls(popen, folder)
+        os.set_blocking(failure_fd, False)
+        process = cls(popen, folder, failure_fd)
         assert popen.stdin is not None, "Popen was asked for a pipe"
         with contextlib.suppress(OSError):  # it is gone already; whoever waits for it reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
@@ -82,6 +104,13 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return None
 
+    def failure(self) -> bytes:
+        """Return the failure report the process left: one frame, empty if it did not fail."""
+        if self._failure_fd is not None:
+            with contextlib.suppress(BlockingIOError):  # still running, and nothing is written
+                self._failure += os.read(self._failure_fd, MAX_FAILURE_BYTES)
+        return self._failure
+
     def end(self, timeout_s: float) -> None:
         """Close its input, give it `timeout_s` to leave, then kill it; remove the folder."""
         if self._popen.stdin is not None:
@@ -90,6 +119,9 @@ class EngineProcess:
         if self.wait(timeout_s) is None:
             self._popen.kill()
             self._popen.wait()
+        if self._failure_fd is not None:
+            os.close(self._failure_fd)
+            self._failure_fd = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -103,12 +135,17 @@ class SharedEngine:
         self.folder = folder
         self.client = client
         self._exit_code: int | None = None
+        self._failure = b""
         self._has_ended = threading.Event()
 
-    def ended(self, exit_code: int) -> None:
-        """It has; whoever waits for it is woken."""
-        self._exit_code = exit_code
+    def ended(self, exit_code: int, failure: bytes = b"") -> None:
+        """Record the engine's end, with its failure report, and wake all waiting threads."""
+        self._exit_code, self._failure = exit_code, failure
         self._has_ended.set()
+
+    def failure(self) -> bytes:
+        """Return the failure report the process left: one frame, empty if it did not fail."""
+        return self._failure
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """The exit code (negative: the signal that ended it); None where it still runs."""

@@ -1,8 +1,9 @@
 """ProcessLink: an engine process, seen from an event loop: messages and its end come as calls.
 
 The client's end of channel.py's sockets, to an engine of ours or one that we share. Always holds:
-sending never blocks, whether the engine is there or not; its last words are delivered before its
-end is told; close() leaves no process of ours, no socket and no folder behind.
+sending never blocks, whether the engine is there or not; the reason of a failure is delivered
+before the process's end, also where its message was lost on the socket; close() leaves no process
+of ours, no socket and no folder behind.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ class ProcessLink:
 
         def ended(exit_code: int | None) -> None:
             if self._loop is not None:
-                self._receive()  # its last words come first
+                self._receive()
+                # A message under way in ZeroMQ's thread, or sent before this side was bound, is
+                # not received here. The failure report is there as soon as the process has ended.
+                failure = self._process.failure()
+                if failure:
+                    on_message(self._read.decode(failure))
                 on_end(_exit_text(exit_code))
 
         def watch() -> None:

@@ -123,6 +123,12 @@ class Metrics:
         self._slow_readers = Counter(
             "quire_slow_readers", "Streams cut because their reader did not read", registry=registry
         )
+        self._dropped_lines = Counter(
+            "quire_log_lines_dropped",
+            "Log lines dropped because nobody read them",
+            registry=registry,
+        )
+        self._num_dropped_lines = 0
         self._responses = Counter(
             "quire_http_responses",
             "HTTP responses, by route and status",
@@ -216,6 +222,11 @@ class Metrics:
     def disconnect(self) -> None:
         """A client went away before its answer was complete."""
         self._disconnects.inc()
+
+    def dropped_lines(self, total: int) -> None:
+        """So many log lines of this process have been dropped by now."""
+        self._dropped_lines.inc(total - self._num_dropped_lines)
+        self._num_dropped_lines = total
 
     def slow_reader(self) -> None:
         """A stream was cut because its reader did not read."""

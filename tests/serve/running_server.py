@@ -55,7 +55,9 @@ class RunningServer:
         self.port = 0
         try:
             if "--port" in at:
-                self.port = int(self._eventually(r"address=http://[^:]+:(\d+)", self.stderr))
+                self.port = int(
+                    self._eventually(r'\baddress(?:=|": ")https?://[^:]+:(\d+)', self.stderr)
+                )
             if wait:
                 self._eventually(r"ready in ([0-9.]+) s", self.stdout)
         except BaseException:

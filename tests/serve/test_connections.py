@@ -1,9 +1,10 @@
-"""Connections: heads that are too large or never come, and requests behind a request."""
+"""Connections: bounds on heads, idle connections and handshakes; HTTP/1.0; half-closed ones."""
 
 from __future__ import annotations
 
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.running_server import GIVE_UP_S, RunningServer
+from tests.serve.test_tls import made_in
 
 COMPLETIONS = "/v1/completions"
 
@@ -21,9 +23,12 @@ def connected(server: RunningServer) -> Iterator[socket.socket]:
         yield connection
 
 
-def post(body: object) -> bytes:
+def post(body: object, *, version: str = "1.1") -> bytes:
     raw = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    )
     return head.encode() + raw
 
 
@@ -110,3 +115,118 @@ def test_idle_connections_do_not_keep_others_out(tiny: Path) -> None:
         for _ in range(150):
             idle.enter_context(connected(server))
         assert server.get("/health")[0] == 200
+
+
+def test_connections_idle_after_a_request_do_not_keep_others_out(tiny: Path) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with (
+        RunningServer(tiny, "--threads", "1", files=128) as server,
+        ExitStack() as idle,
+    ):
+        for _ in range(150):
+            connection = idle.enter_context(connected(server))
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert [server.get("/health")[0] for _ in range(20)] == [200] * 20
+
+
+def test_a_running_request_survives_a_flood_of_idle_connections(tiny: Path) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True}
+    with (
+        RunningServer(tiny, "--threads", "1", files=128) as server,
+        server.stream(COMPLETIONS, body) as reader,
+        ExitStack() as idle,
+    ):
+        reader.next()
+        for _ in range(150):
+            connection = idle.enter_context(connected(server))
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert list(reader)[-1] == "[DONE]"
+
+
+def test_an_idle_connection_is_closed_after_the_time_that_is_set(tiny: Path) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    flags = ("--threads", "1", "--keep-alive-seconds", "0.05")
+    with RunningServer(tiny, *flags) as server, connected(server) as connection:
+        connection.sendall(request)
+        assert answer(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_goes_on_after_its_refusal_does_not_stay_open(tiny: Path) -> None:
+    """A piece of such a body ends the idle timer; another must take its place."""
+    head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+    with RunningServer(tiny, "--threads", "1", files=128) as server, ExitStack() as idle:
+        for _ in range(150):
+            connection = idle.enter_context(connected(server))
+            connection.sendall(head)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+            connection.sendall(b"x")
+        assert server.get("/health")[0] == 200
+
+
+def test_handshakes_that_are_never_begun_do_not_keep_others_out(tiny: Path, tmp_path: Path) -> None:
+    cert, key = made_in(tmp_path)
+    context = ssl.create_default_context(cafile=cert)
+    flags = ("--threads", "1", "--tls-cert", cert, "--tls-key", key)
+    with RunningServer(tiny, *flags, files=128) as server, ExitStack() as silent:
+        for _ in range(150):
+            silent.enter_context(connected(server))
+        for _ in range(8):
+            with (
+                connected(server) as plain,
+                context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+            ):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("half_closed", [False, True])
+def test_a_stream_is_framed_as_the_clients_version_of_http_has_it(
+    server: RunningServer, version: str, half_closed: bool
+) -> None:
+    with connected(server) as connection:
+        connection.sendall(post({"prompt": "a", "max_tokens": 3, "stream": True}, version=version))
+        if half_closed:
+            connection.shutdown(socket.SHUT_WR)
+        elif version == "1.1":
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")  # ends the connection after the answer
+        head, _, body = answer(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert head.count(b"HTTP/1.1") == 1
+    is_chunked = b"transfer-encoding: chunked" in head.lower()
+    assert is_chunked == (version == "1.1")
+    ends = b"data: [DONE]\n\n" + (b"\r\n0\r\n\r\n" if is_chunked else b"")
+    assert body.endswith(ends)
+    assert body.startswith(b"id: ") != is_chunked
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_half_closed_client_gets_its_whole_answer(server: RunningServer, version: str) -> None:
+    asked = {"prompt": "the sea", "max_tokens": 200, "ignore_eos": True, "seed": 1}
+    with connected(server) as connection:
+        connection.sendall(post(asked, version=version))
+        connection.shutdown(socket.SHUT_WR)
+        head, _, body = answer(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    expected = server.post(COMPLETIONS, asked)[1]["choices"]
+    assert json.loads(body)["choices"] == expected
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("half_closed_before", [False, True])
+def test_a_client_that_closes_its_connection_is_noticed(
+    server: RunningServer, version: str, half_closed_before: bool
+) -> None:
+    before = server.metric("quire_disconnects_total")
+    with connected(server) as connection:
+        asked = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
+        connection.sendall(post(asked, version=version))
+        server.until(lambda: server.metric("quire_kv_blocks_used") > 0, "blocks taken")
+        if half_closed_before:
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b"H"  # the response has begun, and nothing else is there
+    server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "blocks given back")
+    server.until(lambda: server.metric("quire_disconnects_total") == before + 1, "noticed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import ssl
 import subprocess
 from contextlib import suppress
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from quire.api import tls
 from quire.api.listen import check_tls
 from quire.api.reread import reread_certificate
 from quire.base.errors import SettingError
@@ -56,6 +58,17 @@ def test_a_caller_who_trusts_the_certificate_is_answered(files: tuple[str, str])
                 plain.getresponse()
         finally:
             plain.close()
+
+
+def test_a_handshake_must_be_done_within_a_time(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "HANDSHAKE_TIME_S", 0.05)
+    cert, key = files
+    with ScriptedServer("{{ messages }}", [["a"]], tls_cert=cert, tls_key=key) as server:
+        address = ("127.0.0.1", urlsplit(server.url).port)
+        with socket.create_connection(address, timeout=GIVE_UP_S) as connection:
+            assert connection.recv(1) == b""
 
 
 def test_files_that_cannot_be_used_are_told_in_words(

@@ -268,3 +268,26 @@ def test_a_level_that_is_none_changes_nothing(body: bytes) -> None:
 def test_here_is_a_loopback_address_without_a_proxys_word(client: Any, here: bool) -> None:
     assert is_here({"client": client, "headers": []}) is here
     assert not is_here({"client": client, "headers": [(b"x-forwarded-for", b"127.0.0.1")]})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("forwarded", "via", "x-forwarded", "x-forwarded-for", "x-forwarded-proto"),
+        *("x-forwarded-host", "x-forwarded-port", "x-forwarded-server", "x-forwarded-prefix"),
+        *("x_forwarded_for", "x-original-forwarded-for", "x-original-url", "x-real-ip"),
+        *("cf-connecting-ip", "cf-ray", "cdn-loop", "true-client-ip", "fastly-client-ip"),
+        *("x-client-ip", "x-cluster-client-ip", "x-envoy-external-address", "fly-client-ip"),
+        *("x-amzn-trace-id", "x-azure-clientip", "x-appengine-user-ip", "tailscale-user-login"),
+        *("x-arr-ssl", "x-vercel-forwarded-for", "cloudfront-viewer-address", "x-varnish"),
+    ],
+)
+def test_a_forwarding_header_makes_a_local_peer_a_proxy(header: str) -> None:
+    headers = [(b"host", b"localhost"), (header.encode(), b"127.0.0.1")]
+    assert not is_here({"client": ("127.0.0.1", 1), "headers": headers})
+
+
+def test_what_clients_send_themselves_does_not_make_them_proxies() -> None:
+    names = ("host", "user-agent", "accept", "x-request-id", "traceparent", "x-stainless-os")
+    headers = [(name.encode(), b"a") for name in names]
+    assert is_here({"client": ("127.0.0.1", 1), "headers": headers})

@@ -130,6 +130,21 @@ def test_an_idle_engine_does_not_wake_up(model: Path) -> None:
     run(story, model)
 
 
+def test_a_client_that_binds_late_still_gets_the_reason_of_a_failed_start(model: Path) -> None:
+    """The engine waits a second for its socket's other end; a busy client may take longer."""
+    config = engine_config({"model": str(model), "kv_cache_memory": "900TiB", "threads": 1})
+    process = EngineProcess.launch(config)
+    assert process.wait(PATIENCE_S) == 1
+
+    async def start() -> None:
+        client = EngineClient.attach(process, config)
+        with pytest.raises(CapacityError, match="lower --kv-cache-memory"):
+            await client.ready()
+        assert not process.folder.exists()
+
+    asyncio.run(start())
+
+
 @pytest.mark.parametrize(
     ("broken", "error"),
     [

@@ -77,6 +77,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_disconnects_total", lambda metrics: metrics.disconnect(), 1),
     ("quire_api_process_restarts_total", lambda metrics: metrics.restarts.inc(), 1),
     ("quire_slow_readers_total", lambda metrics: metrics.slow_reader(), 1),
+    ("quire_log_lines_dropped_total", lambda metrics: metrics.dropped_lines(3), 3),
     ("quire_open_requests", lambda metrics: metrics.opened(), 1),
     (
         "quire_http_responses_total{route=/v1/models,status=200}",

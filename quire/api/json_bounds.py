@@ -1,0 +1,55 @@
+"""Bounds on what a JSON text may hold, checked before any of it is built.
+
+Building millions of arrays, strings or numbers holds the interpreter lock for as long as it takes,
+and every stream waits. Counting them does not: a large text is counted in slices, by operations
+that release the lock. Knows nothing of what the text means, and does not check that it is JSON.
+Always holds: brackets and commas inside strings are not counted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Arrays and objects: a chat of 33,000 messages in three parts each.
+MAX_CONTAINERS = 100_000
+# Strings, keys among them.
+MAX_STRINGS = 300_000
+# Values of any kind: a prompt of a million token ids fits.
+MAX_VALUES = 1_200_000
+_SLICE_BYTES = 64 * 1024
+
+
+def excess(raw: bytes) -> str | None:
+    """Return what `raw` holds too many of, with the limit, as in an error message; else None."""
+    containers = quotes = commas = position = 0
+    in_string = False
+    while position < len(raw):
+        piece = _slice(raw, position)
+        position += len(piece)
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        codes = np.frombuffer(piece, np.uint8)
+        is_quote = codes == ord('"')
+        outside = np.logical_xor.accumulate(is_quote) == in_string
+        num_quotes = int(np.count_nonzero(is_quote))
+        opening = (codes == ord("[")) | (codes == ord("{"))
+        containers += int(np.count_nonzero(opening & outside))
+        commas += int(np.count_nonzero((codes == ord(",")) & outside))
+        quotes += num_quotes
+        in_string ^= bool(num_quotes & 1)
+        if containers > MAX_CONTAINERS:
+            return f"more than {MAX_CONTAINERS} arrays and objects"
+        if quotes > 2 * MAX_STRINGS:
+            return f"more than {MAX_STRINGS} strings"
+        if commas + containers > MAX_VALUES:
+            return f"more than {MAX_VALUES} values"
+    return None
+
+
+def _slice(raw: bytes, position: int) -> bytes:
+    """Return the next slice; it does not end between a backslash and what that escapes."""
+    piece = raw[position : position + _SLICE_BYTES]
+    num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+    if num_backslashes % 2 == 0:
+        return piece
+    return piece[:-1] or raw[position : position + 2]

@@ -1,0 +1,89 @@
+"""LineWriter: writes lines to a descriptor and never blocks its caller.
+
+A pipe that nobody reads, a stopped terminal or a full socket holds up a thread of the writer's own;
+lines that no longer fit its queue are dropped and counted, and once writing goes on a line says how
+many. Files and devices are written to at once. Knows no format. Always holds: `write` returns
+without waiting; the lines that are written keep their order and are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import stat
+import threading
+from collections.abc import Callable
+
+MAX_QUEUED_LINES = 1000
+# A longer line, such as a deep traceback, is cut.
+MAX_LINE_BYTES = 64 * 1024
+
+
+class LineWriter:
+    """Writes to `fd`, which stays open. on_dropped: makes the line that reports `n` lost lines."""
+
+    def __init__(self, fd: int, on_dropped: Callable[[int], str]) -> None:
+        self._fd = fd
+        self._on_dropped = on_dropped
+        self._lock = threading.RLock()  # a finalizer may log while its thread holds it
+        self._num_dropped = 0
+        self._num_reported = 0
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if _may_block(fd):
+            self._thread = threading.Thread(target=self._drain, name="quire-log", daemon=True)
+            self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """How many lines were dropped."""
+        return self._num_dropped
+
+    def write(self, line: str) -> None:
+        """Write a line, or queue it to be written; `line` ends without a line break."""
+        raw = line.encode(errors="backslashreplace")[:MAX_LINE_BYTES] + b"\n"
+        if self._thread is None:
+            _write_all(self._fd, raw)
+        elif self._lines.qsize() < MAX_QUEUED_LINES:
+            self._lines.put(raw)
+        else:
+            with self._lock:
+                self._num_dropped += 1
+
+    def close(self, limit_s: float) -> None:
+        """Wait at most `limit_s` until what is queued is written."""
+        if self._thread is not None:
+            self._lines.put(None)
+            self._thread.join(limit_s)
+
+    def _drain(self) -> None:
+        while (raw := self._lines.get()) is not None:
+            _write_all(self._fd, raw)
+            dropped = self._num_dropped - self._num_reported
+            if dropped:
+                self._num_reported += dropped
+                _write_all(self._fd, self._on_dropped(dropped).encode() + b"\n")
+
+
+def can_write(fd: int) -> bool:
+    """Return whether a short write to `fd` would not block."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def _may_block(fd: int) -> bool:
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError:
+        return False  # closed: each write fails at once
+    return not stat.S_ISREG(mode) and (not stat.S_ISCHR(mode) or os.isatty(fd))
+
+
+def _write_all(fd: int, raw: bytes) -> None:
+    """Write `raw`; lose it where that fails (a full disk, a closed pipe)."""
+    with contextlib.suppress(OSError):
+        while raw:
+            raw = raw[os.write(fd, raw) :]

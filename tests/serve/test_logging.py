@@ -1,0 +1,192 @@
+"""The log of a whole server: it never blocks, and under JSON logging each line is JSON."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+
+NUM_REQUESTS = 1500
+COMPLETIONS = "/v1/completions"
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe in which not a byte finds room."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        while True:
+            os.write(write, b"x" * 65536)
+    except BlockingIOError:
+        pass
+    try:
+        while True:
+            os.write(write, b"x")
+    except BlockingIOError:
+        os.set_blocking(write, True)
+    return read, write
+
+
+class Caller:
+    """Requests on one connection after another's end; waits until the server listens."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        raw = None if body is None else json.dumps(body)
+        self._connection.request(method, path, raw)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + GIVE_UP_S
+        while True:
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "never ready"
+            try:
+                if self.ask("GET", "/health")[0] == 200:
+                    return
+            except (ConnectionError, http.client.HTTPException):
+                self._connection.close()
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_full_pipe_that_nobody_reads_holds_up_nothing(tiny: Path, num_processes: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    read, write = full_pipe()
+    flags = ["--port", str(port), "--threads", "1", "--log-level", "debug"]
+    flags += ["--api-processes", str(num_processes)]
+    command = [sys.executable, "-m", "quire", "serve", str(tiny), *flags]
+    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT)
+    os.close(write)
+    came = bytearray()
+    reader = threading.Thread(target=lambda: _read_all(read, came), daemon=True)
+    caller = Caller(port)
+    try:
+        caller.until_ready(process)
+        for _ in range(NUM_REQUESTS * num_processes):
+            assert caller.ask("GET", "/health")[0] == 200
+        assert caller.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
+        metrics = caller.ask("GET", "/metrics")[1]
+        dropped = re.search(rb"^quire_log_lines_dropped_total (\S+)$", metrics, re.MULTILINE)
+        assert dropped is not None
+        assert float(dropped[1]) > 0
+
+        reader.start()
+        deadline = time.monotonic() + GIVE_UP_S
+        while not re.search(rb"log lines were dropped count=[1-9]", came):
+            assert time.monotonic() < deadline, "the dropped lines were never reported"
+            caller.ask("GET", "/health")
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(GIVE_UP_S) == 0
+    finally:
+        caller.close()
+        process.kill()
+        process.wait()
+        if reader.ident is not None:
+            reader.join(GIVE_UP_S)
+        os.close(read)
+
+
+def test_sigterm_ends_a_server_whose_log_nobody_reads(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    read, write = full_pipe()
+    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT)
+    caller = Caller(port)
+    try:
+        caller.until_ready(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(GIVE_UP_S) == 0
+    finally:
+        caller.close()
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
+
+
+def _read_all(read: int, came: bytearray) -> None:
+    while piece := os.read(read, 65536):
+        came += piece
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    """The lines, each of which must be an object of JSON with the fields that all have."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        assert list(line)[:4] == ["time", "level", "component", "event"]
+    return lines
+
+
+@pytest.mark.parametrize("flags", [("--log-format", "json"), ("--access-log", "json")])
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_under_json_logging_every_line_is_json(
+    tiny: Path, flags: tuple[str, ...], num_processes: str
+) -> None:
+    flags = (*flags, "--threads", "1", "--api-processes", num_processes)
+    with RunningServer(tiny, *flags) as server:
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
+        with socket.create_connection(("127.0.0.1", server.port), timeout=GIVE_UP_S) as connection:
+            connection.sendall(b"not HTTP\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        lines = lines_of(server.stderr())
+    assert {"loading", "ready", "request", "stopped"} <= {line["event"] for line in lines}
+    assert "uvicorn.error" in {line["component"] for line in lines}
+
+
+def test_a_failed_start_is_json_under_json_logging(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--log-format", "json"],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 2
+    last = lines_of(done.stderr)[-1]
+    assert last["level"] == "error"
+    assert "config.json" in last["event"]
+
+
+def test_lines_below_the_level_are_left_out(tiny: Path) -> None:
+    with RunningServer(tiny, "--threads", "1", "--log-level", "debug") as server:
+        assert server.get("/health")[0] == 200
+        server.until(lambda: "debug server: request" in server.stderr(), "a polled route is logged")
+    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--log-level", "error"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith(b"ready in"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=GIVE_UP_S)
+    assert told == b""

@@ -1,0 +1,104 @@
+"""What a process writes to standard error: one writer, one form, never blocking."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from quire.base.log_sink import MAX_QUEUED_LINES, LineWriter
+
+ROOT = Path(__file__).parents[3]
+GIVE_UP_S = 60.0
+START = """
+import gc, logging, sys, threading, warnings
+from quire.base.log import Log
+from quire.base.log_process import LogSettings, start_logging
+start_logging("test", LogSettings(form="json", level="warning"))
+"""
+
+
+def logged(program: str) -> list[dict[str, str]]:
+    """The lines that a process logs, each of them JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", START + program],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        cwd=ROOT,
+        check=False,
+    )
+    return [json.loads(line) for line in done.stderr.splitlines()]
+
+
+def test_an_uncaught_exception_is_one_line_with_its_traceback() -> None:
+    (line,) = logged("1 / 0")
+    assert (line["level"], line["event"]) == ("error", "uncaught exception")
+    assert line["traceback"].endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_an_exception_of_a_thread_and_one_that_cannot_be_raised_are_lines() -> None:
+    lines = logged(
+        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
+        "class Bad:\n    def __del__(self): raise KeyError('gone')\n"
+        "Bad(); gc.collect()"
+    )
+    assert [line["event"] for line in lines] == ["uncaught exception"] * 2
+    assert "ZeroDivisionError" in lines[0]["traceback"]
+    assert "KeyError" in lines[1]["traceback"]
+
+
+def test_libraries_warnings_and_prints_are_lines_too() -> None:
+    lines = logged(
+        "logging.getLogger('some.library').error('it %s', 'failed')\n"
+        "logging.getLogger('some.library').error('wrong %d', 'format')\n"
+        "warnings.warn('old', DeprecationWarning)\n"
+        "warnings.warn('odd')\n"
+        "print('two\\nlines', file=sys.stderr)\n"
+        "Log('own').event('left out'); Log('own').warning('kept', count=2)"
+    )
+    assert [(line["component"], line["level"]) for line in lines] == [
+        ("some.library", "error"),
+        ("some.library", "error"),
+        ("py.warnings", "warning"),
+        ("py.warnings", "warning"),
+        ("test", "error"),
+        ("test", "error"),
+        ("own", "warning"),
+    ]
+    assert lines[0]["event"] == "it failed"
+    assert lines[3]["event"].endswith("UserWarning: odd")
+    assert [line["event"] for line in lines[4:6]] == ["two", "lines"]
+    assert lines[6]["count"] == 2
+
+
+def test_a_writer_to_a_full_pipe_drops_counts_and_reports() -> None:
+    read, write = os.pipe()
+    writer = LineWriter(write, lambda count: f"dropped {count}")
+    num_lines = 4 * MAX_QUEUED_LINES
+    for number in range(num_lines):
+        writer.write(f"{number} " + "x" * 100)
+    assert writer.num_dropped > 0
+    pieces = b""
+    while not pieces.endswith(b"end\n"):
+        pieces += os.read(read, 65536)
+        if f"dropped {writer.num_dropped}\n".encode() in pieces and b"end" not in pieces:
+            writer.write("end")
+    lines = pieces.decode().splitlines()
+    numbers = [int(line.split()[0]) for line in lines if line.endswith("x")]
+    assert numbers == sorted(numbers)
+    assert len(numbers) + writer.num_dropped == num_lines
+    writer.close(GIVE_UP_S)
+    os.close(read)
+    os.close(write)
+
+
+def test_a_file_has_each_line_at_once(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "wb") as file:
+        writer = LineWriter(file.fileno(), str)
+        writer.write("one")
+        writer.write("lone \udc80 surrogate")
+        assert (tmp_path / "log").read_bytes() == b"one\nlone \\udc80 surrogate\n"
+    assert writer.num_dropped == 0
