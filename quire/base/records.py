@@ -203,8 +203,9 @@ class RowError:
     message: str
 
 
-# How such messages begin where what the request bans, or its grammar, may be why.
-NOTHING_LEFT = ("there is no token to choose", "the grammar")
+# Prefixes of such messages where the cause may be what the request bans, or its grammar.
+TOO_FEW_SEQUENCES = "beam search found "
+NOTHING_LEFT = ("there is no token to choose", "the grammar", TOO_FEW_SEQUENCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

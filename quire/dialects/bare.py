@@ -7,7 +7,7 @@ names one of the request's functions; all else is content, as soon as that can b
 
 from __future__ import annotations
 
-from quire.dialects.json_call import read_call
+from quire.dialects.json_call import End, read_call
 from quire.dialects.reader import Markers, Parse, Reader
 from quire.dialects.said import Sink
 from quire.dialects.tools import Tools
@@ -21,7 +21,7 @@ def read_bare(reader: Reader, sink: Sink, tools: Tools, *, marks: tuple[str, ...
     opening = ""
     while True:
         yield from _calls(reader, sink, tools, opening)
-        opening = yield from reader.until(openings, sink.content)
+        opening = yield from reader.until(openings, sink.content, sink.unfinished)
         if not opening:
             return
 
@@ -31,13 +31,14 @@ def _calls(reader: Reader, sink: Sink, tools: Tools, opening: str) -> Parse[None
     num_before = sink.num_calls
     reader.record()
     fenced = yield from _fence(reader)
-    listed = False
+    listed, is_cut = False, False
     while True:
         character = yield from reader.space()
         if character == "{":
             yield from reader.char()
-            begun, _ = yield from read_call(reader, sink, accepts=tools.has, strict=True)
+            begun, end = yield from read_call(reader, sink, accepts=tools.has, strict=True)
             if not begun:
+                is_cut = end is End.CUT
                 break
             reader.record()
         elif character == "[" and sink.num_calls == num_before and not listed:
@@ -53,7 +54,9 @@ def _calls(reader: Reader, sink: Sink, tools: Tools, opening: str) -> Parse[None
         else:
             break
     raw = reader.recorded()
-    if sink.num_calls == num_before:
+    if is_cut:
+        sink.unfinished(opening * (sink.num_calls == num_before) + raw)
+    elif sink.num_calls == num_before:
         sink.content(opening + raw)
     elif raw.strip(" \t\r\n,;]`"):
         sink.content(raw)

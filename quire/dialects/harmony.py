@@ -9,7 +9,9 @@ content. A text that has no header is content as a whole.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 
 from quire.dialects.reader import Markers, Parse, Reader, ignore
 from quire.dialects.said import Sink
@@ -27,13 +29,15 @@ def read_harmony(reader: Reader, sink: Sink, *, calls: bool) -> Parse[None]:
     """Messages, one after the other. calls: whether any may be a call."""
     if (yield from _has_no_header(reader)):
         yield from reader.until(_BODY_ENDS, sink.content)
+    give_back = sink.content
     while True:
         begun_at = reader.at_chars
         header: list[str] = []
         mark = yield from reader.until(_HEADER_ENDS, header.append)
         if not mark:
-            _give_back(sink, "".join(header))
+            _give_back(give_back, "".join(header))
             return
+        give_back = ignore  # between messages there are headers only
         if mark != MESSAGE:
             continue
         mark = yield from _body(reader, sink, "".join(header), begun_at, calls=calls)
@@ -52,10 +56,10 @@ def _has_no_header(reader: Reader) -> Parse[bool]:
     return bool((yield from reader.peek()))
 
 
-def _give_back(sink: Sink, header: str) -> None:
-    """A header that was cut off is nobody's words; a text without its marks is content."""
+def _give_back(content: Callable[[str], None], header: str) -> None:
+    """Drop a header that was cut off; a text without its marks is content."""
     if CHANNEL not in header and "to=" not in header and header.strip() not in ("", "assistant"):
-        sink.content(header)
+        content(header)
 
 
 def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool) -> Parse[str]:
@@ -63,8 +67,15 @@ def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool
     to, channel = _TO.search(header), _IN_CHANNEL.search(header)
     if calls and to is not None and to[1].startswith("functions."):
         sink.begin(to[1].removeprefix("functions."))
-        mark = yield from reader.until(_BODY_ENDS, sink.arguments)
-        sink.broken = not mark
+        arguments: list[str] = []
+
+        def argue(text: str) -> None:
+            arguments.append(text)
+            sink.arguments(text)
+
+        mark = yield from reader.until(_BODY_ENDS, argue)
+        # A grammar ends a forced call with its arguments, without a mark.
+        sink.broken = not mark and not _is_json("".join(arguments))
         return mark
     if channel is not None and channel[1] == "analysis":
         sink.paragraph("reasoning")
@@ -73,3 +84,12 @@ def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool
         return mark
     sink.paragraph("content")
     return (yield from reader.until(_BODY_ENDS, sink.content))
+
+
+def _is_json(text: str) -> bool:
+    """Return whether a text is a whole JSON value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

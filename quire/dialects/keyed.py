@@ -29,12 +29,13 @@ _NAME = re.compile(r"[\w.:/-]+")
 def read_keyed(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
     """Content and calls."""
     mark = ""
-    while mark == BLOCK or (yield from reader.until(_OUTSIDE, sink.content)):
+    while mark == BLOCK or (yield from reader.until(_OUTSIDE, sink.content, sink.unfinished)):
         heard: list[str] = []
         mark = yield from reader.until(_IN_CALL, heard.append)
         name = "".join(heard).strip()
         if not mark or not _NAME.fullmatch(name):
-            sink.content("".join((BLOCK, *heard, "" if mark == BLOCK else mark)))
+            give_back = sink.content if mark else sink.unfinished
+            give_back("".join((BLOCK, *heard, "" if mark == BLOCK else mark)))
             continue
         sink.begin(name)
         mark = yield from _arguments(reader, sink, tools, name, mark)

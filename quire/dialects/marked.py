@@ -14,11 +14,11 @@ from quire.dialects.said import Sink
 def read_marked(reader: Reader, sink: Sink, *, opens: tuple[str, ...], closes: str) -> Parse[None]:
     """Content and blocks. opens: marks that begin a block. closes: the mark that ends it."""
     openings = Markers(opens)
-    opening = yield from reader.until(openings, sink.content)
+    opening = yield from reader.until(openings, sink.content, sink.unfinished)
     while opening:
         opening = yield from _block(reader, sink, opening, opens, closes)
         if not opening:
-            opening = yield from reader.until(openings, sink.content)
+            opening = yield from reader.until(openings, sink.content, sink.unfinished)
 
 
 def _block(
@@ -41,14 +41,15 @@ def _block(
     raw = reader.recorded()
     if sink.num_calls == num_before:
         next_opening = mark if mark in opens else ""
-        sink.content(opening + raw[: len(raw) - len(next_opening)])
+        give_back = sink.content if mark else sink.unfinished
+        give_back(opening + raw[: len(raw) - len(next_opening)])
     return mark if mark in opens else ""
 
 
 def read_listed(reader: Reader, sink: Sink, *, opens: tuple[str, ...]) -> Parse[None]:
     """Content, and lists of calls behind a mark, without a mark at their end: functools[...]"""
     openings = Markers(opens)
-    while opening := (yield from reader.until(openings, sink.content)):
+    while opening := (yield from reader.until(openings, sink.content, sink.unfinished)):
         yield from read_list(reader, sink, opening)
 
 
@@ -77,4 +78,4 @@ def read_list(reader: Reader, sink: Sink, opening: str) -> Parse[None]:
             break
     raw = reader.recorded()
     if sink.num_calls == num_before:
-        sink.content(opening + raw)
+        (sink.content if character else sink.unfinished)(opening + raw)

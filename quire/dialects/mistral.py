@@ -19,7 +19,7 @@ _AFTER_ID = Markers((ARGUMENTS, CALLS, "{"))
 
 def read_mistral(reader: Reader, sink: Sink) -> Parse[None]:
     """Content and calls."""
-    opening = yield from reader.until(_OPENINGS, sink.content)
+    opening = yield from reader.until(_OPENINGS, sink.content, sink.unfinished)
     while opening:
         reader.record()
         character = yield from reader.space()
@@ -30,7 +30,7 @@ def read_mistral(reader: Reader, sink: Sink) -> Parse[None]:
         else:
             opening = yield from _named(reader, sink)
         if not opening:
-            opening = yield from reader.until(_OPENINGS, sink.content)
+            opening = yield from reader.until(_OPENINGS, sink.content, sink.unfinished)
 
 
 def _named(reader: Reader, sink: Sink) -> Parse[str]:
@@ -43,7 +43,8 @@ def _named(reader: Reader, sink: Sink) -> Parse[str]:
     raw = reader.recorded()
     called = "".join(name).strip()
     if mark not in (ARGUMENTS, "{") or not called:
-        sink.content(CALLS + raw[: len(raw) - len(mark)])
+        give_back = sink.content if mark else sink.unfinished
+        give_back(CALLS + raw[: len(raw) - len(mark)])
         if mark in (ARGUMENTS, "{"):
             reader.unread(mark)
             return ""

@@ -35,9 +35,9 @@ def read_pythonic(
     mark = ""
     while True:
         yield from _calls(reader, sink, tools, mark)
-        mark = yield from reader.until(marks, sink.content)
+        mark = yield from reader.until(marks, sink.content, sink.unfinished)
         while mark in closes:
-            mark = yield from reader.until(marks, sink.content)
+            mark = yield from reader.until(marks, sink.content, sink.unfinished)
         if not mark:
             return
 
@@ -51,7 +51,8 @@ def _calls(reader: Reader, sink: Sink, tools: Tools, opening: str) -> Parse[None
         yield from reader.space()
         name = yield from _word(reader, _NAME_ENDS)
         if not tools.has(name) or (yield from reader.space()) != "(":
-            sink.content(opening + reader.recorded())
+            raw = opening + reader.recorded()
+            (sink.content if (yield from reader.peek()) else sink.unfinished)(raw)
             return
         reader.recorded()
         opening = ""

@@ -97,8 +97,16 @@ class Reader:
             if character not in SPACE or not character:
                 return character
 
-    def until(self, markers: Markers, out: Callable[[str], None]) -> Parse[str]:
-        """Text to `out` up to the first marker, which is taken and returned; "" at the end."""
+    def until(
+        self,
+        markers: Markers,
+        out: Callable[[str], None],
+        unfinished: Callable[[str], None] | None = None,
+    ) -> Parse[str]:
+        """Text to `out` up to the first marker, which is taken and returned; "" at the end.
+
+        unfinished: takes the beginning of a marker at the end of the text; by default `out` does.
+        """
         held = ""
         while True:
             if not held:
@@ -108,7 +116,7 @@ class Reader:
             character = yield from self.char()
             if not character:
                 if held:
-                    out(held)
+                    (unfinished or out)(held)
                 return ""
             held += character
             while held and held not in markers.openings:

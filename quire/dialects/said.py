@@ -103,6 +103,14 @@ class Sink:
         self._bordered = True
         self._space[kind] = "\n" if self._spoken[kind] else ""
 
+    def unfinished(self, text: str) -> None:
+        """Take the beginning of a call that the end of the answer cut off.
+
+        It is content, so that nothing is lost; after a whole call it is markup, and dropped.
+        """
+        if not self.num_calls:
+            self.content(text)
+
     def begin(self, name: str) -> None:
         """A call begins."""
         self.border()

@@ -52,7 +52,7 @@ def read_sections(reader: Reader, sink: Sink, form: Section) -> Parse[None]:
     """Content and sections; the mark that begins a section may be left out."""
     outside = Markers((form.begins, form.call_begins))
     within = Markers((form.call_begins, form.ends))
-    while mark := (yield from reader.until(outside, sink.content)):
+    while mark := (yield from reader.until(outside, sink.content, sink.unfinished)):
         sink.border()
         if mark == form.begins:
             mark = yield from reader.until(within, ignore)
@@ -80,7 +80,8 @@ def _call(reader: Reader, sink: Sink, form: Section) -> Parse[str]:
     name = _name(name)
     if mark not in (form.separator, "{") or not name:
         next_call = mark if mark == form.call_begins else ""
-        sink.content(form.call_begins + raw[: len(raw) - len(next_call)])
+        give_back = sink.content if mark else sink.unfinished
+        give_back(form.call_begins + raw[: len(raw) - len(next_call)])
         return mark
     sink.begin(name)
     sink.arguments("{" * depth)

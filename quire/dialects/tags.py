@@ -31,7 +31,7 @@ def read_tags(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
     """Content and calls."""
     outside, mark = _OUTSIDE, ""
     while True:
-        mark = yield from reader.until(outside, sink.content)
+        mark = yield from reader.until(outside, sink.content, sink.unfinished)
         if not mark:
             return
         opening = mark
@@ -46,7 +46,8 @@ def read_tags(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
         outside = _BEHIND if opening == FUNCTION and mark == FUNCTION_ENDS else _OUTSIDE
         raw = reader.recorded()
         if sink.num_calls == num_before and opening != BLOCK_ENDS:
-            sink.content(opening + raw)
+            is_cut = not mark and not (yield from reader.peek())
+            (sink.unfinished if is_cut else sink.content)(opening + raw)
 
 
 def _function(reader: Reader, sink: Sink, tools: Tools) -> Parse[str]:

@@ -160,6 +160,8 @@ class EngineCore:
         plan, handle = self._flight.popleft()
         result, ended_ms = self._result(plan, handle), now_ms()
         outputs = self.scheduler.update(plan, result, ended_ms)
+        if self.grammars is not None:
+            self.grammars.forget_ended(outputs.events)
         if ended_ms >= self._look_at_ms:
             self._look_at_ms = ended_ms + QUICK_AUDIT_EVERY_MS
             self.audit(quick=True)
@@ -175,9 +177,12 @@ class EngineCore:
         """End what has waited for its first step as long as it may, or waits for a grammar that
         cannot be used."""
         ended: list[tuple[tuple[str, ...], QuireError]] = [*self.scheduler.expire(now_ms)]
-        for ids, error in () if self.grammars is None else self.grammars.refused():
-            self.abort(ids)
-            ended.append((ids, error))
+        if self.grammars is not None:
+            for ids, _ in ended:
+                self.grammars.forget(ids)
+            for ids, error in self.grammars.refused():
+                self.abort(ids)
+                ended.append((ids, error))
         return [Refused(request_ids=ids, fault=fault_of(error)) for ids, error in ended]
 
     def stats(self) -> EngineStats:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from quire.base.errors import QuireError
 from quire.base.grammar import Grammar
-from quire.base.records import Request
+from quire.base.records import Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.engine.stop_texts import StopTexts
 from quire.scheduler.state import RunningState
@@ -28,6 +28,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler, texts: StopTexts) -> None:
         self.compiler = compiler
         self.texts = texts
+        self._live: dict[str, Grammar] = {}  # by request id, until the request ends
         self._waiting: dict[str, Grammar] = {}  # by request id, until the grammar has settled
         self._reading: dict[str, None] = {}  # ids, until the tokenizer was read or cannot be
 
@@ -43,9 +44,9 @@ class Grammars:
     def want(self, requests: Sequence[Request]) -> None:
         """These have come: what they need is made ready from now on."""
         for request in requests:
-            if request.sampling.structured_outputs is not None:
-                self.compiler.want(request.sampling.structured_outputs)
-                self._waiting[request.request_id] = request.sampling.structured_outputs
+            if (grammar := request.sampling.structured_outputs) is not None:
+                self.compiler.pin(grammar)
+                self._live[request.request_id] = self._waiting[request.request_id] = grammar
             if request.sampling.ends_beams_by_text:
                 self.texts.want()
                 self._reading[request.request_id] = None
@@ -70,10 +71,19 @@ class Grammars:
         self.compiler.close()
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """These have been aborted."""
+        """Release what these requests needed: they have ended."""
+        if not self._live and not self._reading:
+            return
         for request_id in request_ids:
+            if (grammar := self._live.pop(request_id, None)) is not None:
+                self.compiler.unpin(grammar)
             self._waiting.pop(request_id, None)
             self._reading.pop(request_id, None)
+
+    def forget_ended(self, events: Sequence[RequestOutput]) -> None:
+        """Release what the requests needed that ended with these outputs."""
+        if self._live:
+            self.forget([one.request_id for one in events if one.finish_reason is not None])
 
     def _refused_unread(self) -> list[RefusedFor]:
         if not self.texts.is_settled:

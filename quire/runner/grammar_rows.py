@@ -32,6 +32,8 @@ class MatcherSource(Protocol):
 
     def matcher(self, grammar: Grammar) -> Matcher: ...
 
+    def replacement(self, grammar: Grammar, failed: Matcher) -> Matcher: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
@@ -61,8 +63,12 @@ NO_FOLLOW = Follow()
 
 @dataclass(slots=True)
 class _Row:
-    """One slot's matcher. taken: the answer's tokens it has; error: why it has none."""
+    """One slot's matcher. taken: the answer's tokens it has; error: why it has none.
 
+    is_replaced: the matcher was compiled for this row alone, after another had failed.
+    """
+
+    grammar: Grammar
     matcher: Matcher | None
     num_prompt_tokens: int
     error: str = ""
@@ -70,6 +76,7 @@ class _Row:
     ends_late: bool = False
     jumps: bool = False
     is_beam: bool = False
+    is_replaced: bool = False
 
 
 class GrammarRows:
@@ -99,7 +106,7 @@ class GrammarRows:
             return
         self._num += not self.has[slot]
         self.has[slot] = True
-        row = self._rows[slot] = _Row(None, admission.num_prompt_tokens)
+        row = self._rows[slot] = _Row(grammar, None, admission.num_prompt_tokens)
         if self._source is None:
             row.error = "nothing here compiles grammars"
             return
@@ -126,13 +133,14 @@ class GrammarRows:
         for source in sources.tolist():
             row = self._rows[source]
             if row is not None and row.matcher is not None:
-                copies.append((row.matcher.copy(), row.taken.copy(), row.error))
+                copies.append((row.matcher.copy(), row.taken.copy(), row.error, row.is_replaced))
             else:
-                copies.append((None, [], "" if row is None else row.error))
-        for slot, (matcher, taken, error) in zip(slots.tolist(), copies, strict=True):
+                copies.append((None, [], "" if row is None else row.error, False))
+        for slot, (matcher, taken, error, is_replaced) in zip(slots.tolist(), copies, strict=True):
             row = self._rows[slot]
             if row is not None:
                 row.matcher, row.taken, row.error = matcher, taken, error
+                row.is_replaced = is_replaced
 
     def begin(self, slots: Int32s, positions: Int32s) -> Future[Masks] | None:
         """Start to make masks for rows in `slots` [R], whose next tokens get `positions` [R]."""
@@ -174,11 +182,14 @@ class GrammarRows:
     def _follow_one(
         self, follow: Follow, place: int, row: _Row, slot: int, position: int, token_id: int
     ) -> None:
-        matcher = row.matcher
-        assert matcher is not None, "whoever asks has looked"
-        if matcher.ends_with(token_id):
+        assert row.matcher is not None, "the caller has checked"
+        if row.matcher.ends_with(token_id):
             return  # the token that ends the answer: the scheduler knows it
-        matcher.take([token_id])
+        try:
+            row.matcher.take([token_id])
+        except MatcherError as error:
+            self._replace(row, [*row.taken, token_id], error)
+        matcher = row.matcher
         row.taken.append(token_id)
         if row.jumps:
             room = self._tokens.tokens.shape[1] - int(position) - 1
@@ -215,11 +226,8 @@ class GrammarRows:
         if row.error or row.matcher is None:
             raise MatcherError(row.error or "the grammar has no matcher")
         known = self._tokens.tokens[slot, row.num_prompt_tokens : position].tolist()
-        if known != row.taken:
-            self._catch_up(row.matcher, row.taken, known)
-            row.taken = known
         try:
-            mask = row.matcher.mask()
+            mask = self._mask_after(row, known)
         except DeadEnd:
             if not row.is_beam:
                 raise
@@ -229,13 +237,44 @@ class GrammarRows:
             return longer if longer.any() else mask
         return mask
 
+    def _mask_after(self, row: _Row, known: list[int]) -> Words:
+        """Return the mask after the answer's tokens `known`, with a new matcher if this one fails.
+        Raises MatcherError."""
+        assert row.matcher is not None, "the caller has checked"
+        try:
+            if known != row.taken:
+                self._catch_up(row.matcher, row.taken, known)
+                row.taken = known
+            return row.matcher.mask()
+        except DeadEnd:
+            raise
+        except MatcherError as error:
+            self._replace(row, known, error)
+            row.taken = known
+            return row.matcher.mask()
+
+    def _replace(self, row: _Row, known: list[int], error: MatcherError) -> None:
+        """Give the row a matcher that shares nothing with others, advanced by `known`.
+
+        The lexer that failed is shared by all rows of the grammar, so the cause may be another
+        request. A row whose own matcher fails as well has its own cause: raises that error.
+        """
+        if row.is_replaced or self._source is None or row.matcher is None:
+            raise error
+        row.is_replaced = True
+        try:
+            row.matcher = self._source.replacement(row.grammar, row.matcher)
+        except QuireError as failed:
+            raise MatcherError(str(failed)) from error
+        row.matcher.replay(known)
+
     def _catch_up(self, matcher: Matcher, taken: Sequence[int], known: Sequence[int]) -> None:
         same = 0
         while same < min(len(taken), len(known)) and taken[same] == known[same]:
             same += 1
         matcher.go_back(len(taken) - same)
         if len(known) > same:
-            matcher.take(known[same:])
+            matcher.replay(known[same:])
 
 
 def _may_jump(admission: Admission) -> bool:

@@ -21,7 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import ContextTooLong, InvalidParameter
-from quire.base.records import FinishReason, Request, RequestOutput, StepResult
+from quire.base.records import (
+    TOO_FEW_SEQUENCES,
+    FinishReason,
+    Request,
+    RequestOutput,
+    StepResult,
+)
 from quire.cache.manager import CacheManager
 from quire.scheduler.beams import BeamSearch, Told, told_of
 from quire.scheduler.draft import Branches, PlanDraft
@@ -32,8 +38,8 @@ from quire.scheduler.tenants import TenantBooks
 from quire.scheduler.ticket import NO_SLOT, Ticket
 
 _MISSING = (
-    "beam search found {} sequences for {} streams: what is banned, or the grammar, leaves no more "
-    "of them; lower n"
+    TOO_FEW_SEQUENCES + "{} sequences for {} streams: what is banned, or the grammar, leaves no "
+    "more of them; lower n"
 )
 
 

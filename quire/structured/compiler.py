@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +38,8 @@ _LEAST_BYTES = 64 << 10
 # What is longer leaves much behind when it is compiled, which goes back to the system at once.
 _LARGE_CHARS = 32_768
 NUM_THREADS = 2  # of each lane
+# A grammar whose lexer failed is compiled again for one row only where that took at most so long.
+MAX_RECOMPILE_MS = 250.0
 # After so long without a grammar to try out, the process for it is ended.
 _IDLE_S = 60.0
 # Milliseconds a compilation may take.
@@ -98,6 +100,7 @@ class GrammarCompiler:
         self._max_kept, self._max_kept_bytes = max_kept, max_kept_bytes
         self._max_compile_ms = max_compile_ms
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._pins: Counter[bytes] = Counter()  # live requests by digest of their grammar
         self._lock = threading.Lock()  # of the entries and threads
         self._loading = threading.Lock()
         self._loaded: LoadedVocabulary | None = None
@@ -110,6 +113,23 @@ class GrammarCompiler:
         """Begin to compile a grammar, unless it is known."""
         with self._lock:
             self._entry(grammar)
+
+    def pin(self, grammar: Grammar) -> None:
+        """Begin to compile a grammar, and keep it for a live request until `unpin`.
+
+        Pinned grammars may exceed the bound on their number, not the one on their memory.
+        """
+        with self._lock:
+            self._pins[grammar.digest] += 1
+            self._entry(grammar)
+
+    def unpin(self, grammar: Grammar) -> None:
+        """Release what one `pin` kept."""
+        with self._lock:
+            self._pins[grammar.digest] -= 1
+            if self._pins[grammar.digest] <= 0:
+                del self._pins[grammar.digest]
+                self._let_go()
 
     def is_settled(self, grammar: Grammar) -> bool:
         """Whether it is compiled or has failed; it is wanted from now on if it was not."""
@@ -144,6 +164,24 @@ class GrammarCompiler:
             raise entry.error
         return entry.root.copy()
 
+    def replacement(self, grammar: Grammar, failed: Matcher) -> Matcher:
+        """Return a matcher at the beginning of its answer, with a lexer shared with no other.
+
+        Copies of one compiled grammar share llguidance's lexer, whose errors are permanent. So the
+        grammar `failed` was copied from is dropped: later requests compile it again. Raises
+        MatcherError where compiling it takes too long to repeat between two steps.
+        """
+        root = failed.root
+        with self._lock:
+            entry = self._entries.get(grammar.digest)
+            if entry is not None and entry.root is root:
+                del self._entries[grammar.digest]
+        if root.compile_ms > MAX_RECOMPILE_MS:
+            raise MatcherError("the grammar takes too long to compile again")
+        matcher = compiled(grammar, self._load(), root.source)
+        matcher.source, matcher.compile_ms = root.source, root.compile_ms
+        return matcher
+
     def close(self) -> None:
         """Begin nothing more; what is being tried out is ended."""
         with self._lock:
@@ -169,14 +207,20 @@ class GrammarCompiler:
         return entry
 
     def _let_go(self) -> None:
-        """Of settled ones those that were of use longest ago, until the rest are within bounds."""
+        """Evict settled grammars, least recently used first, until the rest are within bounds.
+
+        Those of live requests are evicted last, and only for memory.
+        """
         num_bytes = sum(kept.num_bytes for kept in self._entries.values())
-        for key, kept in list(self._entries.items()):
+        settled = [key for key, kept in self._entries.items() if kept.is_settled]
+        for key in (key for key in settled if key not in self._pins):
             if len(self._entries) <= self._max_kept and num_bytes <= self._max_kept_bytes:
                 return
-            if kept.is_settled:
-                num_bytes -= kept.num_bytes
-                del self._entries[key]
+            num_bytes -= self._entries.pop(key).num_bytes
+        for key in (key for key in settled if key in self._pins):
+            if num_bytes <= self._max_kept_bytes:
+                return
+            num_bytes -= self._entries.pop(key).num_bytes
 
     def _work(self, lane: _Lane, trial: Trial) -> None:
         while (entry := lane.next_job(trial)) is not None:
@@ -207,7 +251,10 @@ class GrammarCompiler:
         if needs_trial(grammar):
             names = vocabulary.special_names
             source = trial.source(grammar, names, limit_ms=self._max_compile_ms)
-        return compiled(grammar, vocabulary, source)
+        began_ms = self._now_ms()
+        root = compiled(grammar, vocabulary, source)
+        root.source, root.compile_ms = source, self._now_ms() - began_ms
+        return root
 
     def _load(self) -> LoadedVocabulary:
         with self._loading:

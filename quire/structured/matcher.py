@@ -38,18 +38,40 @@ class Matcher:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._mask: Words | None = None  # of the tokens taken so far, where it is known
+        self._root: Matcher | None = None  # what this is a copy of; None: a compiled grammar
+        # Of a compiled grammar: how long it took, and llguidance's grammar where a trial wrote it.
+        self.compile_ms = 0.0
+        self.source = ""
 
     def copy(self) -> Matcher:
-        """Another, as far as this one, that goes its own way."""
+        """Return an independent copy. It shares llguidance's lexer with the original, so an error
+        of the lexer fails both."""
         twin = Matcher(self._matcher.deep_copy(), self._vocabulary)
         twin._mask = self._mask
+        twin._root = self.root
         return twin
 
+    @property
+    def root(self) -> Matcher:
+        """The compiled grammar this was copied from, however often."""
+        return self._root or self
+
     def take(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these. Raises MatcherError where the grammar forbids one."""
+        """Advance by these tokens. Raises MatcherError where the grammar forbids one."""
         self._mask = None
         if not self._matcher.consume_tokens(list(token_ids)):
             raise MatcherError(f"the grammar does not allow the tokens chosen: {self._why()}")
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Advance by tokens that were chosen earlier, on another matcher of the same grammar.
+
+        llguidance renews the work budget of its lexer only when it computes a mask; without one
+        before each token a long replay exhausts the budget of a single step. Raises MatcherError.
+        """
+        for token_id in token_ids:
+            self._mask = None
+            self.mask()
+            self.take([token_id])
 
     def go_back(self, num_tokens: int) -> None:
         """Forget the last tokens."""

@@ -16,12 +16,15 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
 from quire.structured.gbnf import lark_of
-from quire.structured.schema import for_llguidance, path_of
+from quire.structured.schema import each_schema, for_llguidance, path_of
 
 MAX_GBNF_CHARS = 65_536
 _MAX_SAID_CHARS = 400
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL)
 _TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
+_IN_SCHEMA = re.compile(
+    r"at (\d+)\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| .*)?\Z", re.DOTALL
+)
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
@@ -58,6 +61,9 @@ def refusal(grammar: Grammar, complaint: str) -> InvalidParameter:
         return InvalidParameter(
             f"{grammar.param}: {_of_schema(json.loads(grammar.text), said)}", param=grammar.param
         )
+    if (embedded := _embedded_schema(grammar, said)) is not None:
+        schema, said = embedded
+        return InvalidParameter(f"{grammar.param}: {_of_schema(schema, said)}", param=grammar.param)
     what = {
         GrammarKind.REGEX: "the regular expression",
         GrammarKind.CHOICE: "the choice",
@@ -67,6 +73,20 @@ def refusal(grammar: Grammar, complaint: str) -> InvalidParameter:
     return InvalidParameter(
         f"{grammar.param}: {what} cannot be used: {_cut(said)}", param=grammar.param
     )
+
+
+def _embedded_schema(grammar: Grammar, said: str) -> tuple[Any, str] | None:
+    """Return the schema in a Lark grammar that a complaint is about, and the complaint without
+    the listing of the grammar behind it; None where it is about something else."""
+    found = _IN_SCHEMA.match(said)
+    lines = grammar.text.split("\n")
+    if grammar.kind is not GrammarKind.GRAMMAR or found is None or int(found[1]) > len(lines):
+        return None
+    _, _, schema = lines[int(found[1]) - 1].partition("%json ")
+    try:
+        return json.JSONDecoder().raw_decode(schema)[0], found[2].strip()
+    except ValueError:
+        return None
 
 
 def _json_options(grammar: Grammar) -> Any:
@@ -99,6 +119,12 @@ def _of_schema(schema: Any, said: str) -> str:
             f"{f' (at {place})' if place else ''}, which is not supported; leave it out, or write "
             "it as a pattern"
         )
+    if "oneOf constraints are not supported" in said:
+        return (
+            f"the schema has a oneOf (at {_unresolved_path(schema, 'oneOf')}) whose alternatives "
+            "are not seen to exclude each other; give each object a required property with a "
+            "const of its own, or write anyOf"
+        )
     if _TOO_WIDE.search(said) is not None:
         return (
             "the schema leaves too much open at one place, as an object of more than some 1,600 "
@@ -106,6 +132,14 @@ def _of_schema(schema: Any, said: str) -> str:
             "order says what comes next, or part them among several objects"
         )
     return f"the schema cannot be used: {_cut(said)}"
+
+
+def _unresolved_path(schema: Any, keyword: str) -> str:
+    """Return where a keyword is that rewriting has left as it was."""
+    rewritten = {path for path, at in each_schema(for_llguidance(schema)) if keyword in at}
+    paths = [path for path, at in each_schema(schema) if keyword in at]
+    path = next((path for path in paths if path in rewritten), paths[0] if paths else "#")
+    return f"{path}/{keyword}"
 
 
 def _cut(said: str) -> str:

@@ -38,6 +38,8 @@ GRAMMARS = (
     regex("(ab|cd)*"),
     choice(["yes", "yesterday", "no"]),
     grammar('start: "the list: " item (", " item)*\nitem: /[a-z]{1,3}/ "!"'),
+    # A pattern and a length: each word takes much of the lexer's budget.
+    json_schema({"type": "string", "maxLength": 700, "pattern": r"^(?:[a-d]+[ .]+){0,149}[a-d]+$"}),
 )
 BLOCK_SIZES = (16, 16, 16, 32)
 THREADS = (1, 1, 1, 1, 2, 3)  # several on a busy machine mostly wait for each other

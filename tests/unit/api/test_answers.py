@@ -12,7 +12,7 @@ from quire.base.errors import (
     OverloadedError,
     WorkerError,
 )
-from quire.base.records import FinishReason
+from quire.base.records import TOO_FEW_SEQUENCES, FinishReason
 from tests.unit.api.fake_engine import FakeEngine, Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -239,6 +239,8 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event_and_no_done(prompt: Any)
         ("there is no token to choose: all is banned", {"allowed_token_ids": [1]}, 400),
         ("there is no token to choose: NaN", {}, 500),
         ("the grammar leaves no token", {"structured_outputs": {"regex": "a"}}, 400),
+        (f"{TOO_FEW_SEQUENCES}1 of 2", {"structured_outputs": {"regex": "a"}}, 400),
+        (f"{TOO_FEW_SEQUENCES}1 of 2", {"allowed_token_ids": [1]}, 400),
         ("the executor failed", {"structured_outputs": {"regex": "a"}}, 500),
     ],
 )

@@ -98,3 +98,30 @@ def test_an_answer_cut_off_keeps_what_was_said(form: str) -> None:
             assert "".join(answer.content.split()) == "".join(text[:length].split())
     assert is_whole
     assert len(answer.calls) == 1
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_second_call_that_is_cut_off_leaves_no_markup_in_the_content(form: str) -> None:
+    dialect, write = WRITERS[form]
+    first = ("weather", {"city": "Oslo"})
+    text = write("", [first, ("add", {"number": 1})])
+    num_cut = 0
+    for length in range(len(text) + 1):
+        answer, _, _ = said_in([text[:length]], reading(dialect))
+        if not answer.calls or 'Oslo"' not in answer.calls[0].arguments:
+            continue
+        num_cut += 1
+        assert answer.content == ""
+        assert answer.calls[0].name == "weather"
+    assert num_cut >= 10
+    assert [call.name for call in answer.calls] == ["weather", "add"]
+
+
+def test_a_harmony_call_is_whole_where_its_arguments_are() -> None:
+    """A grammar ends a forced call with its arguments: no mark follows."""
+    dialect, write = WRITERS["harmony"]
+    text = write("", [("add", {"number": 12})]).removesuffix("<|call|>")
+    answer, is_whole, _ = said_in([text], reading(dialect))
+    assert (answer.calls[0].arguments, is_whole) == ('{"number": 12}', True)
+    _, is_whole, _ = said_in([text[:-1]], reading(dialect))
+    assert not is_whole

@@ -17,6 +17,8 @@ from quire.base.grammar import Grammar, choice, grammar, json_schema, regex
 from quire.base.records import FinishReason
 from quire.engine import assemble
 from quire.structured import source as written
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.matcher import Matcher
 
 SCHEMA = {
     "type": "object",
@@ -34,6 +36,7 @@ GRAMMARS: dict[str, Grammar] = {
     "choice": choice(["a cat", "a camel", "a cat and a camel"]),
     "grammar": grammar('start: "<" item ("|" item){0,3} ">"\nitem: /[a-z]{1,4}/'),
 }
+_LONG = {"type": "string", "minLength": 400}
 PROMPTS = ["Tom is a boy.", "Say it in JSON: Anna has a red ball.", "Hello"]
 
 
@@ -151,6 +154,39 @@ def test_plans_in_flight_and_preemption_change_no_id(llm: LLM) -> None:
         max_num_seqs=8, num_threads=1, max_model_len=128, kv_cache_memory_bytes=2_000_000
     ) as small:
         assert ids(small, sampling) == wanted
+
+
+def test_preempted_requests_keep_their_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers: list[SmallCompiler] = []
+
+    class SmallCompiler(GrammarCompiler):
+        num_matchers = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, max_kept=2)
+            compilers.append(self)
+
+        def matcher(self, grammar: Grammar) -> Matcher:
+            self.num_matchers += 1
+            return super().matcher(grammar)
+
+    monkeypatch.setattr(assemble, "GrammarCompiler", SmallCompiler)
+    asked = [
+        SamplingParams(
+            seed=number,
+            max_tokens=100,
+            structured_outputs=json_schema({**_LONG, "title": str(number)}),
+        )
+        for number in range(12)
+    ]
+    with LLM(
+        max_num_seqs=8, num_threads=1, max_model_len=128, kv_cache_memory_bytes=2_000_000
+    ) as llm:
+        answers = llm.generate(["Say it."] * len(asked), asked)
+    outputs = [answer.outputs[0] for answer in answers]
+    assert [output.error for output in outputs] == [None] * len(asked)
+    assert compilers[0].num_matchers > len(asked), "no request was preempted"
+    assert compilers[0].num_compiled == len(asked)
 
 
 def test_tokens_that_are_certain_share_a_step(llm: LLM) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.base.grammar import Grammar
+from quire.base.grammar import Grammar, json_schema
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.vocabulary import Vocabulary
@@ -19,6 +19,10 @@ from quire.text.tokenizer import Tokenizer
 
 BOX = Path(quire.__file__).parent / "models" / "box"
 EOS = 1
+# Each word of an answer makes the lexer build states: the whole text takes more than the budget of
+# one step.
+DEAR = json_schema({"type": "string", "maxLength": 500, "pattern": r"^(?:\S+\s+){0,49}\S+$"})
+DEAR_TEXT = json.dumps(" ".join(f"word{number}" for number in range(49)))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,10 @@ from quire.base.errors import InvalidParameter, WorkerError
 from quire.base.grammar import MAX_CHOICES, Grammar, choice, json_schema, regex
 from quire.structured import source as written
 from quire.structured.compiler import GrammarCompiler, compiled
+from quire.structured.matcher import MatcherError
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
+from quire.text.tokenizer import Tokenizer
+from tests.unit.structured.conftest import DEAR, DEAR_TEXT
 
 BAD = json_schema({"uniqueItems": True}, param="response_format")
 
@@ -71,6 +74,56 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(vocabulary: Vocabulary) -> 
     assert compiler.num_compiled == 5
     compiler.matcher(grammars[0])
     assert compiler.num_compiled == 6
+
+
+def test_grammars_of_live_requests_are_evicted_last(vocabulary: Vocabulary) -> None:
+    compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, max_kept=3)
+    grammars = [choice([f"answer {number}"]) for number in range(5)]
+    for grammar in grammars:
+        for _ in range(2):  # two requests
+            compiler.pin(grammar)
+        wait_for(compiler, grammar)
+    for grammar in grammars:
+        compiler.matcher(grammar)
+        compiler.unpin(grammar)
+    for grammar in grammars:
+        compiler.matcher(grammar)
+    assert compiler.num_compiled == 5
+    for grammar in grammars:
+        compiler.unpin(grammar)
+    compiler.matcher(grammars[0])
+    assert compiler.num_compiled == 6
+    compiler.close()
+
+
+def test_pinned_grammars_stay_within_the_bound_in_bytes(vocabulary: Vocabulary) -> None:
+    large = [regex("a" * 1000 + str(number)) for number in range(4)]  # about 274 KiB each
+    compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, max_kept_bytes=600 << 10)
+    for grammar in large:
+        compiler.pin(grammar)
+        wait_for(compiler, grammar)
+    compiler.matcher(large[3])
+    compiler.matcher(large[2])
+    assert compiler.num_compiled == 4
+    compiler.matcher(large[0])
+    assert compiler.num_compiled == 5
+    compiler.close()
+
+
+def test_a_failed_lexer_is_dropped_and_replaced(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0)
+    token_ids = tokenizer.encode(DEAR_TEXT, add_special_tokens=False)
+    failed, sharing = compiler.matcher(DEAR), compiler.matcher(DEAR)
+    with pytest.raises(MatcherError):  # without masks the budget of a step runs out
+        failed.take(token_ids)
+    with pytest.raises(MatcherError):
+        sharing.replay(token_ids[:1])
+    alone = compiler.replacement(DEAR, sharing)
+    alone.replay(token_ids)
+    compiler.matcher(DEAR).replay(token_ids)
+    assert compiler.num_compiled == 2  # the replacement is not counted: it is not kept
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_a_failed_one_weighs_its_text(

@@ -20,7 +20,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher, MatcherError, only_id, without
 from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
-from tests.unit.structured.conftest import EOS, Accepts, allows
+from tests.unit.structured.conftest import DEAR, DEAR_TEXT, EOS, Accepts, allows
 
 PERSON = {
     "type": "object",
@@ -119,6 +119,17 @@ def test_a_matcher_goes_back_and_a_copy_goes_its_own_way(
     matcher.go_back(3)
     assert (matcher.mask() == first).all()
     assert (twin.mask() == behind).all()
+
+
+def test_a_long_replay_on_a_fresh_grammar_renews_the_lexer_budget(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0)
+    token_ids = tokenizer.encode(DEAR_TEXT, add_special_tokens=False)
+    matcher = compiler.matcher(DEAR)
+    matcher.replay(token_ids)
+    assert matcher.is_complete
+    compiler.matcher(DEAR).replay(token_ids)  # the lexer they share is intact
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from quire.base.errors import InvalidParameter
-from quire.base.grammar import json_schema
+from quire.base.grammar import grammar, json_schema
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Evaluator, Undecided, equal
 from quire.structured.schema import for_llguidance, negation, path_of
@@ -106,8 +106,8 @@ def test_what_is_rewritten_allows_the_same_values(name: str, accepts: Accepts) -
     assert wanted
     assert len(wanted) < len(VALUES)
     assert [value for value in VALUES if rewritten.is_valid(value)] == wanted
-    grammar = json_schema(schema)
-    assert [value for value in VALUES if accepts(grammar, told(value))] == wanted
+    allowed = json_schema(schema)
+    assert [value for value in VALUES if accepts(allowed, told(value))] == wanted
 
 
 def test_what_needs_no_help_is_left_as_it_is() -> None:
@@ -127,29 +127,29 @@ def test_a_format_nobody_defines_says_nothing_and_a_defined_one_is_kept() -> Non
     assert for_llguidance({"type": "string", "format": "iri"})["format"] == "iri"
 
 
-@pytest.mark.parametrize(
-    ("schema", "said"),
-    [
-        (
-            {"properties": {"a/b": {"type": "array", "items": {"uniqueItems": True}}}},
-            "uniqueItems (at #/properties/a~1b/items/uniqueItems)",
-        ),
-        ({"properties": {"not": {}}, "contains": {"const": 1}}, "contains (at #/contains)"),
-        (
-            {"anyOf": [{}, {"if": {}, "then": {}}]},
-            "if (at #/anyOf/1/if), then (at #/anyOf/1/then)",
-        ),
-        ({"items": {"not": {"pattern": "a"}}}, "not (at #/items/not)"),
-        ({"items": {"format": "iri"}}, '"iri" (at #/items/format)'),
-        ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
-        ({"$ref": "#/definitions/absent"}, "does not exist"),
-        ({"type": "thing"}, "Invalid type: thing"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength (5) is greater"),
-        ({"enum": [1, 2], "not": {"type": "integer"}}, "Unsatisfiable"),
-        (False, "schema is false"),
-    ],
-)
+REFUSED: list[tuple[Any, str]] = [
+    (
+        {"properties": {"a/b": {"type": "array", "items": {"uniqueItems": True}}}},
+        "uniqueItems (at #/properties/a~1b/items/uniqueItems)",
+    ),
+    ({"properties": {"not": {}}, "contains": {"const": 1}}, "contains (at #/contains)"),
+    (
+        {"anyOf": [{}, {"if": {}, "then": {}}]},
+        "if (at #/anyOf/1/if), then (at #/anyOf/1/then)",
+    ),
+    ({"items": {"not": {"pattern": "a"}}}, "not (at #/items/not)"),
+    ({"items": {"format": "iri"}}, '"iri" (at #/items/format)'),
+    ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
+    ({"$ref": "#/definitions/absent"}, "does not exist"),
+    ({"type": "thing"}, "Invalid type: thing"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength (5) is greater"),
+    ({"enum": [1, 2], "not": {"type": "integer"}}, "Unsatisfiable"),
+    (False, "schema is false"),
+]
+
+
+@pytest.mark.parametrize(("schema", "said"), REFUSED)
 def test_a_schema_that_cannot_be_used_is_refused_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
@@ -159,6 +159,21 @@ def test_a_schema_that_cannot_be_used_is_refused_by_keyword_and_path(
     assert str(error.value).startswith("response_format: the schema ")
     assert error.value.param == "response_format"
     assert "<state>" not in str(error.value)
+
+
+@pytest.mark.parametrize(("schema", "said"), REFUSED[:-1])
+def test_a_schema_behind_reasoning_is_refused_by_keyword_and_path(
+    schema: Any, said: str, compiler: GrammarCompiler
+) -> None:
+    """It stands in a Lark grammar then, of which the client knows nothing."""
+    options = {"lenient": False, "coerce_one_of": False}
+    written = json.dumps({**for_llguidance(schema), "x-guidance": options})
+    lark = f"start: thinking words\nthinking[lazy]: /(.|\\n)*<\\/think>/\nwords: %json {written}"
+    with pytest.raises(InvalidParameter) as error:
+        compiler.matcher(grammar(lark, param="response_format"))
+    assert said in str(error.value)
+    assert str(error.value).startswith("response_format: the schema ")
+    assert "%json" not in str(error.value)
 
 
 def test_the_path_is_that_of_a_keyword_not_of_a_property_of_its_name() -> None:
