@@ -14,7 +14,8 @@ import pytest
 from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
 
-from quire.api.fields import CHAT, COMPLETIONS, NO_EFFECT, UNSERVED
+from quire.api.fields import CHAT, COMPLETIONS
+from quire.api.foreign_fields import HINTS, NO_EFFECT, UNSERVED
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "stream"}
@@ -31,7 +32,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "prediction": ({"type": "content", "content": "x"}, "predicted"),
     "service_tier": ("priority", "one tier"),
     "store": (True, "not stored"),
-    "verbosity": ("low", "verbosity"),
     "web_search_options": ({}, "searches nothing"),
 }
 
@@ -45,13 +45,13 @@ def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> R
 
 @pytest.mark.parametrize("name", sorted(CHAT_FIELDS))
 def test_every_field_of_openais_chats_has_a_place_in_the_table(name: str) -> None:
-    assert (name in CHAT) + (name in NO_EFFECT) + (name in UNSERVED) == 1
+    assert sum(name in table for table in (CHAT, NO_EFFECT, UNSERVED, HINTS)) == 1
     assert (name in UNSERVED) == (name in REFUSED)
 
 
 @pytest.mark.parametrize("name", sorted(COMPLETION_FIELDS))
 def test_every_field_of_openais_completions_has_a_place_in_the_table(name: str) -> None:
-    assert (name in COMPLETIONS) + (name in NO_EFFECT) + (name in UNSERVED) == 1
+    assert sum(name in table for table in (COMPLETIONS, NO_EFFECT, UNSERVED, HINTS)) == 1
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -76,7 +76,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
         ("store", False),
         ("service_tier", "auto"),
         ("modalities", ["text"]),
-        ("verbosity", "medium"),
+        ("verbosity", "low"),
         ("reasoning_effort", "none"),
         ("response_format", {"type": "text"}),
         ("stream_options", None),
