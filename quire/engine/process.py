@@ -27,7 +27,9 @@ _PARENT_GONE = 3
 
 def main() -> int:
     """Run one engine; the exit code."""
-    parser = argparse.ArgumentParser(description="The engine process of quire; started by it.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="The engine process of quire; started by it."
+    )
     parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

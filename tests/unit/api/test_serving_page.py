@@ -44,7 +44,7 @@ def test_every_open_path_is_on_the_page() -> None:
 
 
 def test_every_flag_the_page_names_exists() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     known = {flag for action in parser._actions for flag in action.option_strings}
     named = set(re.findall(r"`(--[\w-]+)", PAGE))
