@@ -90,6 +90,7 @@ _EVERYWHERE = (
         "cache_salt",
         "truncate_prompt_tokens",
         "return_timings",
+        "timings",
     }
 )
 # Where answers are texts.

@@ -262,12 +262,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "tokens": list_of(token_id),
         "stream": FLAG,
-        "stream_options": object_of(
-            {
-                name: {"enum": [False, None]} if name == "continuous_usage_stats" else or_null(FLAG)
-                for name in sorted(STREAM_OPTIONS)
-            }
-        ),
+        "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {
             "type": "integer",
             "minimum": 0,
@@ -280,6 +275,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "response_format": _response_format(),
         "return_timings": FLAG,
+        "timings": FLAG,
         "return_token_ids": FLAG,
         "echo": FLAG,
         "suffix": TEXT,

@@ -16,17 +16,36 @@ from quire.api.fields import (
     DETOKENIZE,
     TOKENIZE,
 )
+from quire.api.foreign_fields import documented
+from quire.api.paths import FOREIGN_PATHS
 from quire.cli.serve import add_arguments
+from quire.config.foreign_flags import INSTEAD, SUBCOMMANDS
 from quire.obs.metrics import Metrics
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "serving.md").read_text()
+COMPATIBILITY = (DOCS / "compatibility.md").read_text()
 
 
 def test_every_field_that_is_honoured_is_on_the_page() -> None:
     texts = TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
     fields = CHAT | COMPLETIONS | texts
-    missing = [name for name in fields if f"`{name}`" not in PAGE]
+    missing = [name for name in fields if f"`{name}`" not in PAGE + COMPATIBILITY]
     assert missing == []
+
+
+def test_the_tables_of_the_compatibility_page_are_those_of_the_code() -> None:
+    tables = {
+        "fields": [*documented()],
+        "paths": [(f"`{path}`", text) for path, text in FOREIGN_PATHS.items()],
+        "flags": [(f"`{flag}`", text) for flag, text in INSTEAD.items()],
+        "subcommands": [(f"`{name}`", text) for name, text in SUBCOMMANDS.items()],
+    }
+    for name, rows in tables.items():
+        _, _, rest = COMPATIBILITY.partition(f"<!-- {name} -->\n")
+        written, _, _ = rest.partition("<!-- end -->")
+        lines = [f"| {left} | {right} |" for left, right in rows]
+        assert written.splitlines()[2:] == lines, f"write the table of {name} anew"
 
 
 def test_every_metric_is_on_the_page_and_no_other() -> None:
