@@ -161,7 +161,7 @@ def _plan(log: IO[bytes]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--precisions", default="none,int8,int4")
     parser.add_argument("--out", type=Path, default=Path("bench/results/footprint.json"))

@@ -168,7 +168,7 @@ def story_ids(folder: Path, stories: Sequence[str]) -> list[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--stories", type=int, default=40)
     parser.add_argument("--precisions", default=",".join([*INT_SCHEMES, *FP8]))
     parser.add_argument("--out", type=Path)

@@ -120,7 +120,7 @@ def _with_part(page: Path, part: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     for path, wanted in ((README, readme()), (PAGE, page()), (SIMULATE, simulate())):

@@ -69,7 +69,9 @@ def _prefill(engine: Peer, asks: list[Ask]) -> tuple[list[int], float]:
 def main() -> None:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")

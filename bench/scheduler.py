@@ -229,7 +229,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Measure, write JSON and the plot beside it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--out", type=Path, default=Path("bench/results/scheduler.json"))
     args = parser.parse_args()

@@ -85,7 +85,7 @@ def measure(name: str, model: list[str], starts: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--starts", type=int, default=7)
     parser.add_argument("--no-size", action="store_true", help="keep the size the file has")
     parser.add_argument("--out", type=Path, default=Path("bench/results/startup.json"))

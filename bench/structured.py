@@ -45,7 +45,7 @@ MAX_TOKENS = 400
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--answers", type=int, default=1000)
     parser.add_argument("--max-masks", type=int, default=60_000, help="of one vocabulary")

@@ -110,7 +110,9 @@ def measure(samples: int, tokens: int, rounds: int, api_processes: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each stream")

@@ -74,6 +74,6 @@ async def serve(step_s: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("step_ms", type=float)
     uvloop.run(serve(parser.parse_args().step_ms / 1000))

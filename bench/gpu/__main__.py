@@ -35,6 +35,7 @@ Section = dict[str, Any]
 def main() -> int:
     """The check; the exit code."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="bench/gpu_check.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -21,7 +21,7 @@ from bench.gpu.stage import Stage
 
 def main() -> int:
     """Run it; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("name", choices=list(SECTIONS))
     parser.add_argument("--told", type=Path, required=True)
     parser.add_argument("--most-s", type=float, required=True)

@@ -178,7 +178,7 @@ def told_by(tool: str, option: str, cubin: bytes) -> str:
 
 def main() -> None:
     """Compile a share; print how many there were."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--service", action="store_true")

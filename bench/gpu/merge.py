@@ -21,7 +21,7 @@ Result = dict[str, Any]
 
 def main() -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

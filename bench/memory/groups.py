@@ -89,7 +89,7 @@ def measure(engine: Engine, shape: Shape) -> Used:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.memory groups")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="bench.memory groups")
     parser.add_argument("--model", default="")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("bench/results/groups.json"))

@@ -292,7 +292,9 @@ def _ms(call: Callable[[], object]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.memory paging", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="bench.memory paging", description=__doc__
+    )
     parser.add_argument("--pairs", type=int, default=31)
     parser.add_argument("--out", type=Path, default=Path("bench/results/memory.json"))
     args = parser.parse_args(arguments)

@@ -101,7 +101,7 @@ PLOTS = {"preemption": plot_preemption, "tier-warm": plot_tier, "groups": plot_g
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.memory plots")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="bench.memory plots")
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)
     for name, plot in PLOTS.items():

@@ -123,7 +123,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.memory preemption", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="bench.memory preemption", description=__doc__
+    )
     add_places(parser, out=Path("bench/results/preemption.json"))
     parser.add_argument("--runs", default=",".join(f"{k}:{m}" for k in MODES for m in MODES[k]))
     parser.add_argument("--load", choices=tuple(MODES), help=argparse.SUPPRESS)

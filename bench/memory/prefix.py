@@ -357,7 +357,9 @@ def draw(replays: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parts = ("replay", "sharing", "microseconds", "no_reuse")
-    parser = argparse.ArgumentParser(prog="bench.memory prefix", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="bench.memory prefix", description=__doc__
+    )
     parser.add_argument("--only", default=",".join(parts), help="parts, by commas")
     parser.add_argument("--model", default=None, help="for no_reuse; else stories260K")
     parser.add_argument("--rounds", type=int, default=200)

@@ -121,7 +121,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.memory warm", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="bench.memory warm", description=__doc__
+    )
     add_places(parser, out=Path("bench/results/tier-warm.json"))
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--kv-mib", type=int, default=1024)

@@ -153,7 +153,7 @@ def _run(words: Sequence[str | os.PathLike[str]], product: Path) -> None:
 
 def main() -> None:
     """Convert ahead of time what a comparison would convert when it gets there."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16"])
     parser.add_argument("--engines", nargs="+", default=["llama.cpp", "openvino"])

@@ -251,7 +251,9 @@ INSTALLERS: dict[str, Callable[[Installation], None]] = {
 
 def main() -> None:
     """Install what was named, or everything."""
-    parser = argparse.ArgumentParser(description=__doc__, prog="bench/peers/setup")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, prog="bench/peers/setup"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(INSTALLERS))
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once (llama.cpp)"

@@ -45,7 +45,9 @@ POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 def main() -> None:
     """Measure, print, and write JSON and pictures."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     tables = kinds.add_parser("table", help="all policies in the simulator")

@@ -164,7 +164,9 @@ def scene_of(run: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.policies.interference", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="bench.policies.interference", description=__doc__
+    )
     parser.add_argument("--model", default="")
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--prompt", type=int, default=8192)

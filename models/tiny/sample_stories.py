@@ -66,7 +66,9 @@ def openings(rng: random.Random) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sample stories from stories260K with Quire.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Sample stories from stories260K with Quire."
+    )
     parser.add_argument("--model", type=Path, default=DATA_FOLDER / "stories260K")
     parser.add_argument("--out", type=Path, required=True, help="a .jsonl file to append to")
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after this long")

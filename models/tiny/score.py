@@ -133,7 +133,9 @@ def write_card(template: str, out: Path, facts: dict[str, object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the toy model in the box.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Measure the toy model in the box."
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "quire" / "models" / "box")
     parser.add_argument("--draft", type=Path, default=ROOT / "quire" / "models" / "box_draft")
     parser.add_argument("--data", type=Path, default=DATA_FOLDER, help="the data folder")

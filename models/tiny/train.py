@@ -207,7 +207,9 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the toy model in the box.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Train the toy model in the box."
+    )
     parser.add_argument("--minutes", type=float, default=55.0, help="the whole run, all told")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--sampled", type=Path, nargs="*", default=[], help=".jsonl of stories")

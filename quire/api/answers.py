@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from msgspec import structs
@@ -54,6 +54,26 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Counts, times and rates of prefill and decoding, with the names and units of llama.cpp.
+
+    cache_n: prompt tokens found in the prefix cache; prompt_n: those computed. Prefill is from the
+    first scheduling to the first token, decoding from there to the last token; of several streams,
+    from the first of them to the last. A rate over no time is 0.
+    """
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens of a whole request."""
 
@@ -62,6 +82,7 @@ class Usage:
     cached_tokens: int
     cache_uses: tuple[CacheUse, ...] = ()  # of each prompt, where they were asked for
     timings: Timings | None = None  # where they were asked for
+    speeds: Speeds | None = None  # where they were asked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,12 +117,14 @@ class Answers:
         terms: Terms = DEFAULT_TERMS,
         among_strangers: bool = False,
         tells_timings: bool = False,
+        tells_speeds: bool = False,
     ) -> None:
         self.prompts = prompts
         self._cache_salt = cache_salt
         self._terms = terms
         self._among_strangers = among_strangers
         self._tells_timings = tells_timings
+        self._tells_speeds = tells_speeds
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -167,6 +190,8 @@ class Answers:
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
             timings=self._timings() if self._tells_timings else None,
         )
+        if self._tells_speeds:
+            usage = replace(usage, speeds=self._speeds(usage))
         if self._num_open == 0:  # asked for by the answer, the log and whoever looks at requests
             self._final = usage
         return usage
@@ -185,6 +210,27 @@ class Answers:
             queue_ms=first(each.first_scheduled_ms for each in times),
             first_token_ms=first(each.first_token_ms for each in times),
             total_ms=round(max(each.last_token_ms for each in times) - arrival_ms, 3),
+        )
+
+    def _speeds(self, usage: Usage) -> Speeds:
+        timings = self._timings()
+        queue_ms = first_ms = total_ms = 0.0
+        if timings is not None:
+            total_ms = 0.0 if math.isnan(timings.total_ms) else timings.total_ms
+            queue_ms = timings.queue_ms or 0.0
+            first_ms = total_ms if timings.first_token_ms is None else timings.first_token_ms
+        prompt_n = usage.prompt_tokens - usage.cached_tokens
+        prompt_ms, predicted_ms = max(first_ms - queue_ms, 0.0), max(total_ms - first_ms, 0.0)
+        return Speeds(
+            cache_n=usage.cached_tokens,
+            prompt_n=prompt_n,
+            prompt_ms=round(prompt_ms, 3),
+            prompt_per_token_ms=_ratio(prompt_ms, prompt_n),
+            prompt_per_second=_ratio(1e3 * prompt_n, prompt_ms),
+            predicted_n=usage.completion_tokens,
+            predicted_ms=round(predicted_ms, 3),
+            predicted_per_token_ms=_ratio(predicted_ms, usage.completion_tokens),
+            predicted_per_second=_ratio(1e3 * usage.completion_tokens, predicted_ms),
         )
 
     @property
@@ -278,6 +324,10 @@ class Answers:
             output_tokens=delta.num_output_tokens,
             terms=self._terms,
         )
+
+
+def _ratio(amount: float, divisor: float) -> float:
+    return round(amount / divisor, 3) if divisor > 0 else 0.0
 
 
 def _failure(sampling: SamplingParams, why: str | None) -> QuireError:

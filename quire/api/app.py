@@ -17,14 +17,17 @@ from quire.api.cache import Cache
 from quire.api.chat import Chat
 from quire.api.completions import Completions
 from quire.api.edge import Edge
+from quire.api.errors import UnknownRoute
 from quire.api.health import Watch
 from quire.api.ids import Ids
 from quire.api.models import Models
 from quire.api.openapi.routes import Document
+from quire.api.paths import hint_for
 from quire.api.requests import Requests
 from quire.api.serving import Serving
 from quire.api.texts import Texts
 from quire.api.version import Pointer, show_version
+from quire.base.show import show
 
 
 def build_app(serving: Serving) -> ASGIApp:
@@ -93,7 +96,16 @@ def _admin_routes(serving: Serving) -> list[Route]:
 
 
 def _routed(routes: Sequence[Route]) -> ASGIApp:
-    return _Raising(Router(routes, redirect_slashes=False, default=_nothing_here))
+    paths = sorted({route.path for route in routes if "{" not in route.path})
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        hint = hint_for(path, paths)
+        raise UnknownRoute(
+            f"nothing is served at {show(path)}; {hint and hint + '; '}GET / lists what is"
+        )
+
+    return _Raising(Router(routes, redirect_slashes=False, default=refuse))
 
 
 class _Raising:
@@ -118,7 +130,3 @@ class _Raising:
             if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE
         ]
         return ", ".join(sorted(set().union(*matching)))
-
-
-async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
-    raise HTTPException(404)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.conversations import rendered
 from quire.api.fields import CHAT, flag
-from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.generation import Asked, Envelope, Job, generate, speeds_json, usage_json
 from quire.api.held import held_to
 from quire.api.logprobs import chat_logprobs, check_told, prompt_logprobs
 from quire.api.prompts import encode, most_tokens
@@ -141,7 +141,8 @@ class ChatWriter:
         return {
             **self._frame("chat.completion"),
             "choices": written,
-            "usage": self._usage(usage),
+            "usage": self.usage(usage),
+            **speeds_json(usage),
             **self._of_prompt(choices[0][0].prompt_logprobs, begins=True),
         }
 
@@ -179,11 +180,10 @@ class ChatWriter:
         return self._chunk(index, {"content": text})
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """The chunk with the usage, if it was asked for."""
-        if not self._include_usage:
-            return None
-        frame = self._frame("chat.completion.chunk")
-        return {**frame, "choices": [], "usage": self._usage(usage)}
+        """Return the last chunk, with usage and timings where they were asked for."""
+        included = {"usage": self.usage(usage)} if self._include_usage else {}
+        told = {**included, **speeds_json(usage)}
+        return {**self._frame("chat.completion.chunk"), "choices": [], **told} if told else None
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         heard = self._heard[index] = self._listener.choice(index)
@@ -197,7 +197,8 @@ class ChatWriter:
             **self._ids(choice.token_ids),
         }
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the counts so far; with tokens of reasoning where answers are parsed for it."""
         if not self._listener.listens:
             return usage_json(usage)
         reasoned = sum(heard.reasoning_tokens for heard in self._heard.values())

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.fields import COMPLETIONS, flag
-from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.generation import Asked, Envelope, Job, generate, speeds_json, usage_json
 from quire.api.logprobs import (
     check_told,
     completion_logprobs,
@@ -155,7 +155,12 @@ class CompletionWriter:
                         **self._ids(at, choice.token_ids, begins=True),
                     }
                 )
-        return {**self._frame, "choices": written, "usage": usage_json(usage)}
+        return {
+            **self._frame,
+            "choices": written,
+            "usage": usage_json(usage),
+            **speeds_json(usage),
+        }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """One chunk; the first of a choice begins with the echo and tells of the prompt."""
@@ -185,10 +190,16 @@ class CompletionWriter:
         )
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """The chunk with the usage, if it was asked for."""
-        if not self._include_usage:
-            return None
-        return {**self._frame, "choices": [], "usage": usage_json(usage)}
+        """Return the last chunk, with usage and timings where they were asked for."""
+        told = {**self._included(usage), **speeds_json(usage)}
+        return {**self._frame, "choices": [], **told} if told else None
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the counts so far."""
+        return usage_json(usage)
+
+    def _included(self, usage: Usage) -> dict[str, Any]:
+        return {"usage": self.usage(usage)} if self._include_usage else {}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._frame, "choices": choices}

@@ -1,8 +1,9 @@
 """What a request says of its conversation, checked and rendered by the model's template.
 
-What messages may be is said in quire/text/messages.py; here, what goes with them: a template by
-its name or as text, documents, tools, reasoning_effort, variables. What the template does not read
-is refused, or left out and named where the server was told so. Knows no token.
+quire/text/messages.py checks messages; here is what goes with them: a template by its name or as
+text, documents, tools, reasoning_effort, variables. Tools and documents that the template does not
+read are refused, or left out with unknown_fields="warn". reasoning_effort and variables are hints:
+those that the template does not read are left out and listed in a response header.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quire.api.opening import Opened
 from quire.api.tools import Offer, offer_of
 from quire.base.errors import InvalidParameter, RequestError, TokenizerError
 from quire.base.show import show
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import OWN_VARIABLES, ChatTemplate
 from quire.text.messages import checked_messages, with_argument_objects
 
 MAX_MESSAGES = 4096
@@ -112,9 +113,9 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _effort(effort: Any) -> str | None:
-    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
+    if not isinstance(effort, str | None):
         raise InvalidParameter(
-            f"reasoning_effort is {show(effort)}; allowed: {', '.join(EFFORTS)}",
+            f"reasoning_effort is {show(effort)}; a string is allowed: {', '.join(EFFORTS)}",
             param="reasoning_effort",
         )
     return effort
@@ -181,13 +182,14 @@ def _render_with(
 ) -> tuple[Conversation, tuple[str, ...]]:
     variables, ignored = dict(asked.variables), []
     for name in asked.variables:
-        try:
-            template.check_variables([name], tools=asked.tools, chat_template=asked.name)
-        except InvalidParameter:
-            if not warns:
-                raise
+        if name in OWN_VARIABLES and not warns:
+            continue  # refused below
+        if name in OWN_VARIABLES or not template.reads(
+            name, tools=asked.tools, chat_template=asked.name
+        ):
             ignored.append(f"chat_template_kwargs.{name}")
             del variables[name]
+    template.check_variables(variables, tools=asked.tools, chat_template=asked.name)
     listed = {"tools": asked.tools, "documents": asked.documents}
     for name in [name for name in listed if listed[name] is not None]:
         try:
@@ -198,12 +200,10 @@ def _render_with(
             ignored.append(name)
             listed[name] = None
     tools = listed["tools"]
-    try:
-        variables |= _of_effort(template, asked)
-    except InvalidParameter:
-        if not warns:
-            raise
+    of_effort = _of_effort(template, asked)
+    if asked.effort is not None and of_effort is None:
         ignored.append("reasoning_effort")
+    variables |= of_effort or {}
     text = template.render(
         with_argument_objects(template, asked.messages, tools=tools, chat_template=asked.name),
         add_generation_prompt=asked.add_generation_prompt,
@@ -218,36 +218,21 @@ def _render_with(
     return conversation, tuple(ignored)
 
 
-def _of_effort(template: ChatTemplate, asked: _Asked) -> dict[str, Any]:
-    """The variable by which a template is told reasoning_effort.
+def _of_effort(template: ChatTemplate, asked: _Asked) -> dict[str, Any] | None:
+    """Return the template's variables for reasoning_effort; None where it cannot be followed.
 
-    One that only knows reasoning or none is told of "none"; one that knows neither reasons, or
-    does not, as its model does, which cannot be changed.
+    A template that reads no degrees but a switch has it switched off by "none" and on by any other
+    degree. Variables of chat_template_kwargs precede reasoning_effort.
     """
-    given = [name for name in ("reasoning_effort", *_SWITCHES) if name in asked.variables]
-    if asked.effort is None:
-        return {}
-    if given:
-        raise InvalidParameter(
-            f"reasoning_effort and chat_template_kwargs.{given[0]} are both given; give one",
-            param="reasoning_effort",
-        )
+    if asked.effort not in EFFORTS:
+        return None
 
     def reads(name: str) -> bool:
         return template.reads(name, tools=asked.tools, chat_template=asked.name)
 
+    if any(name in asked.variables and reads(name) for name in ("reasoning_effort", *_SWITCHES)):
+        return None
     if reads("reasoning_effort"):
         return {"reasoning_effort": asked.effort}
     switch = next((name for name in _SWITCHES if reads(name)), None)
-    if asked.effort == "none":
-        return {} if switch is None else {switch: False}
-    raise InvalidParameter(
-        f"reasoning_effort is {show(asked.effort)}, and the model's chat template knows no "
-        + (
-            "degrees of it; leave it out"
-            if switch is None
-            else f'degrees, only whether (chat_template_kwargs: {{"{switch}": true}}); leave it out'
-        )
-        + ' ("none" is accepted)',
-        param="reasoning_effort",
-    )
+    return None if switch is None else {switch: asked.effort != "none"}

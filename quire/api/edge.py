@@ -25,8 +25,10 @@ from quire.api.errors import MethodNotAllowed, UnknownRoute, error_response
 from quire.api.gone import ClientGone
 from quire.api.listen import is_loopback
 from quire.api.live import Live
+from quire.api.paths import served_path
 from quire.api.serving import Serving
 from quire.base.errors import QuireError
+from quire.base.show import show
 
 # Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is not the peer.
 _FORWARDING_HEADERS = frozenset(
@@ -80,6 +82,7 @@ class Edge:
         if scope["type"] != "http":
             return
         strip_prefix(scope, self._prefix)
+        scope["path"] = served_path(scope["path"])
         name = own_name(scope["headers"])
         origin = self._cors.origin_of(scope)
         exchange = _Exchange(send, name, self._cors.headers(origin))
@@ -117,10 +120,7 @@ class Edge:
             self._serving.metrics.disconnect()
         except HTTPException as error:
             refusal: QuireError = (
-                MethodNotAllowed(
-                    f"{scope['method']} is not allowed at this path",
-                    allowed=(error.headers or {}).get("Allow", ""),
-                )
+                _method_not_allowed(scope, (error.headers or {}).get("Allow", ""))
                 if error.status_code == 405
                 else UnknownRoute("nothing is served at this path; GET / lists what is")
             )
@@ -230,6 +230,12 @@ def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     if match is None or match[1] == b"ff" or not match[2].strip(b"0") or not match[3].strip(b"0"):
         return ""
     return match[2].decode("ascii")
+
+
+def _method_not_allowed(scope: Scope, allowed: str) -> MethodNotAllowed:
+    return MethodNotAllowed(
+        f"{scope['method']} is not allowed at {show(scope['path'])}; use {allowed}", allowed=allowed
+    )
 
 
 def _authorization(scope: Scope) -> bytes | None:

@@ -33,7 +33,11 @@ class Chunks(Protocol):
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
         """The chunk of more text of a choice that has begun; None where others tell more."""
 
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None: ...
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """The counts so far as the API writes them."""
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """The last chunk, with usage and timings; None where neither was asked for."""
 
 
 Put = Callable[[list[bytes], bool], Awaitable[None]]
@@ -47,10 +51,13 @@ _text_json = msgspec.json.Encoder().encode
 
 
 class Events:
-    """Writes the events of one request."""
+    """Writes the events of one request. continuous_usage: every chunk has the usage so far."""
 
-    def __init__(self, answers: Answers, chunks: Chunks, request_id: str) -> None:
+    def __init__(
+        self, answers: Answers, chunks: Chunks, request_id: str, *, continuous_usage: bool = False
+    ) -> None:
         self._answers = answers
+        self._continuous_usage = continuous_usage
         self._chunks = chunks
         self._prefix = f"id: {request_id}:".encode()
         self._number = 0
@@ -89,7 +96,11 @@ class Events:
             if around is not None:
                 return [self._event(around[0] + _text_json(delta.text) + around[1])]
         chunks = [*self._chunks.of_delta(prompt, delta)]
-        self._learn(prompt, delta.index)
+        if self._continuous_usage:
+            usage = self._chunks.usage(self._answers.usage)
+            chunks = [{**chunk, "usage": usage} for chunk in chunks]
+        else:
+            self._learn(prompt, delta.index)
         return [self._event(msgspec.json.encode(chunk)) for chunk in chunks]
 
     def _learn(self, prompt: int, index: int) -> None:

@@ -1,19 +1,26 @@
-"""The table of request fields: what is honoured, what is refused by name, what cannot matter.
+"""The fields each route honours, and how the fields of a body are sorted by name.
 
-A field that would change the answer is honoured or refused. null means "not given". A field we do
-not serve is accepted at the value that asks for nothing (its documented default), and fields that
-cannot change the answer are accepted at any value of their type. Any other name is refused, or,
-with unknown_fields="warn", left out and reported. Knows nothing of values beyond this: they are
-checked where they are used.
+A field that would change the answer is honoured or refused. null means "not given", for any name.
+What other servers and clients send is in foreign_fields.py: exact synonyms are renamed, fields that
+cannot change the answer are accepted, hints are accepted and reported. Any other name is refused,
+or, with unknown_fields="warn", left out and reported. Values are checked where they are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from quire.api.foreign_fields import (
+    EMPTY_SYNONYMS,
+    HINTS,
+    NO_EFFECT,
+    OTHER_NAMES,
+    SYNONYMS,
+    UNSERVED,
+    same_json,
+)
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -83,6 +90,7 @@ _EVERYWHERE = (
         "cache_salt",
         "truncate_prompt_tokens",
         "return_timings",
+        "timings",
     }
 )
 # Where answers are texts.
@@ -116,144 +124,46 @@ TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_toke
 DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 APPLY_TEMPLATE = CONVERSATION | {"model"}
 
-# What other programs call fields of ours; told in the hint.
-OTHER_NAMES = {
-    "typical": "typical_p",
-    "typ_p": "typical_p",
-    "top_sigma": "top_n_sigma",
-    "nsigma": "top_n_sigma",
-    "dry_range": "dry_penalty_last_n",
-    "dry_breakers": "dry_sequence_breakers",
-    "mirostat_mode": "mirostat",
-    "repeat_penalty": "repetition_penalty",
-    "n_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "bad_words_ids": "bad_words",
-    "content": "prompt",
-    "input": "prompt",
-    "text": "prompt",
-    "add_special": "add_special_tokens",
-    "with_pieces": "return_token_strs",
-    "ids": "tokens",
-    "token_ids": "tokens",
-    "input_ids": "tokens",
-    "prompt_token_ids": "tokens",
-    "conversation": "messages",
-    "enable_thinking": "chat_template_kwargs",
-    "reasoning": "reasoning_effort",
-    "separate_reasoning": "include_reasoning",
-    "thinking": "chat_template_kwargs",
-    "banned_strings": "bad_words",
-    "ban_eos_token": "ignore_eos",
-    "add_bos_token": "add_special_tokens",
-    "n_probs": "logprobs",
-    "num_beams": "use_beam_search",
-    "beam_width": "use_beam_search",
-    "num_return_sequences": "n",
-    "deadline": "deadline_ms",
-    "ttft_slo": "ttft_slo_ms",
-    "tpot_slo": "tpot_slo_ms",
-}
-
-# They label a request or steer a service around it; no token depends on them. Of what type they
-# are, as OpenAI has it: another is a caller's mistake, told before it meets a server that minds.
-LABELS: dict[str, type] = {
-    "user": str,
-    "metadata": dict,
-    "safety_identifier": str,
-    "prompt_cache_key": str,
-    "prompt_cache_retention": str,
-    "prompt_cache_options": dict,
-    "request_id": str,
-}
-NO_EFFECT = frozenset(LABELS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unserved:
-    """A field accepted only at values that ask for nothing, and why it is refused otherwise."""
-
-    allowed: tuple[Any, ...]
-    why: str
-
-
-def _guided(form: str) -> Unserved:
-    return Unserved(allowed=(), why=f'write it as structured_outputs: {{"{form}": ...}}')
-
-
-_TAIL_FREE = "tail-free sampling is not served (min_p is like it)"
-_ONE_TEMPERATURE = "a request has one temperature"
-_WHOLE_HISTORY = "repetition_penalty looks at all tokens of prompt and answer"
-
-UNSERVED: dict[str, Unserved] = {
-    "store": Unserved(allowed=(False,), why="answers are not stored"),
-    "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
-    "guided_json": _guided("json"),
-    "guided_regex": _guided("regex"),
-    "guided_choice": _guided("choice"),
-    "guided_grammar": _guided("grammar"),
-    "guided_json_object": _guided("json_object"),
-    "structural_tag": _guided("structural_tag"),
-    "grammar": _guided("grammar"),
-    "json_schema": _guided("json"),
-    "functions": Unserved(allowed=([],), why="functions are given as tools"),
-    "function_call": Unserved(
-        allowed=("none", "auto"), why="which function is called is chosen by tool_choice"
-    ),
-    "modalities": Unserved(allowed=(["text"],), why="the model writes text only"),
-    "audio": Unserved(allowed=(), why="the model writes text only"),
-    "prediction": Unserved(allowed=(), why="predicted outputs are not served"),
-    "moderation": Unserved(allowed=(), why="nothing is moderated here"),
-    "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
-    "verbosity": Unserved(allowed=("medium",), why="the model has no verbosity to set"),
-    # Other programs send these with every request, mostly off.
-    "tfs": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
-    "tfs_z": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
-    "top_a": Unserved(allowed=(0, 0.0), why="top_a is not served (min_p is like it)"),
-    "smoothing_factor": Unserved(allowed=(0, 0.0), why="quadratic sampling is not served"),
-    "smoothing_curve": Unserved(allowed=(1, 1.0), why="quadratic sampling is not served"),
-    "dynamic_temperature": Unserved(allowed=(False,), why=_ONE_TEMPERATURE),
-    "dynatemp_range": Unserved(allowed=(0, 0.0), why=_ONE_TEMPERATURE),
-    "dynatemp_exponent": Unserved(allowed=(1, 1.0), why=_ONE_TEMPERATURE),
-    "temperature_last": Unserved(
-        allowed=(False,), why="filters see the distribution at the request's temperature"
-    ),
-    "penalty_alpha": Unserved(allowed=(0, 0.0), why="contrastive search is not served"),
-    "guidance_scale": Unserved(allowed=(1, 1.0), why="classifier-free guidance is not served"),
-    "encoder_repetition_penalty": Unserved(
-        allowed=(1, 1.0), why="the prompt's tokens are not favoured"
-    ),
-    "repetition_penalty_range": Unserved(allowed=(0,), why=_WHOLE_HISTORY),
-    "repeat_last_n": Unserved(allowed=(-1,), why=_WHOLE_HISTORY),
-    "spaces_between_special_tokens": Unserved(
-        allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
-    ),
-    "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "object": dict,
+    "number": (int, float),
+    "boolean": bool,
 }
 
 
 def known_fields(
     body: Mapping[str, Any], honoured: frozenset[str], *, warn_unknown: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The honoured fields that were given, and names left out (only with warn_unknown).
+    """Return the honoured fields that were given, and the names left out.
 
-    Raises InvalidParameter naming a field that is not served or not known, with its value.
+    Names are left out where they are hints, or unknown with warn_unknown. Raises InvalidParameter
+    naming a field that is not served or not known, with its value.
     """
     given: dict[str, Any] = {}
     ignored: list[str] = []
+    synonyms: dict[str, Any] = {}
     for name, value in body.items():
+        if value is None:
+            continue
         if name in honoured:
-            if value is not None:
-                given[name] = value
+            given[name] = value
+        elif name in SYNONYMS and SYNONYMS[name][0] in honoured:
+            synonyms[name] = value
         elif name in UNSERVED:
-            _check_unserved(name, value)
+            _check_unserved(name, value, body)
         elif name in NO_EFFECT:
             _check_type(name, value)
-        else:
-            if not warn_unknown:
-                raise _unknown(name, honoured)
+        elif name in HINTS:
+            if not any(same_json(value, neutral) for neutral in HINTS[name]):
+                ignored.append(name)
+        elif warn_unknown:
             ignored.append(name)
+        else:
+            raise _unknown(name, honoured)
+    for name, value in synonyms.items():
+        if not any(same_json(value, empty) for empty in EMPTY_SYNONYMS.get(name, ())):
+            _rename(name, value, given)
     return given, tuple(ignored)
 
 
@@ -271,30 +181,50 @@ def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     return value
 
 
-def _check_type(name: str, value: Any) -> None:
-    kind = LABELS[name]
-    if value is not None and not isinstance(value, kind):
-        words = "a string" if kind is str else "an object"
-        raise InvalidParameter(f"{name} is {show(value)}; {words} is allowed", param=name)
+def _rename(name: str, value: Any, given: dict[str, Any]) -> None:
+    """Put the value of a synonym where the field that it stands for has it.
 
-
-def _check_unserved(name: str, value: Any) -> None:
-    rule = UNSERVED[name]
-    # False == 0 and 1 == True in Python, not in JSON.
-    fine = value is None or any(
-        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-        for allowed in rule.allowed
-    )
-    if not fine:
-        allowed = " or ".join(["null", *map(show, rule.allowed)])
+    Raises InvalidParameter where both are given and differ.
+    """
+    field, *keys = SYNONYMS[name]
+    target, key = given, field
+    if keys:
+        inner = given.get(field, {})
+        if not isinstance(inner, dict):
+            return  # refused where the field itself is read
+        target = given[field] = dict(inner)
+        [key] = keys
+    if not same_json(target.setdefault(key, value), value):
         raise InvalidParameter(
-            f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)",
+            f"{name} is {show(value)} and {'.'.join((field, *keys))} is {show(target[key])}; they "
+            "mean the same: give one",
             param=name,
         )
 
 
+def _check_type(name: str, value: Any) -> None:
+    kind = NO_EFFECT[name]
+    if isinstance(value, bool) != (kind == "boolean") or not isinstance(value, _TYPES[kind]):
+        words = f"an {kind}" if kind == "object" else f"a {kind}"
+        raise InvalidParameter(f"{name} is {show(value)}; {words} is allowed", param=name)
+
+
+def _check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
+    rule = UNSERVED[name]
+    if any(same_json(value, allowed) for allowed in rule.allowed):
+        return
+    if rule.unless is not None:
+        neutral, other, of_other = rule.unless
+        if same_json(value, neutral) and same_json(body.get(other), of_other):
+            return
+    allowed = " or ".join(["null", *map(show, rule.allowed)])
+    raise InvalidParameter(
+        f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)", param=name
+    )
+
+
 def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
-    other = OTHER_NAMES.get(name)
+    other = OTHER_NAMES.get(name) or SYNONYMS.get(name, ("",))[0]
     near = [other] if other in honoured else get_close_matches(name[:64], honoured, 1)
     hint = f"did you mean {show(near[0])}? " if near else ""
     return InvalidParameter(

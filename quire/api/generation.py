@@ -70,6 +70,14 @@ class Asked:
     config: ServerConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """include_usage: a last chunk has the usage. continuous_usage: every chunk has it so far."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
 Reader = Callable[[Asked], Coroutine[Any, Any, Job]]
 
 
@@ -89,12 +97,13 @@ async def generate(
         fingerprint=serving.fingerprint(engine.card),
     )
     stream = flag(given, "stream")
+    options = _stream_options(given, stream=stream)
     asked = Asked(
         request=begun,
         given=given,
         engine=engine,
         envelope=envelope,
-        include_usage=_include_usage(given, stream=stream),
+        include_usage=options.include_usage,
         config=serving.config,
     )
     live = Live(request_id, _asker(request), request.scope["route"].path, is_stream=stream)
@@ -116,11 +125,13 @@ async def generate(
             terms=terms,
             among_strangers=serving.has_strangers and not cache_salt,
             tells_timings=flag(given, "return_timings"),
+            tells_speeds=flag(given, "timings"),
         )
         request.state.answers = answers
         live.look = lambda: _progress(answers)
         if stream:
-            return _streamed(serving, begun, Events(answers, job.writer, live.id), live)
+            events = Events(answers, job.writer, live.id, continuous_usage=options.continuous_usage)
+            return _streamed(serving, begun, events, live)
         return await _written(job, await answers.whole(), answers.usage)
 
     try:
@@ -189,6 +200,11 @@ def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str
     }
 
 
+def speeds_json(usage: Usage) -> dict[str, Any]:
+    """Return `timings` beside `usage`, where it was asked for."""
+    return {"timings": msgspec.to_builtins(usage.speeds)} if usage.speeds else {}
+
+
 def _details(usage: Usage) -> dict[str, Any]:
     """Where cached tokens were found, and for each prompt why no more; if that was asked for."""
     if not usage.cache_uses:
@@ -218,10 +234,10 @@ def _refuse_ranked(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:
+def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
     options = given.get("stream_options")
     if options is None:
-        return False
+        return StreamOptions()
     if not isinstance(options, dict):
         raise InvalidParameter(
             f"stream_options is {show(options)}; an object is allowed", param="stream_options"
@@ -231,16 +247,13 @@ def _include_usage(given: Mapping[str, Any], *, stream: bool) -> bool:
             "stream_options is given without stream: true; leave it out", param="stream_options"
         )
     for name, value in options.items():
-        if name not in STREAM_OPTIONS or not isinstance(value, bool | None):
+        if value is not None and (name not in STREAM_OPTIONS or not isinstance(value, bool)):
             raise InvalidParameter(
                 f"stream_options has {show(name)}: {show(value)}; include_usage: true or false is "
                 "allowed",
                 param="stream_options",
             )
-    if options.get("continuous_usage_stats"):
-        raise InvalidParameter(
-            "stream_options.continuous_usage_stats is true; usage is sent once, at the end "
-            "(include_usage)",
-            param="stream_options",
-        )
-    return bool(options.get("include_usage"))
+    return StreamOptions(
+        include_usage=bool(options.get("include_usage")),
+        continuous_usage=bool(options.get("continuous_usage_stats")),
+    )

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.fields import GENERATE
-from quire.api.generation import Asked, Envelope, Job, generate, usage_json
+from quire.api.generation import Asked, Envelope, Job, generate, speeds_json, usage_json
 from quire.api.logprobs import check_told, prompt_logprobs
 from quire.api.prompts import checked_ids, most_tokens
 from quire.api.sampling import COMPLETION_TOKENS, completion_tokens, limited, sampling_of
@@ -111,6 +111,7 @@ class IdsWriter:
             **self._frame,
             "choices": written,
             "usage": usage_json(usage),
+            **speeds_json(usage),
             **self._scored(choices[0][0].prompt_logprobs),
         }
 
@@ -130,10 +131,16 @@ class IdsWriter:
         """None: text is not told here."""
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """The chunk with the usage, if it was asked for."""
-        if not self._include_usage:
-            return None
-        return {**self._frame, "choices": [], "usage": usage_json(usage)}
+        """Return the last chunk, with usage and timings where they were asked for."""
+        told = {**self._included(usage), **speeds_json(usage)}
+        return {**self._frame, "choices": [], **told} if told else None
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the counts so far."""
+        return usage_json(usage)
+
+    def _included(self, usage: Usage) -> dict[str, Any]:
+        return {"usage": self.usage(usage)} if self._include_usage else {}
 
     def _scored(self, tokens: Sequence[TokenText | None]) -> dict[str, Any]:
         """What is told of the prompt: once, beside the choices, where it was asked for."""

@@ -1,8 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the one model served here; /tokenizer_info: its tokenizer.
+"""GET /v1/models and /v1/models/{id}: the model served here; /tokenizer_info: its tokenizer.
 
-Knows the model's card and nothing of the engine behind it. Beside OpenAI's fields a model has its
-context length, its dtype and precision, and the fingerprint that answers carry. What is told of the
-tokenizer is what programs need that tokenize over /tokenize instead of loading files of their own.
+The model is listed once under each of its names. Beside OpenAI's fields a model has its context
+length, its dtype and precision, and the fingerprint that answers carry. /tokenizer_info has what
+programs need that tokenize over /tokenize instead of loading files of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.opening import unknown_model
 from quire.api.serving import Serving
-from quire.base.errors import TokenizerError, UnknownModel
-from quire.base.show import show
+from quire.base.errors import TokenizerError
 from quire.engine.card import ModelCard
 from quire.text.chat_template import ChatTemplate
 
@@ -27,17 +27,18 @@ class Models:
         self._serving = serving
 
     async def list(self, request: Request) -> Response:
-        """All models: one."""
-        models = [self._model(self._serving.engine().card)]
+        """List the model under each of its names."""
+        card = self._serving.engine().card
+        models = [self._model(card, name) for name in card.names]
         return _json({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
         """A model by name. Raises UnknownModel."""
         card = self._serving.engine().card
         name = request.path_params["name"]
-        if name != card.name:
-            raise UnknownModel(f"model {show(name)} is not served here; {card.name!r} is")
-        return _json(self._model(card))
+        if name not in card.names:
+            raise unknown_model(name, card)
+        return _json(self._model(card, name))
 
     async def tokenizer(self, request: Request) -> Response:
         """The tokens a tokenizer's configuration names, by their texts, and the chat template."""
@@ -50,9 +51,9 @@ class Models:
         told["chat_template"] = _source(template)
         return _json(told)
 
-    def _model(self, card: ModelCard) -> dict[str, Any]:
+    def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
         return {
-            "id": card.name,
+            "id": name,
             "object": "model",
             "created": card.created_s,
             "owned_by": "quire",

@@ -19,6 +19,7 @@ from quire.api.gone import Deadline, body_in_time
 from quire.api.serving import Engine, Serving
 from quire.base.errors import InvalidParameter, UnknownModel
 from quire.base.show import show
+from quire.engine.card import ModelCard
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,10 +122,15 @@ def query_names(request: Request, honoured: frozenset[str], *, warns: bool) -> t
 
 
 def _check_model(given: Mapping[str, Any], engine: Engine) -> None:
-    """A request may leave the model's name out, but not name another."""
-    name = engine.card.name
-    asked = given.get("model", name)
+    """Raise where a request names a model that is not served; "" and no name mean the one here."""
+    asked = given.get("model", "")
     if not isinstance(asked, str):
         raise InvalidParameter(f"model is {show(asked)}; a string is allowed", param="model")
-    if asked != name:
-        raise UnknownModel(f"model {show(asked)} is not served here; {name!r} is", param="model")
+    if asked and asked not in engine.card.names:
+        raise unknown_model(asked, engine.card, param="model")
+
+
+def unknown_model(asked: str, card: ModelCard, *, param: str | None = None) -> UnknownModel:
+    """Return the error for a model name that is not served, with the names that are."""
+    served = " or ".join(map(repr, card.names))
+    return UnknownModel(f"model {show(asked)} is not served here; {served} is", param=param)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from quire.api.fields import SAMPLING, flag
 from quire.api.structured import grammar_asked_for
 from quire.base.errors import InvalidParameter
@@ -45,6 +47,8 @@ def sampling_of(
                 "true for chats)",
                 param="logprob_token_ids",
             )
+    if isinstance(fields.get("dry_sequence_breakers"), str):
+        fields["dry_sequence_breakers"] = _list_in_text(fields["dry_sequence_breakers"])
     fields["structured_outputs"] = grammar_asked_for(given)
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"])
@@ -95,6 +99,15 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
     return tuple(value)
+
+
+def _list_in_text(text: str) -> Any:
+    """Return the list that `text` holds as JSON, as text clients send it; else the text."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError):
+        return text
+    return tuple(value) if isinstance(value, list) else text
 
 
 def _biases(value: Any) -> dict[int, Any]:

@@ -26,6 +26,25 @@ from quire.cli.options import (
 from quire.cli.speakers import LocalSpeaker, RemoteSpeaker, Speaker
 
 _EXIT_REFUSED = 2
+# The engine's settings that matter to one conversation at a time.
+_SETTINGS = frozenset(
+    {
+        "dtype",
+        "quantization",
+        "head_precision",
+        "keep",
+        "max_model_len",
+        "chat_template",
+        "kv_cache_memory_bytes",
+        "kv_cache_dtype",
+        "executor",
+        "device",
+        "numerics",
+        "enforce_eager",
+        "num_threads",
+        "pack_cache",
+    }
+)
 
 HELP = """\
 /help          this text
@@ -38,7 +57,7 @@ Ctrl-C         stop the answer"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, only=_SETTINGS)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system text")
     parser.add_argument(
         "--url",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.cli.output import lose_output
@@ -48,10 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb_name = next((word for word in words if not word.startswith("-")), None)
     parser = command_parser([verb_name] if verb_name in VERBS else [])
+    if verb_name is not None and verb_name not in VERBS:
+        parser.error(_no_subcommand(verb_name))
     arguments, unknown = parser.parse_known_args(words)
-    if unknown:  # told with the usage of the verb, whose flags are meant
-        told = f"unknown arguments: {' '.join(unknown)}{_instead_of(unknown)}"
-        getattr(arguments, "parser", parser).error(told)
+    if unknown:
+        of_subcommand = getattr(arguments, "parser", parser)
+        hint = _instead_of(unknown, of_subcommand)
+        of_subcommand.error(f"unknown arguments: {' '.join(unknown)}{hint}")
     if arguments.version:
         print(f"quire {_version()}")
         return 0
@@ -81,11 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells what is wrong in a line that is not lost below all the flags there are."""
+    """Takes flags in full only, and reports an error in one line, without the list of flags."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(
-            _EXIT_REFUSED, f"{self.prog}: {message}\nusage: {self.prog} --help tells it all\n"
+            _EXIT_REFUSED, f"{self.prog}: {message}\nusage: {self.prog} --help lists its flags\n"
         )
 
 
@@ -111,10 +117,25 @@ def verb(name: str) -> Verb:
     return cast(Verb, import_module(f"quire.cli.{name}"))
 
 
-def _instead_of(unknown: Sequence[str]) -> str:
-    from quire.config.foreign_flags import instead_of  # only where there is something to say
+def _no_subcommand(name: str) -> str:
+    from difflib import get_close_matches  # only where it is needed
 
-    return instead_of(unknown)
+    from quire.config.foreign_flags import SUBCOMMANDS
+
+    near = get_close_matches(name[:60], VERBS, 1)
+    hint = SUBCOMMANDS.get(name) or (f"did you mean {near[0]}?" if near else "")
+    return f"there is no subcommand {name!r}; {hint and hint + '; '}there are: {', '.join(VERBS)}"
+
+
+def _instead_of(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    from quire.config.foreign_flags import instead_of  # only where it is needed
+
+    serve = command_parser(["serve"]).parse_known_args(["serve"])[0].parser
+    flags = {word.split("=")[0] for word in unknown}
+    of_serve = sorted(flags & serve._option_string_actions.keys())
+    others = [word for word in unknown if word.split("=")[0] not in of_serve]
+    hint = instead_of(others, parser._option_string_actions)
+    return hint + "".join(f"; {flag} is a flag of quire serve" for flag in of_serve)
 
 
 def _in_flags(text: str) -> str:

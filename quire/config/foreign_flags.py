@@ -1,78 +1,275 @@
-"""What to do instead of flags that people bring along from vLLM, llama.cpp and SGLang.
+"""Flags and subcommands of other engines, and what to use in their place here.
 
-Words only: none of these flags does anything here, and each is refused by name. Knows no parser.
-Always holds: what a line recommends exists.
+Two declarative tables, from which the documentation is made. None of these does anything here; each
+is refused with its line. Every flag that a line recommends is one of `quire serve`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 
-_MODEL = "the model's folder is given without a flag: quire serve FOLDER"
-_CONTEXT = "the longest prompt and output together is --max-model-len"
-_MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
-_KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
-_HOST = "memory of the host for keys and values that leave a GPU's is --kv-tier-host-size"
-_EAGER = "a GPU's steps are launched kernel by kernel, without graphs, by --enforce-eager"
-_THREADS = "threads are set by --threads N"
-_ONE_DEVICE = "one process on one device serves a model here; leave it out"
-_LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
-_DRAFT = "there is no speculative decoding yet; leave it out"
-_LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
-_CHUNKS = "prompts are always computed in parts, beside answers; leave it out"
-_TOOLS = "calls are read out of every answer to a request with tools; leave it out"
+_MODEL = "the model's directory is given without a flag: quire serve DIRECTORY"
+_DOWNLOAD = "models are not downloaded: give the directory of one that is on this machine"
+_TOKENIZER = "the tokenizer is the one in the model's directory; leave it out"
 _CODE = (
     "code that comes with a model is never run: it could do whatever you can do. Known "
     "architectures load without it, others are refused by name; leave it out"
 )
-_TOKENIZER = "the tokenizer is the one in the model's folder; leave it out"
+_CONTEXT = "the longest prompt and output together is --max-model-len"
+_MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
+_KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
+_HOST = "host memory for KV blocks evicted from a GPU is --kv-tier-host-size"
+_WEIGHTS = "the weights' precision is --quantization, that of activations --dtype"
+_EAGER = "a GPU's steps are launched kernel by kernel, without graphs, by --enforce-eager"
+_THREADS = "threads are set by --threads N"
+_SEQS = "how many requests are computed at once is --max-num-seqs"
+_STEP = "the most tokens of a step are --max-num-batched-tokens"
+_ONE_DEVICE = "one process on one device serves a model here; leave it out"
+_DEVICE = "the GPU is chosen by --device"
+_LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
+_KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
+_DRAFT = "there is no speculative decoding yet; leave it out"
+_LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
+_CHUNKS = "prompts are always computed in chunks, beside decoding; leave it out"
+_TOOLS = "tool calls are parsed in every answer to a request with tools; leave it out"
+_REASONING = "how reasoning is marked is --reasoning-parser"
+_TEMPLATE = "a chat is always rendered by the model's template, or by --chat-template; leave it out"
+_TEXT_ONLY = "the model reads and writes text only; leave it out"
+_GRAMMARS = "grammars are compiled by one library; leave it out"
+_SAMPLING = (
+    "sampling parameters are fields of a request; their defaults are in the model's "
+    "generation_config.json"
+)
+_ROPE = "position scaling is read from the model's config.json; leave it out"
+_LOGS = "the log of requests is --access-log text, json or off"
+_METRICS = "GET /metrics is always served; leave it out"
+_PREFIX = "prefix caching is turned off by --no-enable-prefix-caching"
+_OVERLAP = "steps overlap unless --plans-in-flight is 1"
+_CORS = "pages of other origins are allowed by --cors-origin"
+_TLS_KEY = "the TLS key is --tls-key"
+_TLS_CERT = "the TLS certificate is --tls-cert"
+_WORKERS = "the number of API processes is --api-processes"
+_MMAP = "how weights are held in memory is not a choice, except --pack-cache; leave it out"
+_SLOTS = "a request is found by GET /v1/requests/ID; leave it out"
 
-INSTEAD = MappingProxyType(
+INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "--trust-remote-code": _CODE,
+        # vLLM
         "--model": _MODEL,
-        "-m": _MODEL,
         "--tokenizer": _TOKENIZER,
         "--tokenizer-mode": _TOKENIZER,
+        "--trust-remote-code": _CODE,
+        "--revision": _DOWNLOAD,
+        "--tokenizer-revision": _DOWNLOAD,
+        "--download-dir": _DOWNLOAD,
+        "--hf-token": _DOWNLOAD,
+        "--load-format": "safetensors and GGUF are recognised; leave it out",
+        "--hf-overrides": "edit the model's config.json",
         "--max-seq-len": _CONTEXT,
-        "--ctx-size": _CONTEXT,
-        "--context-length": _CONTEXT,
-        "-c": _CONTEXT,
         "--gpu-memory-utilization": _MEMORY,
-        "--mem-fraction-static": _MEMORY,
-        "--cache-type-k": _KV,
-        "--cache-type-v": _KV,
-        "-ctk": _KV,
-        "-ctv": _KV,
+        "--kv-cache-memory-bytes": _MEMORY,
+        "--num-gpu-blocks-override": _MEMORY,
         "--swap-space": _HOST,
+        "--cpu-offload-gb": _LAYERS,
         "--kv-offloading-size": _HOST,
-        "--hicache-size": _HOST,
-        "--enable-hierarchical-cache": _HOST,
-        "--disable-cuda-graph": _EAGER,
-        "-t": _THREADS,
-        "--parallel": "how many requests are computed at once is --max-num-seqs",
-        "-np": "how many requests are computed at once is --max-num-seqs",
-        "--batch-size": "the most tokens of a step are --max-num-batched-tokens",
-        "-b": "the most tokens of a step are --max-num-batched-tokens",
-        "--alias": "the model's name in the API is --served-model-name",
-        "--no-prefix-caching": "prefix caching is turned off by --no-enable-prefix-caching",
+        "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
         "--tensor-parallel-size": _ONE_DEVICE,
         "-tp": _ONE_DEVICE,
         "--pipeline-parallel-size": _ONE_DEVICE,
+        "-pp": _ONE_DEVICE,
         "--data-parallel-size": _ONE_DEVICE,
-        "--n-gpu-layers": _LAYERS,
-        "-ngl": _LAYERS,
+        "-dp": _ONE_DEVICE,
+        "--enable-expert-parallel": _ONE_DEVICE,
+        "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
-        "--model-draft": _DRAFT,
-        "-md": _DRAFT,
         "--enable-lora": _LORA,
         "--lora-modules": _LORA,
-        "--lora": _LORA,
+        "--max-loras": _LORA,
         "--enable-chunked-prefill": _CHUNKS,
+        "--no-enable-chunked-prefill": _CHUNKS,
+        "--max-num-partial-prefills": "how many long prompts run at once is --max-long-prompts",
+        "--long-prefill-token-threshold": "what counts as long is --long-prompt-tokens",
+        "--no-prefix-caching": _PREFIX,
+        "--async-scheduling": _OVERLAP,
+        "--no-async-scheduling": _OVERLAP,
         "--enable-auto-tool-choice": _TOOLS,
-        "--jinja": "a chat is always rendered by the model's template; leave it out",
+        "--enable-reasoning": _REASONING,
+        "--chat-template-content-format": _TEMPLATE,
+        "--guided-decoding-backend": _GRAMMARS,
+        "--structured-outputs-config": _GRAMMARS,
+        "--compilation-config": _EAGER,
+        "--attention-backend": _KERNELS,
+        "--generation-config": _SAMPLING,
+        "--override-generation-config": _SAMPLING,
+        "--max-logprobs": "the bound of logprobs is fixed; leave it out",
+        "--limit-mm-per-prompt": _TEXT_ONLY,
+        "--seed": "the seed is a field of a request; leave it out",
+        "--allowed-origins": _CORS,
+        "--ssl-keyfile": _TLS_KEY,
+        "--ssl-certfile": _TLS_CERT,
+        "--enable-log-requests": _LOGS,
+        "--disable-log-requests": _LOGS,
+        "--disable-log-stats": _METRICS,
+        "--uvicorn-log-level": _LOGS,
+        "--api-server-count": _WORKERS,
+        # SGLang
+        "--model-path": _MODEL,
+        "--tokenizer-path": _TOKENIZER,
+        "--context-length": _CONTEXT,
+        "--mem-fraction-static": _MEMORY,
+        "--max-total-tokens": _MEMORY,
+        "--tp": _ONE_DEVICE,
+        "--tp-size": _ONE_DEVICE,
+        "--dp": _ONE_DEVICE,
+        "--dp-size": _ONE_DEVICE,
+        "--pp-size": _ONE_DEVICE,
+        "--ep-size": _ONE_DEVICE,
+        "--nnodes": _ONE_DEVICE,
+        "--dist-init-addr": _ONE_DEVICE,
+        "--max-running-requests": _SEQS,
+        "--chunked-prefill-size": _STEP,
+        "--max-prefill-tokens": _STEP,
+        "--schedule-policy": "the scheduling policy is --scheduling-policy",
+        "--disable-radix-cache": _PREFIX,
+        "--page-size": "the tokens of a KV block are --block-size",
+        "--hicache-size": _HOST,
+        "--hicache-ratio": _HOST,
+        "--enable-hierarchical-cache": _HOST,
+        "--disable-cuda-graph": _EAGER,
+        "--disable-overlap-schedule": _OVERLAP,
+        "--sampling-backend": _KERNELS,
+        "--enable-torch-compile": _KERNELS,
+        "--grammar-backend": _GRAMMARS,
+        "--speculative-algorithm": _DRAFT,
+        "--lora-paths": _LORA,
+        "--enable-metrics": _METRICS,
+        "--log-requests": _LOGS,
+        "--watchdog-timeout": "the engine's watchdog is --watchdog-seconds",
+        "--random-seed": "the seed is a field of a request; leave it out",
+        # llama.cpp
+        "-m": _MODEL,
+        "--hf-repo": _DOWNLOAD,
+        "--model-url": _DOWNLOAD,
+        "-mu": _DOWNLOAD,
+        "--alias": "the model's name in the API is --served-model-name",
+        "-a": "the model's name in the API is --served-model-name",
+        "--ctx-size": _CONTEXT,
+        "-c": _CONTEXT,
+        "--predict": "the most tokens of an answer are --max-output-tokens",
+        "--n-predict": "the most tokens of an answer are --max-output-tokens",
+        "-n": "the most tokens of an answer are --max-output-tokens",
+        "--batch-size": _STEP,
+        "-b": _STEP,
+        "--ubatch-size": _STEP,
+        "-ub": _STEP,
+        "-t": _THREADS,
+        "--threads-batch": _THREADS,
+        "-tb": _THREADS,
+        "--threads-http": _WORKERS,
+        "--parallel": _SEQS,
+        "-np": _SEQS,
+        "--cont-batching": "requests are always batched continuously; leave it out",
+        "-cb": "requests are always batched continuously; leave it out",
+        "--no-cont-batching": f"requests are always batched continuously; {_SEQS}",
+        "--n-gpu-layers": _LAYERS,
+        "--gpu-layers": _LAYERS,
+        "-ngl": _LAYERS,
+        "--split-mode": _ONE_DEVICE,
+        "-sm": _ONE_DEVICE,
+        "--tensor-split": _ONE_DEVICE,
+        "-ts": _ONE_DEVICE,
+        "--main-gpu": _DEVICE,
+        "-mg": _DEVICE,
+        "--flash-attn": _KERNELS,
+        "-fa": _KERNELS,
+        "--cache-type-k": _KV,
+        "-ctk": _KV,
+        "--cache-type-v": _KV,
+        "-ctv": _KV,
+        "--cache-reuse": "prefixes are reused from the first token on; leave it out",
+        "--mlock": _MMAP,
+        "--no-mmap": _MMAP,
+        "--numa": _THREADS,
+        "--context-shift": "an answer ends where the context is full; leave it out",
+        "--rope-scaling": _ROPE,
+        "--rope-freq-base": _ROPE,
+        "--yarn-orig-ctx": _ROPE,
+        "--temp": _SAMPLING,
+        "--top-k": _SAMPLING,
+        "--top-p": _SAMPLING,
+        "--min-p": _SAMPLING,
+        "--repeat-penalty": _SAMPLING,
+        "--grammar": "a grammar is a field of a request, structured_outputs; leave it out",
+        "--jinja": _TEMPLATE,
+        "--no-jinja": _TEMPLATE,
+        "--chat-template-file": "a template's file is given by --chat-template",
+        "--chat-template-kwargs": "chat_template_kwargs is a field of a request; leave it out",
+        "--reasoning-format": _REASONING,
+        "--reasoning-budget": "reasoning_effort is a field of a request; leave it out",
+        "--model-draft": _DRAFT,
+        "-md": _DRAFT,
+        "--draft-max": _DRAFT,
+        "--lora": _LORA,
+        "--mmproj": _TEXT_ONLY,
+        "--embedding": _TEXT_ONLY,
+        "--embeddings": _TEXT_ONLY,
+        "--reranking": _TEXT_ONLY,
+        "--metrics": _METRICS,
+        "--slots": _SLOTS,
+        "--no-slots": _SLOTS,
+        "--props": _SLOTS,
+        "--slot-save-path": "KV blocks on disk are set by --kv-tier-path",
+        "--api-key-file": "keys with limits of their own are in the file of --tenants",
+        "--ssl-key-file": _TLS_KEY,
+        "--ssl-cert-file": _TLS_CERT,
+        "--timeout": "the time limit of a request is --request-timeout",
+        "-to": "the time limit of a request is --request-timeout",
+        "--verbose": _LOGS,
+        "-v": _LOGS,
+        "--log-disable": _LOGS,
+        "--no-webui": "there is no web interface; leave it out",
+        "--no-warmup": "the model is warm when it is announced; leave it out",
+        # Ollama
+        "--keepalive": "the model stays loaded until the server stops; leave it out",
+        "--think": "reasoning_effort is a field of a request; leave it out",
+    }
+)
+
+_NO_STORE = (
+    "models are not stored by name: quire serve DIRECTORY serves a directory of safetensors files "
+    "or a GGUF file"
+)
+_SERVE = "quire serve DIRECTORY starts the server"
+_CHAT = "quire chat DIRECTORY is a conversation in the terminal"
+
+# Subcommands of Ollama, vLLM, SGLang and llama.cpp.
+SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "run": _CHAT,
+        "pull": _NO_STORE,
+        "push": _NO_STORE,
+        "list": _NO_STORE,
+        "ls": _NO_STORE,
+        "rm": _NO_STORE,
+        "cp": _NO_STORE,
+        "create": _NO_STORE,
+        "show": "quire program DIRECTORY prints what the engine runs for a model",
+        "ps": "GET /v1/models and GET /metrics show what a server runs",
+        "stop": "end the server with Ctrl-C or SIGTERM",
+        "start": _SERVE,
+        "server": _SERVE,
+        "launch_server": _SERVE,
+        "launch-server": _SERVE,
+        "cli": _CHAT,
+        "generate": "quire complete DIRECTORY continues one prompt",
+        "run-batch": "quire bench offline measures a batch; send a file's requests to quire serve",
+        "bench_serving": "quire bench measures speed on this machine",
+        "collect-env": "quire --version prints the version; quire profile measures the machine",
+        "version": "quire --version prints the version",
+        "help": "quire --help lists the subcommands",
     }
 )
 
@@ -83,7 +280,23 @@ def instead_of_setting(name: str) -> str:
     return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), hint)
 
 
-def instead_of(words: Sequence[str]) -> str:
-    """What to do instead of the foreign flags among `words`; empty where there is none."""
-    hints = (INSTEAD.get(word.split("=")[0]) for word in words)
-    return "".join(f"; {hint}" for hint in dict.fromkeys(hints) if hint is not None)
+def instead_of(words: Sequence[str], known: Iterable[str] = ()) -> str:
+    """Return what to use in place of the unknown flags among `words`; empty where nothing is near.
+
+    known: the flags there are, of which the nearest is named for a flag of no other engine.
+    """
+    hints = [INSTEAD.get(flag) or _nearest(flag, known) for flag in map(_flag_of, words)]
+    return "".join(f"; {hint}" for hint in dict.fromkeys(hints) if hint)
+
+
+def _flag_of(word: str) -> str:
+    return word.split("=")[0]
+
+
+def _nearest(flag: str, known: Iterable[str]) -> str:
+    if not flag.startswith("--"):
+        return ""
+    listed = sorted(known)
+    begun = [name for name in listed if name.startswith(flag)]
+    near = begun or get_close_matches(flag[:60], listed, 1)
+    return f"did you mean {' or '.join(near[:4])}?" if near else ""

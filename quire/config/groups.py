@@ -68,8 +68,10 @@ class ModelConfig:
     max_model_len: int | None = setting(
         None, "most tokens of prompt and output together; default: what model and memory allow"
     )
-    served_model_name: str | None = setting(
-        None, "name of the model in the API; default: the folder's or file's name"
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "name of the model in the API; may be repeated: requests may use any, answers carry the "
+        "first; default: the folder's or file's name",
     )
     chat_template: str | None = setting(
         None,
@@ -83,8 +85,13 @@ class ModelConfig:
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         object.__setattr__(self, "keep", tuple(self.keep))  # a list, where it came as JSON
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
-        if self.served_model_name == "":
+        names = self.served_model_name
+        names = (names,) if isinstance(names, str) else tuple(names)
+        object.__setattr__(self, "served_model_name", names)
+        if "" in names:
             raise SettingError("served_model_name is empty; give a name or leave it out")
+        if len(set(names)) < len(names):
+            raise SettingError(f"served_model_name names {names} repeat one; give each once")
         if self.chat_template == "":
             raise SettingError("chat_template is empty; give a file or a name, or leave it out")
 

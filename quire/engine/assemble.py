@@ -333,6 +333,7 @@ def _card(
 ) -> ModelCard:
     return ModelCard(
         name=model_name(config.model),
+        aliases=config.model.served_model_name[1:],
         path=str(folder),
         max_model_len=memory.max_model_len,
         vocab_size=spec.vocab_size,

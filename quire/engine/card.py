@@ -22,7 +22,7 @@ class ModelCard:
     seconds since 1970, when the engine became ready. banned_sequences: ids that its
     generation_config.json keeps out of every answer (TokenRules). quantization: how the weights
     of products are kept ("none": in dtype). kv_cache_dtype: how keys and values are: "f32", "bf16",
-    "int8" or "fp8".
+    "int8" or "fp8". aliases: further names that requests may give.
     """
 
     name: str
@@ -41,6 +41,12 @@ class ModelCard:
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     quantization: str = "none"
     kv_cache_dtype: str = "f32"
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model; the first is the one that answers carry."""
+        return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

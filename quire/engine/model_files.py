@@ -18,9 +18,9 @@ def model_folder(config: ModelConfig) -> Path:
 
 
 def model_name(config: ModelConfig) -> str:
-    """The name the model goes by: as told, else its folder's or its file's."""
-    if config.served_model_name is not None:
-        return config.served_model_name
+    """Return the model's name: the first that was set, else that of its folder or file."""
+    if config.served_model_name:
+        return config.served_model_name[0]
     if not config.model:
         return "box"
     path = Path(config.model).expanduser()

@@ -30,7 +30,9 @@ _PARENT_GONE = 3
 
 def main() -> int:
     """Run one engine; the exit code."""
-    parser = argparse.ArgumentParser(description="The engine process of quire; started by it.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="The engine process of quire; started by it."
+    )
     parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
     parser.add_argument("--failure-fd", type=int, required=True, help="pipe for a failure's reason")
     parser.add_argument("--log-level", default=USUAL_LEVEL)

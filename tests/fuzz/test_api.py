@@ -59,7 +59,7 @@ def own_document() -> dict[str, Any]:
         method, _, path = operation.partition(" ")
         routes.append(Route(path, own_document, methods=[method]))
     known = Known(
-        model="box",
+        models=("box",),
         vocab_size=2048,
         context_tokens=512,
         max_output_tokens=MAX_TOKENS,

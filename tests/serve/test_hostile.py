@@ -124,12 +124,6 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
         "chat_template",
         "program",
     ),
-    "a variable of Python's": (
-        CHAT,
-        {"messages": ASKED, "chat_template_kwargs": {"__class__": 1}},
-        "chat_template_kwargs",
-        "no variable",
-    ),
     "messages as a variable": (
         CHAT,
         {"messages": ASKED, "chat_template_kwargs": {"messages": []}},

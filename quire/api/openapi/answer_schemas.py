@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.api.answers import Timings
+from quire.api.answers import Speeds, Timings
 from quire.api.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
 from quire.base.cache_use import Miss, MissReason, OwnerUse, PrefixUse
@@ -108,6 +108,7 @@ def _answers() -> dict[str, Schema]:
     return {
         name: _part(
             {**_frame(kind), "choices": list_of(choices[name], least=1), "usage": _ref("Usage")},
+            timings=_ref("Speeds"),
             **beside[name],
         )
         for name, kind in kinds.items()
@@ -149,14 +150,20 @@ def _chunks() -> dict[str, Schema]:
         "ChatCompletionChunk": _part(
             {**_frame("chat.completion.chunk"), "choices": list_of(chat)},
             usage=usage,
+            timings=_ref("Speeds"),
             prompt_logprobs=scored,
             prompt_token_ids=list_of(_ID),
         ),
         "CompletionChunk": _part(
-            {**_frame("text_completion"), "choices": list_of(completion)}, usage=usage
+            {**_frame("text_completion"), "choices": list_of(completion)},
+            usage=usage,
+            timings=_ref("Speeds"),
         ),
         "GenerationChunk": _part(
-            {**_frame("generation"), "choices": list_of(ids)}, usage=usage, prompt_logprobs=scored
+            {**_frame("generation"), "choices": list_of(ids)},
+            usage=usage,
+            timings=_ref("Speeds"),
+            prompt_logprobs=scored,
         ),
     }
 
@@ -321,7 +328,7 @@ def _cache() -> Schema:
 
 def _records() -> dict[str, Schema]:
     """Records that are told as they are, read from their types."""
-    records = (Health, Timings, Miss, PrefixUse, OwnerUse)
+    records = (Health, Speeds, Timings, Miss, PrefixUse, OwnerUse)
     _, found = msgspec.json.schema_components(
         [*records, MissReason], ref_template="#/components/schemas/{name}"
     )

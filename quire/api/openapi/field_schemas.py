@@ -14,7 +14,8 @@ from typing import Any
 
 from quire.api.completions import MAX_CHOICES
 from quire.api.conversations import EFFORTS, MAX_MESSAGES
-from quire.api.fields import CHAT, GENERATE, LABELS, NO_EFFECT, UNSERVED
+from quire.api.fields import CHAT, GENERATE
+from quire.api.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.generation import STREAM_OPTIONS
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.structured import FORMAT_TYPES
@@ -40,12 +41,12 @@ OBJECT: Schema = {"type": "object"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a server may tell of itself: its model's name and size, and its own bounds.
+    """What the document says of one server: its model's names and size, and its own bounds.
 
-    model: "" where it is not told. vocab_size, context_tokens: None where they are not told.
+    models: empty, vocab_size and context_tokens: None where the document has no model.
     """
 
-    model: str = ""
+    models: tuple[str, ...] = ()
     vocab_size: int | None = None
     context_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -60,24 +61,41 @@ def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) 
     for name in sorted(honoured, key=lambda name: (name not in needed, name)):
         schema = {**rows[name], "description": _words(name, honoured)}
         properties[name] = schema if name in needed else or_null(schema)
-    for name, rule in sorted(UNSERVED.items()):
-        properties[name] = {
-            "enum": [None, *_distinct(rule.allowed)],
-            "description": f"Not served: {rule.why}.",
-            "x-quire": "refused",
-        }
-    for name in sorted(NO_EFFECT):
-        properties[name] = {
-            "type": ["string" if LABELS[name] is str else "object", "null"],
-            "description": "Accepted at any value of its type; it cannot change the answer.",
-            "x-quire": "no effect",
-        }
+    properties |= _foreign_rows(honoured)
     return {
         "type": "object",
         "properties": properties,
         "required": sorted(needed),
         "additionalProperties": known.warns_unknown,
     }
+
+
+def _foreign_rows(honoured: frozenset[str]) -> Schema:
+    """Fields of other servers and clients, as foreign_fields.py sorts them."""
+    rows: Schema = {}
+    for name, path in sorted(SYNONYMS.items()):
+        if path[0] in honoured:
+            words = f"Another name of {'.'.join(path)}."
+            rows[name] = {"description": words, "x-quire": "synonym"}
+    for name, rule in sorted(UNSERVED.items()):
+        values = _distinct((*rule.allowed, *(rule.unless[:1] if rule.unless else ())))
+        rows[name] = {
+            "enum": [None, *values],
+            "description": f"Not served: {rule.why}.",
+            "x-quire": "refused",
+        }
+    for name, kind in sorted(NO_EFFECT.items()):
+        rows[name] = {
+            "type": [kind, "null"],
+            "description": "Accepted at any value of its type; it cannot change the answer.",
+            "x-quire": "no effect",
+        }
+    for name in sorted(HINTS):
+        rows[name] = {
+            "description": "A hint: accepted, not used, and listed in a response header.",
+            "x-quire": "hint",
+        }
+    return {name: row for name, row in rows.items() if name not in honoured}
 
 
 def or_null(schema: Schema) -> Schema:
@@ -233,7 +251,7 @@ def _conversation_rows() -> dict[str, Schema]:
 def _other_rows(known: Known) -> dict[str, Schema]:
     token_id = _token_id(known)
     return {
-        "model": {"enum": [known.model]} if known.model else TEXT,
+        "model": {"enum": list(known.models)} if known.models else TEXT,
         "prompt": {
             "anyOf": [
                 TEXT,
@@ -244,12 +262,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "tokens": list_of(token_id),
         "stream": FLAG,
-        "stream_options": object_of(
-            {
-                name: {"enum": [False, None]} if name == "continuous_usage_stats" else or_null(FLAG)
-                for name in sorted(STREAM_OPTIONS)
-            }
-        ),
+        "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {
             "type": "integer",
             "minimum": 0,
@@ -262,6 +275,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "response_format": _response_format(),
         "return_timings": FLAG,
+        "timings": FLAG,
         "return_token_ids": FLAG,
         "echo": FLAG,
         "suffix": TEXT,

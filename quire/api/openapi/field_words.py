@@ -78,6 +78,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "return_token_strs": "Tell each token's text too.",
         "return_token_ids": "Tell the ids of the prompt and of each answer's tokens.",
         "return_timings": "Tell in usage how long the request waited and ran.",
+        "timings": "Return counts, times and rates beside usage, in the form of llama.cpp.",
         "return_cached_tokens_details": "Tell in usage where cached tokens were found.",
     },
     "What an answer may be": {
@@ -101,7 +102,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "How it is served": {
         "stream": "Send the answer as server-sent events while it is made.",
-        "stream_options": "include_usage: one more chunk with the usage. resumable: the stream "
+        "stream_options": "include_usage: one more chunk with the usage. "
+        "continuous_usage_stats: the usage so far in every chunk. resumable: the stream "
         "can go on after a break.",
         "cache_salt": "Share cached prefixes only with requests of the same salt.",
         "priority": "Lower is served earlier, under a policy that reads it.",

@@ -177,14 +177,22 @@ def _fields(document: Schema, operation: Schema) -> str:
             )
     if not refused:
         return first
-    names = ", ".join(f"<code>{escape(name)}</code>" for name in free)
+    synonyms = {n: one for n, one in properties.items() if one.get("x-quire") == "synonym"}
+    hints = [name for name, one in properties.items() if one.get("x-quire") == "hint"]
     parts.append(
         f"<details><summary>Refused by name <small>{len(refused)}</small></summary>"
         f"{_field_table(refused, values='Accepted')}</details>"
         f"<details><summary>Accepted without effect <small>{len(free)}</small></summary>"
-        f"<p>{names}: at any value, because they cannot change the answer.</p></details>"
+        f"<p>{_names(free)}: at any value of their type, because they cannot change the answer.</p>"
+        f"<p>{_names(hints)}: hints, listed in the header x-quire-ignored-fields.</p></details>"
+        f"<details><summary>Other names <small>{len(synonyms)}</small></summary>"
+        f"{_field_table(synonyms)}</details>"
     )
     return first + "".join(parts)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"<code>{escape(name)}</code>" for name in names)
 
 
 def _field_table(

@@ -50,7 +50,7 @@ class Document:
         from quire.api.openapi.document import document
 
         known = self._known()
-        key = (write.__name__, known.model)
+        key = (write.__name__, " ".join(known.models))
         if key not in self._written:
             routes = request.scope["router"].routes
             root_path = self._serving.config.root_path
@@ -70,7 +70,7 @@ class Document:
             return known
         return replace(
             known,
-            model=engine.card.name,
+            models=engine.card.names,
             vocab_size=engine.card.vocab_size,
             context_tokens=engine.card.max_model_len,
             defaults=engine.default_sampling(),

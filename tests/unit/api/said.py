@@ -19,6 +19,7 @@ from quire.api.auth import OPEN_PATHS
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.operations import OPERATIONS
+from quire.api.paths import served_path
 
 EVENTS, JSON = "text/event-stream", "application/json"
 
@@ -70,7 +71,7 @@ def check_said(method: str, path: str, reply: Reply) -> None:
     """Fail where the document says nothing of this answer, or something else."""
     if method == "OPTIONS" and reply.status == 204:  # a page asks whether it may ask
         return
-    responses = _responses(method, path)
+    responses = _responses(method, served_path(path))
     if responses is None or _is_not_served(reply):
         assert reply.status in (401, 403, 404, 405, 500), reply
         validator("Error").validate(reply.json)

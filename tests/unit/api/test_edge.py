@@ -101,7 +101,7 @@ def test_version_and_the_front_page_tell_what_this_is() -> None:
         ("POST", "/v1/embeddings", 404, "unknown_url"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
-        ("GET", "/v1/completions/", 404, "unknown_url"),
+        ("GET", "/v1/completions/", 405, "method_not_allowed"),
     ],
 )
 def test_unknown_paths_and_methods_get_errors_of_the_same_shape(

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.api.fields import (
-    CHAT,
-    COMPLETIONS,
-    LABELS,
-    NO_EFFECT,
-    UNSERVED,
-    ignored_header,
-    known_fields,
-)
+from quire.api.fields import CHAT, COMPLETIONS, GENERATE, TOKENIZE, ignored_header, known_fields
+from quire.api.foreign_fields import HINTS, NO_EFFECT, OTHER_NAMES, SYNONYMS, UNSERVED, documented
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
 
@@ -24,35 +17,49 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     return known_fields(body, CHAT, warn_unknown=False)[0]
 
 
-def test_no_field_is_in_two_places() -> None:
-    for honoured in (COMPLETIONS, CHAT):
-        assert not honoured & NO_EFFECT
-        assert not honoured & UNSERVED.keys()
-    assert not NO_EFFECT & UNSERVED.keys()
+FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *HINTS, *OTHER_NAMES]
+OF_KIND: dict[str, Any] = {"string": "any", "object": {}, "number": 3, "boolean": True}
 
 
-@pytest.mark.parametrize("name", sorted(CHAT | COMPLETIONS | NO_EFFECT | UNSERVED.keys()))
-def test_null_means_not_given_for_every_known_field(name: str) -> None:
+def test_no_foreign_field_is_in_two_places() -> None:
+    assert len(FOREIGN) == len(set(FOREIGN))
+    # A field of chats that a completion accepts and does not need.
+    assert set(FOREIGN) & (COMPLETIONS | CHAT) == {"include_reasoning"}
+
+
+def test_the_documented_rows_are_those_of_the_table() -> None:
+    rows = dict(documented())
+    assert list(rows) == [f"`{name}`" for name in FOREIGN if name not in OTHER_NAMES]
+    assert rows["`guided_json`"] == "read as `structured_outputs.json`"
+    assert rows["`id_slot`"].startswith("accepted at `-1`; otherwise refused: ")
+    assert rows["`rid`"] == "any string; no effect"
+
+
+@pytest.mark.parametrize("name", [*sorted(CHAT | COMPLETIONS), *FOREIGN, "frobnicate"])
+def test_null_means_not_given_for_every_field(name: str) -> None:
     found, ignored = known_fields({name: None}, CHAT | COMPLETIONS, warn_unknown=False)
     assert (found, ignored) == ({}, ())
 
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT))
 def test_fields_that_cannot_change_the_answer_are_accepted_at_any_value(name: str) -> None:
-    assert given({name: LABELS[name]({"any": ["thing"]})}) == {}
+    assert given({name: OF_KIND[NO_EFFECT[name]]}) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        (name, value) for name, rule in sorted(UNSERVED.items()) for value in rule.allowed
+        (name, value)
+        for name, rule in sorted(UNSERVED.items())
+        for value in rule.allowed
+        if name not in CHAT
     ],
-)  # fmt: skip
+)
 def test_the_default_of_a_field_we_do_not_serve_is_accepted(name: str, value: Any) -> None:
     assert given({name: value}) == {}
 
 
-@pytest.mark.parametrize("name", sorted(UNSERVED))
+@pytest.mark.parametrize("name", sorted(UNSERVED.keys() - CHAT))
 def test_any_other_value_is_refused_naming_the_field_and_why(name: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         given({name: "something else"})
@@ -118,6 +125,8 @@ def test_ignored_fields_are_in_a_header_and_in_the_log() -> None:
         ("user", 5, "user is 5; a string is allowed"),
         ("metadata", "text", 'metadata is "text"; an object is allowed'),
         ("request_id", ["a"], r'request_id is \["a"\]; a string'),
+        ("n_keep", True, "n_keep is true; a number"),
+        ("cache_prompt", 1, "cache_prompt is 1; a boolean"),
     ],
 )
 def test_a_label_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
@@ -125,3 +134,50 @@ def test_a_label_of_another_type_is_refused(name: str, value: Any, words: str) -
         given({name: value})
     assert caught.value.param == name
     assert given({name: None}) == {}
+
+
+@pytest.mark.parametrize("name", sorted(SYNONYMS))
+def test_a_synonym_is_read_as_the_field_it_stands_for(name: str) -> None:
+    field, *keys = SYNONYMS[name]
+    tables = [table for table in (CHAT, COMPLETIONS, TOKENIZE, GENERATE) if field in table]
+    assert tables
+    for honoured in tables:
+        found, ignored = known_fields({name: "value"}, honoured, warn_unknown=False)
+        assert found == {field: {keys[0]: "value"} if keys else "value"}
+        assert ignored == ()
+
+
+def test_a_synonym_may_stand_beside_its_field_where_both_say_the_same() -> None:
+    assert given({"max_new_tokens": 5, "n_predict": 5, "max_tokens": 5}) == {"max_tokens": 5}
+    assert given({"guided_json": True, "structured_outputs": {"json": True}}) == {
+        "structured_outputs": {"json": True}
+    }
+    with pytest.raises(InvalidParameter, match="max_new_tokens is 6 and max_tokens is 5") as caught:
+        given({"max_tokens": 5, "max_new_tokens": 6})
+    assert caught.value.param == "max_new_tokens"
+    with pytest.raises(InvalidParameter, match=r"structured_outputs.regex is \"a\""):
+        given({"guided_regex": "b", "structured_outputs": {"regex": "a"}})
+
+
+def test_renaming_leaves_the_callers_body_as_it_was() -> None:
+    body = {"structured_outputs": {"json": True}, "guided_whitespace_pattern": " "}
+    assert given(body)["structured_outputs"] == {"json": True, "whitespace_pattern": " "}
+    assert body["structured_outputs"] == {"json": True}
+
+
+def test_an_empty_grammar_asks_for_none() -> None:
+    body = {"grammar": "", "grammar_string": "", "guided_grammar": "", "guided_json_object": False}
+    assert given(body) == {}
+
+
+@pytest.mark.parametrize("name", sorted(HINTS))
+def test_a_hint_is_accepted_and_listed(name: str) -> None:
+    assert known_fields({name: "any"}, CHAT, warn_unknown=False) == ({}, (name,))
+    for neutral in HINTS[name]:
+        assert known_fields({name: neutral}, CHAT, warn_unknown=False) == ({}, ())
+
+
+def test_a_second_neutral_value_counts_only_beside_the_field_that_gives_it_that_meaning() -> None:
+    assert given({"repeat_last_n": 0, "repetition_penalty_range": 0}) == {}
+    with pytest.raises(InvalidParameter, match="repeat_last_n is 0"):
+        given({"repeat_last_n": 0})

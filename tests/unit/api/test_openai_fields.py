@@ -14,7 +14,8 @@ import pytest
 from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
 
-from quire.api.fields import CHAT, COMPLETIONS, NO_EFFECT, UNSERVED
+from quire.api.fields import CHAT, COMPLETIONS
+from quire.api.foreign_fields import HINTS, NO_EFFECT, UNSERVED
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "stream"}
@@ -31,7 +32,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "prediction": ({"type": "content", "content": "x"}, "predicted"),
     "service_tier": ("priority", "one tier"),
     "store": (True, "not stored"),
-    "verbosity": ("low", "verbosity"),
     "web_search_options": ({}, "searches nothing"),
 }
 
@@ -45,13 +45,13 @@ def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> R
 
 @pytest.mark.parametrize("name", sorted(CHAT_FIELDS))
 def test_every_field_of_openais_chats_has_a_place_in_the_table(name: str) -> None:
-    assert (name in CHAT) + (name in NO_EFFECT) + (name in UNSERVED) == 1
+    assert sum(name in table for table in (CHAT, NO_EFFECT, UNSERVED, HINTS)) == 1
     assert (name in UNSERVED) == (name in REFUSED)
 
 
 @pytest.mark.parametrize("name", sorted(COMPLETION_FIELDS))
 def test_every_field_of_openais_completions_has_a_place_in_the_table(name: str) -> None:
-    assert (name in COMPLETIONS) + (name in NO_EFFECT) + (name in UNSERVED) == 1
+    assert sum(name in table for table in (COMPLETIONS, NO_EFFECT, UNSERVED, HINTS)) == 1
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -76,7 +76,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
         ("store", False),
         ("service_tier", "auto"),
         ("modalities", ["text"]),
-        ("verbosity", "medium"),
+        ("verbosity", "low"),
         ("reasoning_effort", "none"),
         ("response_format", {"type": "text"}),
         ("stream_options", None),
@@ -157,3 +157,71 @@ def test_timings_are_told_in_usage_where_they_are_asked_for() -> None:
         events = post(path, {**body, **stream, "return_timings": True}).events
         assert events[-2]["usage"]["timings"] == told
         assert post(path, {**body, "return_timings": 1}).status == 400
+
+
+SPEEDS = {
+    "cache_n": 2,
+    "prompt_n": 1,
+    "prompt_ms": 1.0,
+    "prompt_per_token_ms": 1.0,
+    "prompt_per_second": 1000.0,
+    "predicted_n": 2,
+    "predicted_ms": 8.0,
+    "predicted_per_token_ms": 4.0,
+    "predicted_per_second": 250.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "truncate_prompt_tokens": 3}),
+        ("/generate", {"tokens": [1, 2, 3]}),
+    ],
+)
+def test_timings_in_llama_cpps_form_stand_beside_usage(path: str, body: dict[str, Any]) -> None:
+    assert "timings" not in post(path, body).json
+    assert post(path, {**body, "timings": True}).json["timings"] == SPEEDS
+    stream = {**body, "stream": True, "timings": True}
+    events = post(path, stream).events
+    assert (events[-2]["choices"], events[-2]["timings"]) == ([], SPEEDS)
+    assert "usage" not in events[-2]
+    last = post(path, {**stream, "stream_options": {"include_usage": True}}).events[-2]
+    assert (last["timings"], last["usage"]["completion_tokens"]) == (SPEEDS, 2)
+    assert post(path, {**body, "timings": 1}).status == 400
+
+
+def test_a_rate_over_no_time_is_zero() -> None:
+    engine = FakeEngine("a")
+    reply = post("/v1/completions", {"prompt": "abc", "timings": True}, engine)
+    told = reply.json["timings"]
+    assert told["predicted_n"] == 1
+    assert all(isinstance(value, int | float) for value in told.values())
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/generate", {"tokens": [1, 2, 3]}),
+    ],
+)
+def test_continuous_usage_is_in_every_chunk(
+    path: str, body: dict[str, Any], include_usage: bool
+) -> None:
+    def events(**options: bool) -> list[Any]:
+        streamed = {**body, "seed": 1, "stream": True, "stream_options": options}
+        return post(path, streamed, FakeEngine("a", "b", "c", "d")).events
+
+    told = events(continuous_usage_stats=True, include_usage=include_usage)
+    plain = events(include_usage=include_usage)
+    assert len(told) == len(plain)
+    counts = [event["usage"]["completion_tokens"] for event in told[:-1]]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 3
+    whole = post(path, {**body, "seed": 1}, FakeEngine("a", "b", "c", "d")).json["usage"]
+    assert told[-2]["usage"] == whole

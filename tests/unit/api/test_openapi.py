@@ -21,10 +21,9 @@ from quire.api.fields import (
     COMPLETIONS,
     DETOKENIZE,
     GENERATE,
-    NO_EFFECT,
     TOKENIZE,
-    UNSERVED,
 )
+from quire.api.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.openapi.document import document, served
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
@@ -103,13 +102,16 @@ def test_a_request_has_its_honoured_fields_the_refused_and_those_without_effect(
     operation = OPERATIONS[name]
     assert operation.body is not None
     properties = FULL["components"]["schemas"][operation.title]["properties"]
-    by_kind: dict[str, set[str]] = {"honoured": set(), "refused": set(), "no effect": set()}
+    kinds = ("honoured", "refused", "no effect", "synonym", "hint")
+    by_kind: dict[str, set[str]] = {kind: set() for kind in kinds}
     for field, schema in properties.items():
         by_kind[schema.get("x-quire", "honoured")].add(field)
         assert schema["description"].endswith("."), field
     assert by_kind["honoured"] == operation.body
-    assert by_kind["refused"] == UNSERVED.keys()
-    assert by_kind["no effect"] == NO_EFFECT
+    assert by_kind["refused"] == UNSERVED.keys() - operation.body
+    assert by_kind["no effect"] == NO_EFFECT.keys()
+    assert by_kind["hint"] == HINTS.keys()
+    assert by_kind["synonym"] == {n for n, path in SYNONYMS.items() if path[0] in operation.body}
 
 
 def test_schemas_are_schemas_names_lead_somewhere_and_ids_are_single() -> None:
@@ -293,7 +295,7 @@ def test_the_page_has_all_routes_and_fields_and_needs_nothing_from_elsewhere() -
     text = shown("/docs")
     page = _Page(text)
     words = set(page.words)
-    missing = [name for name in HONOURED | UNSERVED.keys() | NO_EFFECT if name not in words]
+    missing = [name for name in HONOURED | UNSERVED.keys() | NO_EFFECT.keys() if name not in words]
     assert missing == []
     plain = text.replace("<wbr>", "")
     assert not [op for op in OPERATIONS if f"<code>{op.partition(' ')[2]}</code>" not in plain]

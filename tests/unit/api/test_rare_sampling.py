@@ -10,10 +10,10 @@ from quire.api.fields import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
-    OTHER_NAMES,
     TOKENIZE,
     known_fields,
 )
+from quire.api.foreign_fields import OTHER_NAMES
 from quire.api.sampling import sampling_of
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import FILTERS_OFF, SamplingParams
@@ -48,6 +48,7 @@ def test_lists_of_words_and_ids_reach_the_engine() -> None:
     assert params.bad_words == ("no", "nay")
     assert params.allowed_token_ids == (5, 6)
     assert params.dry_sequence_breakers == ()
+    assert asked(dry_sequence_breakers='["\\n", ":"]').dry_sequence_breakers == ("\n", ":")
     params = asked(allowed_token_ids=None, bad_words=None)
     assert (params.allowed_token_ids, params.bad_words) == (None, ())
 
@@ -63,7 +64,7 @@ def test_lists_of_words_and_ids_reach_the_engine() -> None:
         ("bad_words", {"a": 1}, "a list"),
         ("bad_words", [""], "1 to 256 characters"),
         ("dry_sequence_breakers", [3], "1 to 40 characters"),
-        ("dry_sequence_breakers", '["\\n", ":"]', "a list written as a text"),
+        ("dry_sequence_breakers", "\\n", "a list written as a text"),
         ("no_repeat_ngram_size", -1, "from 0 to 50"),
     ],
 )

@@ -157,9 +157,9 @@ def test_unknown_fields_are_left_out_and_named_where_the_server_was_told_so() ->
     assert chat.headers["x-quire-ignored-fields"] == "chat_template_kwargs.x"
 
 
-def test_a_variable_the_template_does_not_know_is_refused_with_those_it_has() -> None:
+def test_a_variable_the_template_does_not_read_is_listed_and_its_own_are_refused() -> None:
     reply = ask("/v1/chat/completions", messages=SAID, chat_template_kwargs={"moood": 1})
-    refused(reply, "chat_template_kwargs", "'moood'", "did you mean 'mood'?", "it has: mood")
+    assert reply.headers["x-quire-ignored-fields"] == "chat_template_kwargs.moood"
     for own in ("messages", "tools", "add_generation_prompt", "chat_template"):
         reply = ask("/apply_template", messages=SAID, chat_template_kwargs={own: 1})
         refused(reply, "chat_template_kwargs", own)

@@ -172,7 +172,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("stream_options", {"stream": True, "stream_options": []}),
     ("stream_options", {"stream": True, "stream_options": {"include_usage": 1}}),
     ("stream_options", {"stream": True, "stream_options": {"other": True}}),
-    ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": 1}}),
     ("tools", {"tools": [{"type": "function", "function": {"name": ""}}]}),
     ("response_format", {"response_format": {"type": "yaml"}}),
     ("tool_choice", {"tool_choice": "required"}),

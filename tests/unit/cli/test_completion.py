@@ -37,7 +37,7 @@ def test_bash_completes_verbs() -> None:
 
 
 def test_bash_completes_flags_of_the_verb() -> None:
-    assert _bash_completes("quire", "chat", "--max-num") == [
+    assert _bash_completes("quire", "serve", "--max-num") == [
         "--max-num-seqs",
         "--max-num-batched-tokens",
     ]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.base.errors import OverloadedError, QuireError, StepRowError, TokenizerError, WorkerError
 from quire.cli import main as main_module
 from quire.cli.main import VERBS, command_parser, main
-from quire.config.foreign_flags import INSTEAD
+from quire.config.foreign_flags import INSTEAD, SUBCOMMANDS
 from tests.unit.cli.command import environment, quire_command
 
 
@@ -167,11 +168,11 @@ def test_unknown_flags_are_told_with_the_usage_of_their_verb(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--bogus", "x", "y"])
+        main(["serve", "--zzz", "x", "y"])
     assert caught.value.code == 2
     shown = capsys.readouterr().err
     assert shown == (
-        "quire serve: unknown arguments: --bogus y\nusage: quire serve --help tells it all\n"
+        "quire serve: unknown arguments: --zzz y\nusage: quire serve --help lists its flags\n"
     )
 
 
@@ -212,6 +213,79 @@ def _flags_of(verb: str) -> list[str]:
     with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
         main([verb, "--help"])
     return re.findall(r"--[a-z-]+", shown.getvalue())
+
+
+def test_every_line_of_a_foreign_flag_stands_in_one_line() -> None:
+    assert not [text for text in (*INSTEAD.values(), *SUBCOMMANDS.values()) if "\n" in text]
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_subcommands_of_other_engines_name_the_replacement(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert name not in VERBS
+    with pytest.raises(SystemExit) as caught:
+        main([name, "llama3"])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert f"there is no subcommand {name!r}; {SUBCOMMANDS[name]}; there are: serve" in shown
+
+
+def test_replacements_of_subcommands_exist() -> None:
+    named = {word for text in SUBCOMMANDS.values() for word in re.findall(r"quire ([a-z]+)", text)}
+    assert named
+    assert named <= VERBS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serv"], "did you mean serve?"),
+        (["frobnicate"], "there is no subcommand 'frobnicate'; there are: serve"),
+        (["serve", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
+        (["serve", "--max-num-sqes=3"], "did you mean --max-num-seqs?"),
+        (["serve", "--ctx-size=3"], "; the longest prompt and output together is --max-model-len"),
+        (["chat", "--max-num-seqs", "3"], "--max-num-seqs is a flag of quire serve"),
+    ],
+)
+def test_the_nearest_subcommand_or_flag_is_named(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["serve", "--max-model=9"], ["chat", "--temp=0"], ["bench", "latency", "--js"]]
+)
+def test_an_abbreviated_flag_is_unknown(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"unknown arguments: {words[-1]}; " in capsys.readouterr().err
+
+
+def test_no_parser_takes_abbreviated_flags() -> None:
+    root = Path(quire.__file__).parents[1]
+    made = [
+        (path.name, call)
+        for folder in ("quire", "bench", "models")
+        for path in (root / folder).rglob("*.py")
+        for call in re.findall(
+            r"(?<=[= ])argparse\.ArgumentParser\(.{0,40}", path.read_text(), re.S
+        )
+    ]
+    assert len(made) > 20
+    assert [one for one in made if "allow_abbrev=False" not in one[1]] == []
+
+
+def test_the_help_of_chat_lists_no_flag_of_the_server() -> None:
+    flags = set(_flags_of("chat"))
+    assert {"--system", "--url", "--seed", "--threads", "--kv-cache-memory"} <= flags
+    assert not flags & {"--max-num-seqs", "--scheduling-policy", "--port", "--tenants"}
 
 
 def test_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

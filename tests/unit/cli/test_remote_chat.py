@@ -182,9 +182,9 @@ def test_the_command_talks_to_a_server(server: FakeServer) -> None:
 
 
 def test_flags_of_an_engine_of_our_own_contradict_an_address(server: FakeServer) -> None:
-    done = quire_command("chat", "--url", server.url, "--max-num-seqs", "3", given="")
+    done = quire_command("chat", "--url", server.url, "--max-model-len", "64", given="")
     assert done.returncode == 2
-    assert "--max-num-seqs configures an engine in this process" in done.stderr
+    assert "--max-model-len configures an engine in this process" in done.stderr
 
 
 @pytest.mark.parametrize(

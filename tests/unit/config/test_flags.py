@@ -31,7 +31,7 @@ FIELD_FLAGS = """
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_flags(parser, *GROUPS)
     return parser
 

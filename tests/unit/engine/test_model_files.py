@@ -64,6 +64,7 @@ def test_a_model_is_called_as_told_or_as_its_folder_or_file(tmp_path: Path) -> N
     assert model_name(ModelConfig(model=str(tmp_path))) == tmp_path.name
     assert model_name(ModelConfig()) == "box"
     assert model_name(ModelConfig(served_model_name="mine")) == "mine"
+    assert model_name(ModelConfig(served_model_name=("mine", "other"))) == "mine"
 
 
 def test_a_corrupt_file_ends_the_start_with_the_reason(tmp_path: Path) -> None:

@@ -1,0 +1,256 @@
+"""Request fields that other servers and clients define, and what this server does with each.
+
+One declarative table in five parts; `documented()` turns it into rows for the documentation:
+
+- SYNONYMS: other names of honoured fields with exactly the same meaning; they are renamed.
+- NO_EFFECT: fields that cannot change the answer, accepted at any value of their type.
+- UNSERVED: fields accepted only at values that ask for nothing, and why others are refused.
+- HINTS: fields that ask for less than an exact result; accepted and listed in a response header.
+- OTHER_NAMES: names whose meaning is close but not equal; refused with our name as a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The path of the honoured field: its name, and the key inside it where the field is an object.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "max_new_tokens": ("max_tokens",),
+    "n_predict": ("max_tokens",),
+    "num_predict": ("max_tokens",),
+    "min_new_tokens": ("min_tokens",),
+    "repeat_penalty": ("repetition_penalty",),
+    "rep_pen": ("repetition_penalty",),
+    "num_return_sequences": ("n",),
+    "sampler_seed": ("seed",),
+    "random_seed": ("seed",),
+    "typical": ("typical_p",),
+    "typ_p": ("typical_p",),
+    "top_sigma": ("top_n_sigma",),
+    "nsigma": ("top_n_sigma",),
+    "mirostat_mode": ("mirostat",),
+    "dry_range": ("dry_penalty_last_n",),
+    "dry_breakers": ("dry_sequence_breakers",),
+    "stopping_strings": ("stop",),
+    "stop_sequences": ("stop",),
+    "add_special": ("add_special_tokens",),
+    "with_pieces": ("return_token_strs",),
+    "input_ids": ("tokens",),
+    "guided_json": ("structured_outputs", "json"),
+    "guided_json_object": ("structured_outputs", "json_object"),
+    "guided_regex": ("structured_outputs", "regex"),
+    "guided_choice": ("structured_outputs", "choice"),
+    "guided_grammar": ("structured_outputs", "grammar"),
+    "guided_whitespace_pattern": ("structured_outputs", "whitespace_pattern"),
+    "structural_tag": ("structured_outputs", "structural_tag"),
+    "json_schema": ("structured_outputs", "json"),
+    "regex": ("structured_outputs", "regex"),
+    "grammar": ("structured_outputs", "grammar"),
+    "grammar_string": ("structured_outputs", "grammar"),
+    "enable_thinking": ("chat_template_kwargs", "enable_thinking"),
+}
+# Values of synonyms that ask for nothing.
+EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
+    "guided_json_object": (False,),
+    "guided_grammar": ("",),
+    "grammar": ("",),
+    "grammar_string": ("",),
+}
+
+# Labels, routing, tuning of another server, and parameters of samplers that are off (UNSERVED).
+# The type is that of the field's own documentation.
+NO_EFFECT: Mapping[str, str] = {
+    "user": "string",
+    "metadata": "object",
+    "safety_identifier": "string",
+    "prompt_cache_key": "string",
+    "prompt_cache_retention": "string",
+    "prompt_cache_options": "object",
+    "request_id": "string",
+    "rid": "string",
+    "session_id": "string",
+    "api_type": "string",
+    "api_server": "string",
+    "cache_prompt": "boolean",
+    "n_cache_reuse": "number",
+    "n_keep": "number",
+    "guided_decoding_backend": "string",
+    "adaptive_decay": "number",
+    "dynatemp_exponent": "number",
+    "smoothing_curve": "number",
+    "repetition_decay": "number",
+    "rep_pen_slope": "number",
+    "speculative_ngram": "boolean",
+    "stream_reasoning": "boolean",
+    "details": "boolean",
+    "return_text_in_logprobs": "boolean",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unserved:
+    """A field accepted only at values that ask for nothing, and why it is refused otherwise.
+
+    unless: another field and its value that give one more value the neutral meaning:
+    (value, field, the other field's value).
+    """
+
+    allowed: tuple[Any, ...]
+    why: str
+    unless: tuple[Any, str, Any] | None = None
+
+
+_TAIL_FREE = "tail-free sampling is not implemented (min_p is similar)"
+_ONE_TEMPERATURE = "a request has one temperature"
+_WHOLE_HISTORY = "repetition_penalty covers all tokens of prompt and answer"
+_ORDER = "the order of samplers is fixed"
+_BAN_TOKENS = "write it as bad_words, or as logit_bias of -100"
+_TEXT_ONLY = "the model writes text only"
+_OTHER_SHAPE = "the response has one format"
+
+UNSERVED: Mapping[str, Unserved] = {
+    # OpenAI
+    "store": Unserved(allowed=(False,), why="answers are not stored"),
+    "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
+    "functions": Unserved(allowed=([],), why="functions are given as tools"),
+    "function_call": Unserved(
+        allowed=("none", "auto"), why="tool_choice selects the function to call"
+    ),
+    "modalities": Unserved(allowed=(["text"],), why=_TEXT_ONLY),
+    "audio": Unserved(allowed=(), why=_TEXT_ONLY),
+    "prediction": Unserved(allowed=(), why="predicted outputs are not implemented"),
+    "moderation": Unserved(allowed=(), why="nothing is moderated here"),
+    "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
+    # vLLM
+    "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
+    "logits_processors": Unserved(allowed=([],), why="code in requests is never run"),
+    "spaces_between_special_tokens": Unserved(
+        allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
+    ),
+    "return_tokens_as_token_ids": Unserved(
+        allowed=(False,), why="token ids are returned by return_token_ids"
+    ),
+    "mm_processor_kwargs": Unserved(allowed=({},), why="the model reads text only"),
+    "kv_transfer_params": Unserved(allowed=({},), why="KV blocks are not transferred"),
+    "vllm_xargs": Unserved(allowed=({},), why="write each parameter as a field of its own"),
+    # SGLang
+    "return_logprob": Unserved(allowed=(False,), why="write it as logprobs"),
+    "separate_reasoning": Unserved(
+        allowed=(True,),
+        why="reasoning has a field of its own (--reasoning-parser none keeps it in the text)",
+    ),
+    "no_stop_trim": Unserved(allowed=(False,), why="write it as include_stop_str_in_output"),
+    "return_hidden_states": Unserved(allowed=(False,), why="hidden states are not returned"),
+    "return_routed_experts": Unserved(allowed=(False,), why="routed experts are not returned"),
+    "return_meta_info": Unserved(allowed=(False,), why="usage has the counts and timings"),
+    "ebnf": Unserved(allowed=("",), why="write it as structured_outputs.grammar (Lark or GBNF)"),
+    "lora_path": Unserved(allowed=(), why="LoRA adapters are not implemented"),
+    "stop_regex": Unserved(allowed=([], ""), why="stop takes strings"),
+    "custom_logit_processor": Unserved(allowed=(), why="code in requests is never run"),
+    # llama.cpp
+    "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
+    "slot_id": Unserved(allowed=(-1,), why="the scheduler places requests"),
+    "return_tokens": Unserved(allowed=(False,), why="token ids are returned by return_token_ids"),
+    "post_sampling_probs": Unserved(
+        allowed=(False,), why="log-probabilities are those before sampling"
+    ),
+    "response_fields": Unserved(allowed=([],), why=_OTHER_SHAPE),
+    "n_probs": Unserved(allowed=(0,), why="write it as logprobs (chats: top_logprobs)"),
+    "n_indent": Unserved(allowed=(0,), why="indentation does not limit an answer"),
+    "t_max_predict_ms": Unserved(allowed=(0, -1), why="write it as deadline_ms"),
+    "t_max_prompt_ms": Unserved(allowed=(0, -1), why="write it as ttft_slo_ms"),
+    "grammar_lazy": Unserved(allowed=(False,), why="a grammar holds from the first token on"),
+    "grammar_triggers": Unserved(allowed=([],), why="write it as a structural tag"),
+    "preserved_tokens": Unserved(allowed=([],), why="write it as skip_special_tokens: false"),
+    "image_data": Unserved(allowed=([],), why="the model reads text only"),
+    "lora": Unserved(allowed=([],), why="LoRA adapters are not implemented"),
+    "samplers": Unserved(allowed=([],), why=_ORDER),
+    "repeat_last_n": Unserved(
+        allowed=(-1,), why=_WHOLE_HISTORY, unless=(0, "repetition_penalty_range", 0)
+    ),
+    "min_keep": Unserved(allowed=(0, 1), why="filters may leave one token"),
+    "adaptive_target": Unserved(allowed=(-1, -1.0, -0.01), why="adaptive-p is not implemented"),
+    # text-generation-inference, text-generation-webui, KoboldCpp, SillyTavern
+    "do_sample": Unserved(allowed=(True,), why="greedy decoding is temperature: 0"),
+    "watermark": Unserved(allowed=(False,), why="answers are not watermarked"),
+    "trim_stop": Unserved(allowed=(True,), why="write it as include_stop_str_in_output"),
+    "decoder_input_details": Unserved(allowed=(False,), why="write it as prompt_logprobs"),
+    "return_full_text": Unserved(allowed=(False,), why="write it as echo"),
+    "max_tokens_second": Unserved(allowed=(0,), why="the rate of an answer is not limited"),
+    "min_length": Unserved(allowed=(0,), why="write it as min_tokens"),
+    "num_beams": Unserved(allowed=(1,), why="write it as use_beam_search with best_of"),
+    "skew": Unserved(allowed=(0, 0.0), why="skew sampling is not implemented"),
+    "add_bos_token": Unserved(allowed=(True,), why="write it as add_special_tokens: false"),
+    "ban_eos_token": Unserved(allowed=(False,), why="write it as ignore_eos"),
+    "custom_token_bans": Unserved(allowed=("", []), why=_BAN_TOKENS),
+    "banned_tokens": Unserved(allowed=("", []), why=_BAN_TOKENS),
+    "banned_strings": Unserved(allowed=("", []), why="write it as bad_words"),
+    "negative_prompt": Unserved(allowed=("",), why="classifier-free guidance is not implemented"),
+    "guidance_scale": Unserved(allowed=(1, 1.0), why="classifier-free guidance is not implemented"),
+    "sampler_order": Unserved(allowed=([],), why=_ORDER),
+    "sampler_priority": Unserved(allowed=([],), why=_ORDER),
+    "grammar_retain_state": Unserved(allowed=(False,), why="each answer begins its grammar"),
+    "tfs": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
+    "tfs_z": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
+    "top_a": Unserved(allowed=(0, 0.0), why="top_a is not implemented (min_p is similar)"),
+    "smoothing_factor": Unserved(allowed=(0, 0.0), why="quadratic sampling is not implemented"),
+    "dynamic_temperature": Unserved(allowed=(False,), why=_ONE_TEMPERATURE),
+    "dynatemp_range": Unserved(allowed=(0, 0.0), why=_ONE_TEMPERATURE),
+    "temperature_last": Unserved(
+        allowed=(False,), why="filters see the distribution at the request's temperature"
+    ),
+    "penalty_alpha": Unserved(allowed=(0, 0.0), why="contrastive search is not implemented"),
+    "encoder_repetition_penalty": Unserved(
+        allowed=(1, 1.0), why="the prompt's tokens are not favoured"
+    ),
+    "repetition_penalty_range": Unserved(allowed=(0, -1), why=_WHOLE_HISTORY),
+    "rep_pen_range": Unserved(allowed=(0, -1), why=_WHOLE_HISTORY),
+    "include_reasoning": Unserved(
+        allowed=(True, False), why="a text completion has its reasoning in the text"
+    ),
+}
+
+# Values that ask for nothing; at others the name is listed in the response header.
+HINTS: Mapping[str, tuple[Any, ...]] = {
+    "verbosity": ("medium",),
+    "reasoning": ({},),
+    "thinking": (),
+    "truncation_length": (),
+    "num_ctx": (),
+    "keep_alive": (),
+}
+
+OTHER_NAMES: Mapping[str, str] = {
+    "bad_words_ids": "bad_words",
+    "content": "prompt",
+    "input": "prompt",
+    "text": "prompt",
+    "ids": "tokens",
+    "token_ids": "tokens",
+    "prompt_token_ids": "tokens",
+    "conversation": "messages",
+    "beam_width": "use_beam_search",
+    "deadline": "deadline_ms",
+    "ttft_slo": "ttft_slo_ms",
+    "tpot_slo": "tpot_slo_ms",
+}
+
+
+def same_json(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; unlike in Python, a boolean equals no number."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Rows (field, what happens) of the whole table, in Markdown without its pipes."""
+    for name, path in SYNONYMS.items():
+        yield f"`{name}`", f"read as `{'.'.join(path)}`"
+    for name, kind in NO_EFFECT.items():
+        yield f"`{name}`", f"any {kind}; no effect"
+    for name, rule in UNSERVED.items():
+        values = " or ".join(f"`{value!r}`" for value in rule.allowed) or "`null`"
+        yield f"`{name}`", f"accepted at {values}; otherwise refused: {rule.why}"
+    for name in HINTS:
+        yield f"`{name}`", "a hint: accepted, not used, listed in `x-quire-ignored-fields`"

@@ -1,0 +1,98 @@
+"""Request paths: other spellings of the served ones, and hints for those that are not served.
+
+FOREIGN_PATHS is one declarative table; its documentation is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+# Served below /v1; clients whose base URL lacks /v1 ask for them without.
+VERSIONED = ("/chat/completions", "/completions", "/models")
+
+_CHAT = "POST /v1/chat/completions"
+_COMPLETE = "POST /v1/completions"
+_TOKENS = "POST /generate"
+_MODELS = "GET /v1/models"
+_ONE_MODEL = "one model is served; it is chosen when the server starts"
+_NO_RESPONSES = f"the Responses API is not implemented; use {_CHAT}"
+_NO_EMBEDDINGS = "embeddings and scores of texts are not implemented; the model generates text"
+
+# Paths of other servers, and what to use here.
+FOREIGN_PATHS: Mapping[str, str] = {
+    # Ollama
+    "/api/chat": f"use {_CHAT}",
+    "/api/generate": f"use {_COMPLETE}",
+    "/api/tags": f"use {_MODELS}",
+    "/api/ps": f"use {_MODELS}",
+    "/api/show": f"use {_MODELS}",
+    "/api/version": "use GET /version",
+    "/api/pull": _ONE_MODEL,
+    "/api/push": _ONE_MODEL,
+    "/api/create": _ONE_MODEL,
+    "/api/delete": _ONE_MODEL,
+    "/api/copy": _ONE_MODEL,
+    "/api/embed": _NO_EMBEDDINGS,
+    "/api/embeddings": _NO_EMBEDDINGS,
+    # llama.cpp
+    "/completion": f"use {_COMPLETE}",
+    "/infill": f"use {_COMPLETE} with suffix",
+    "/props": f"use {_MODELS} and GET /tokenizer_info",
+    "/slots": "use GET /metrics, or GET /v1/requests/ID for one request",
+    "/embedding": _NO_EMBEDDINGS,
+    "/lora-adapters": "LoRA adapters are not implemented",
+    # vLLM and SGLang
+    "/v1/responses": _NO_RESPONSES,
+    "/responses": _NO_RESPONSES,
+    "/v1/embeddings": _NO_EMBEDDINGS,
+    "/embeddings": _NO_EMBEDDINGS,
+    "/pooling": _NO_EMBEDDINGS,
+    "/score": _NO_EMBEDDINGS,
+    "/v1/score": _NO_EMBEDDINGS,
+    "/rerank": _NO_EMBEDDINGS,
+    "/v1/rerank": _NO_EMBEDDINGS,
+    "/ping": "use GET /health",
+    "/health_generate": "use GET /health",
+    "/load": "use GET /metrics",
+    "/server_info": "use GET /version and GET /v1/models",
+    "/get_server_info": "use GET /version and GET /v1/models",
+    "/get_model_info": f"use {_MODELS}",
+    "/abort_request": "use DELETE /v1/requests/ID",
+    "/inference/v1/generate": f"use {_TOKENS}",
+    # Anthropic, text-generation-inference, KoboldCpp
+    "/v1/messages": f"use {_CHAT}",
+    "/generate_stream": f"use {_COMPLETE} with stream: true",
+    "/info": f"use {_MODELS}",
+    "/api/v1/generate": f"use {_COMPLETE}",
+    "/api/v1/model": f"use {_MODELS}",
+    # OpenAI
+    "/v1/audio/transcriptions": "the model reads and writes text only",
+    "/v1/audio/speech": "the model reads and writes text only",
+    "/v1/images/generations": "the model reads and writes text only",
+    "/v1/moderations": "nothing is moderated here",
+    "/v1/files": "files are not stored",
+    "/v1/batches": "batches are not stored; send the requests at once, with a low priority",
+}
+
+
+def served_path(path: str) -> str:
+    """Return `path` as the routes have it: without trailing slashes, with /v1 where it lacks."""
+    path = path.rstrip("/") or "/"
+    if path in VERSIONED or path.startswith("/models/"):
+        return f"/v1{path}"
+    return path
+
+
+def hint_for(path: str, served: Iterable[str]) -> str:
+    """Return what to do instead of asking for `path`; empty where nothing is near.
+
+    served: the paths of the routes.
+    """
+    foreign = FOREIGN_PATHS.get(path) or FOREIGN_PATHS.get(path.replace("/v1/v1/", "/v1/"))
+    if foreign is not None:
+        return foreign
+    if path.startswith("/v1/v1/"):
+        return f"the base URL has /v1 already; use {path.removeprefix('/v1')}"
+    near = get_close_matches(path[:100], list(served), 1)
+    return f"the nearest path is {near[0]}" if near else ""
