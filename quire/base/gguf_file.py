@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.gguf_types import TYPES, BlockType
+from quire.base.regular_file import open_regular
 from quire.base.show import show
 
 MAGIC = b"GGUF"
@@ -165,7 +166,7 @@ class _Cursor:
 
 def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             opened = os.fstat(file.fileno())
             size = opened.st_size
             start = file.read(8)

@@ -15,10 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any, get_type_hints
 from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
+from quire.engine.socket_directory import SocketDirectory
 
 # Where our own package lies: installed, or a checkout that the new interpreter would not find.
 _PACKAGES = str(Path(__file__).resolve().parents[2])
@@ -40,31 +39,38 @@ from importlib import import_module
 sys.exit(import_module(sys.argv.pop(1)).main())
 """
 
-# A socket's address has at most 107 bytes; what we put behind the folder takes under 30.
-_MOST_FOLDER_BYTES = 70
-# The failure report must fit the pipe, which nobody reads before the process has ended.
+# The failure report must fit the pipe, which is read only once the process has ended.
 MAX_FAILURE_BYTES = 32 * 1024
 
 
 class EngineProcess:
-    """A running engine process and the folder of its sockets. client: our number among its clients;
-    is_ours: it ends when we say so."""
+    """A running engine process and the directory of its sockets.
+
+    client: this process's number among its clients. is_ours: this process ends it.
+    """
 
     client = 0
     is_ours = True
 
-    def __init__(self, popen: subprocess.Popen[bytes], folder: Path, failure_fd: int) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], sockets: SocketDirectory, failure_fd: int
+    ) -> None:
         self._popen = popen
-        self.folder = folder
+        self._sockets = sockets
         self._failure_fd: int | None = failure_fd
         self._failure = b""
+
+    @property
+    def folder(self) -> Path:
+        """The directory of its sockets."""
+        return self._sockets.path
 
     @classmethod
     def launch(cls, config: EngineConfig, logging: LogSettings | None = None) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
         logging = logging or LogSettings()
-        folder = _socket_folder()
-        command = [*command_of("quire.engine.process"), "--endpoint", str(folder)]
+        sockets = SocketDirectory()
+        command = [*command_of("quire.engine.process"), "--endpoint", str(sockets.path)]
         command += ["--log-level", logging.level, "--log-format", logging.form]
         env = environment_of_ours()
         failure_fd: int | None = None
@@ -83,10 +89,10 @@ class EngineProcess:
         except OSError as error:
             if failure_fd is not None:
                 os.close(failure_fd)
-            shutil.rmtree(folder, ignore_errors=True)
+            sockets.remove()
             raise SettingError(f"the engine process cannot be started: {error}") from error
         os.set_blocking(failure_fd, False)
-        process = cls(popen, folder, failure_fd)
+        process = cls(popen, sockets, failure_fd)
         assert popen.stdin is not None, "Popen was asked for a pipe"
         with contextlib.suppress(OSError):  # it is gone already; whoever waits for it reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
@@ -112,7 +118,7 @@ class EngineProcess:
         return self._failure
 
     def end(self, timeout_s: float) -> None:
-        """Close its input, give it `timeout_s` to leave, then kill it; remove the folder."""
+        """Close its input, give it `timeout_s` to exit, then kill it; remove the directory."""
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):  # it is gone, and did not read its config
                 self._popen.stdin.close()
@@ -122,7 +128,7 @@ class EngineProcess:
         if self._failure_fd is not None:
             os.close(self._failure_fd)
             self._failure_fd = None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._sockets.remove()
 
 
 class SharedEngine:
@@ -154,20 +160,6 @@ class SharedEngine:
 
     def end(self, timeout_s: float) -> None:
         """Leave it as it is."""
-
-
-def _socket_folder() -> Path:
-    """A new folder of ours for sockets, whose addresses may not be long."""
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > _MOST_FOLDER_BYTES:
-        folder = "/tmp"
-    try:
-        return Path(tempfile.mkdtemp(prefix="quire-", dir=folder))
-    except OSError as error:
-        raise SettingError(
-            f"no folder for sockets can be made in {folder}: {error.strerror}; set TMPDIR to one "
-            f"that can be written to, with a path of at most {_MOST_FOLDER_BYTES} bytes"
-        ) from error
 
 
 def command_of(module: str) -> list[str]:

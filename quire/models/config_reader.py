@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.base.errors import ConfigError
+from quire.base.regular_file import read_regular
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 
@@ -25,7 +26,7 @@ Number = TypeVar("Number", int, float)
 def load_config(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises ConfigError."""
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, limit_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if raw.startswith(LFS_POINTER):

@@ -20,6 +20,7 @@ from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import ModelSpec
 
 MAX_POSITIONS = 2**27
+MIN_POSITIONS = 2  # a token of the prompt and one of the answer
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 ACTIVATIONS = {
     "silu": "silu",
@@ -73,7 +74,7 @@ def read_decoder(
     hidden_size = config.whole(names["hidden_size"], 1, 2**20)
     num_heads = config.whole(names["num_attention_heads"], 1, 2**16)
     vocab_size = config.whole("vocab_size", 1, 2**24)
-    max_positions = config.whole(names["max_position_embeddings"], 1, MAX_POSITIONS)
+    max_positions = config.whole(names["max_position_embeddings"], MIN_POSITIONS, MAX_POSITIONS)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": vocab_size,

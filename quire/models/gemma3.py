@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_POSITIONS
+from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS
 from quire.models.gemma import (
     GEMMA_ACTIVATIONS,
     read_any_gemma,
@@ -40,7 +40,7 @@ def read_gemma3(config: ConfigReader, architecture: str) -> ModelSpec:
         config.require("_sliding_window_pattern", (pattern,), reason)
     everywhere, windowed = read_rope_by_layer(
         config,
-        config.whole("max_position_embeddings", 1, MAX_POSITIONS),
+        config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS),
         theta=THETA,
         local_theta=LOCAL_THETA,
     )

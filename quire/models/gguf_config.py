@@ -20,6 +20,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_model import GgufModel
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS
 from quire.models.gguf_ends import TOKENIZER, read_ends, read_sampling
 from quire.models.gguf_rope import (
     FREQUENCY_DIVISORS,
@@ -120,7 +121,7 @@ def _read_shape(config: ConfigReader, model: GgufModel, meaning: Meaning) -> Jso
         "head_dim": head_dim,
         "intermediate_size": _one(config, "feed_forward_length", 2**22),
         "rms_norm_eps": config.number(meaning.norm_eps, 1e-12, 0.1),
-        "max_position_embeddings": config.whole("context_length", 1, 2**27),
+        "max_position_embeddings": config.whole("context_length", MIN_POSITIONS, MAX_POSITIONS),
         "vocab_size": rows,
         "tie_word_embeddings": HEAD not in model.tensors,
         "torch_dtype": _dtype(model),

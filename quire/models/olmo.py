@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_POSITIONS, read_decoder, read_layer_windows
+from quire.models.decoder_config import (
+    MAX_POSITIONS,
+    MIN_POSITIONS,
+    read_decoder,
+    read_layer_windows,
+)
 from quire.models.rope_reader import read_rope_by_layer
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
@@ -34,7 +39,7 @@ def read_olmo3(config: ConfigReader, architecture: str) -> ModelSpec:
     has_bias = config.flag("attention_bias", default=False)
     config.require("rope_local_base_freq", (), "layers with a window turn by rope_theta too")
     theta = config.number("rope_theta", 2.0, 1e15, default=OLMO3_THETA)
-    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
+    max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     everywhere, windowed = read_rope_by_layer(config, max_positions, theta=theta, local_theta=theta)
     return read_decoder(
         config,

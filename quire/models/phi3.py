@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_POSITIONS, read_decoder
+from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.rope_reader import KINDS, read_rope
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
@@ -30,7 +30,7 @@ def read_phi3(config: ConfigReader, architecture: str) -> ModelSpec:
         config.require(key, (False,), "biases are not supported for this architecture")
     for key in ("full_attn_mod", "interpolate_factor"):
         config.require(key, (1,), "only 1 is supported, which changes nothing")
-    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
+    max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     window = config.whole("sliding_window", 1, 2**31, default=MAX_POSITIONS)
     return read_decoder(

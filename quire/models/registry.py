@@ -17,6 +17,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.base.gguf_model import find_gguf
+from quire.base.regular_file import is_present
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.foreign_folders import what_else
 from quire.models.gemma import read_gemma
@@ -94,7 +95,7 @@ def open_model(path: Path) -> ModelSpec:
     reader = ConfigReader(values, where=str(folder / "config.json"))
     spec = FAMILIES[architecture].read(reader, architecture)
     generation = folder / "generation_config.json"
-    return with_generation_defaults(spec, generation) if generation.is_file() else spec
+    return with_generation_defaults(spec, generation) if is_present(generation) else spec
 
 
 def _read_values(values: dict[str, Any], where: str) -> ModelSpec:
@@ -142,7 +143,7 @@ def _check_folder(folder: Path) -> None:
         )
     if not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")
-    if (folder / "config.json").is_file():
+    if is_present(folder / "config.json"):
         return
     raise ConfigError(f"{folder}: there is no config.json; {what_else(folder)}")
 

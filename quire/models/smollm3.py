@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_POSITIONS, read_decoder, read_layer_windows
+from quire.models.decoder_config import (
+    MAX_POSITIONS,
+    MIN_POSITIONS,
+    read_decoder,
+    read_layer_windows,
+)
 from quire.models.rope_reader import read_rope
 from quire.models.spec import ModelSpec
 
@@ -22,7 +27,7 @@ def read_smollm3(config: ConfigReader, architecture: str) -> ModelSpec:
         config.note("num_key_value_heads is missing; it has no sensible default in a SmolLM 3")
     has_bias = config.flag("attention_bias", default=False)
     unrotated = _read_unrotated(config)
-    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
+    max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     return read_decoder(
         config,
         architecture,

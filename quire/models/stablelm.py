@@ -7,7 +7,7 @@ weight of its own and computes both halves of a layer from one norm: it is refus
 from __future__ import annotations
 
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_POSITIONS, read_decoder
+from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.rope_reader import read_rope
 from quire.models.spec import ModelSpec
 
@@ -21,7 +21,7 @@ def read_stablelm(config: ConfigReader, architecture: str) -> ModelSpec:
     num_heads = config.whole("num_attention_heads", 1, 2**16)
     config.require("num_heads", (num_heads,), "it must agree with num_attention_heads")
     config.require("head_dim", (), "it is hidden_size / num_attention_heads in a StableLM")
-    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
+    max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     return read_decoder(
         config,
         architecture,

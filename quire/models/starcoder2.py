@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_POSITIONS, read_decoder
+from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.spec import ModelSpec
 from quire.program.ops import DType, View
 from quire.program.program import Program
@@ -21,7 +21,7 @@ def read_starcoder2(config: ConfigReader, architecture: str) -> ModelSpec:
     config.require("norm_type", ("layer_norm",), "only 'layer_norm' is supported")
     is_biased = config.flag("use_bias", default=True)
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
-    max_positions = config.whole("max_position_embeddings", 1, MAX_POSITIONS)
+    max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     window = config.whole("sliding_window", 1, 2**31, default=MAX_POSITIONS)
     return read_decoder(
         config,

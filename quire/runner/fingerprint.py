@@ -17,14 +17,17 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from quire.base.errors import ConfigError
 from quire.base.gguf_model import find_gguf
 from quire.base.gguf_open import open_gguf
+from quire.base.regular_file import read_regular
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
 # Changes with what lies in a block's bytes where the program does not tell, and with what the
 # digests begin with by which blocks are found.
 LAYOUT_VERSION = 2
+_MAX_FILE_BYTES = 256 << 20
 # Of a model's folder, beside weights: what the config, tokenizer and template readers open.
 FILES = (
     "config.json",
@@ -100,14 +103,20 @@ def block_fingerprint(
 
 
 def files_digest(folder: Path) -> str:
-    """Names, sizes and bytes of those of FILES that are there; all before a GGUF file's tensors."""
+    """Names, sizes and bytes of those of FILES that are there; all before a GGUF file's tensors.
+
+    Raises ConfigError for one that cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     if (gguf := find_gguf(folder)) is not None:
         digest.update(open_gguf(gguf).header())
         return digest.hexdigest()
     for pattern in FILES:
         for path in sorted(folder.glob(pattern)):
-            content = path.read_bytes()
+            try:
+                content = read_regular(path, limit_bytes=_MAX_FILE_BYTES)
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
             digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
             digest.update(content)
     return digest.hexdigest()

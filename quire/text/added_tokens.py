@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 
 from quire.base.errors import TokenizerError
+from quire.base.regular_file import is_present
+from quire.text.tokenizer_files import read_file
 
 _NAMES = (
     "bos_token",
@@ -48,10 +50,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no file. Raises TokenizerError if it is broken."""
-    if not file.is_file():
+    if not is_present(file):
         return {}
+    content = read_file(file)
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(content)
         json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: not valid JSON ({error}); copy it again") from error

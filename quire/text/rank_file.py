@@ -21,6 +21,7 @@ from quire.base.errors import TokenizerError
 from quire.text.added_tokens import MAX_ID, put_listed, read_json
 from quire.text.byte_alphabet import stand_ins, written
 from quire.text.merges import merges_of
+from quire.text.tokenizer_files import read_file
 from quire.text.tokenizer_json import HOW_TO_CONVERT
 
 _SHOWN = 40
@@ -208,7 +209,7 @@ def _family_of_ranks(file: Path, num_ranks: int, config: Mapping[str, Any]) -> F
 
 def _parsed_ranks(file: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_file(file).splitlines(), 1):
         if not line.strip():
             continue
         token, _, rank = line.partition(b" ")
@@ -229,7 +230,7 @@ def _parsed_ranks(file: Path) -> dict[bytes, int]:
 
 def _parsed_merges(file: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     try:
-        lines = file.read_bytes().decode().split("\n")
+        lines = read_file(file).decode().split("\n")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{file}: not UTF-8 ({error}); copy it again") from None
     merges: list[tuple[str, str]] = []

@@ -20,7 +20,9 @@ import tokenizers
 
 from quire.base.errors import TokenizerError
 from quire.base.gguf_model import find_gguf
+from quire.base.regular_file import is_present
 from quire.text.added_tokens import named_tokens, read_config
+from quire.text.tokenizer_files import read_file
 from quire.text.tokenizer_json import (
     HOW_TO_CONVERT,
     check_no_pointer,
@@ -66,9 +68,9 @@ def read_source(folder: Path) -> Source:
 
 
 def _first_of(folder: Path) -> tuple[Path, Callable[[Path, dict[str, Any]], Source]]:
-    if (file := folder / "tokenizer.json").is_file():
+    if is_present(file := folder / "tokenizer.json"):
         return file, _from_json
-    if (file := folder / "tokenizer.model").is_file():
+    if is_present(file := folder / "tokenizer.model"):
         return file, _from_model
     rank_files = sorted(folder.glob("*.tiktoken"))
     if len(rank_files) > 1:
@@ -76,7 +78,7 @@ def _first_of(folder: Path) -> tuple[Path, Callable[[Path, dict[str, Any]], Sour
         raise TokenizerError(f"{folder}: {names}; keep the one that belongs to the model")
     if rank_files:
         return rank_files[0], _from_ranks
-    if (file := folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    if is_present(file := folder / "vocab.json") and is_present(folder / "merges.txt"):
         return file, _from_vocabulary
     raise TokenizerError(_what_is_there(folder))
 
@@ -104,7 +106,7 @@ def _from_model(file: Path, config: dict[str, Any]) -> Source:
     )
     from quire.text.sentencepiece_proto import read_pieces
 
-    content = file.read_bytes()
+    content = read_file(file)
     if looks_like_ranks(content):
         return _from_ranks(file, config)
     check_no_pointer(file, content)

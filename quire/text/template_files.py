@@ -13,7 +13,9 @@ from pathlib import Path
 
 from quire.base.errors import SettingError, TokenizerError
 from quire.base.gguf_model import find_gguf
+from quire.base.regular_file import is_present
 from quire.text.added_tokens import read_json
+from quire.text.tokenizer_files import read_file
 
 DEFAULT = "default"
 
@@ -40,7 +42,7 @@ def _in_files(folder: Path) -> dict[str, str]:
         value = read_json(folder / name).get("chat_template")
         if value is not None:
             sources.update(_named(value, folder / name))
-    if (folder / "chat_template.jinja").is_file():
+    if is_present(folder / "chat_template.jinja"):
         sources[DEFAULT] = read_source(folder / "chat_template.jinja")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[file.stem] = read_source(file)
@@ -82,11 +84,9 @@ def named_source(chosen: str, sources: Mapping[str, str]) -> str:
 def read_source(file: Path) -> str:
     """The text of a template's file."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_file(file).decode()
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{file}: not valid UTF-8 ({error}); copy it again") from error
-    except OSError as error:
-        raise TokenizerError(f"{file}: cannot be read ({error})") from error
 
 
 def _named(value: object, file: Path) -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""Reads a tokenizer.json, which is a stranger's file, through the `tokenizers` library.
+"""Read a tokenizer.json, an untrusted file, through the `tokenizers` library.
 
-What the library refuses, by an exception or a panic, becomes a TokenizerError. A few files would
-end the process instead (it aborts when it cannot allocate, and recurses over pieces), so those are
-found first: a character map that claims more than it has, a Unigram piece of absurd length, a
-normalizer that multiplies text. Files that can hold neither are not parsed twice. There may be
-files that end the process and are not known here.
+What the library refuses, by an exception or a panic, becomes a TokenizerError. Some files would
+end the process instead (it aborts when it cannot allocate, and recurses over pieces), so they are
+rejected first: a character map that claims more bytes than it has, a Unigram piece of absurd
+length, stages with too many steps or that multiply the length of a text. Files that can hold
+neither of the first two are not parsed twice. Other files that end the process may exist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import binascii
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from quire.base.errors import QuireError, TokenizerError
+from quire.text.tokenizer_files import read_file
 
 HOW_TO_CONVERT = (
     "write a tokenizer.json once, where the model's own code runs, with transformers: "
@@ -27,6 +28,8 @@ HOW_TO_CONVERT = (
 )
 MAX_PIECE_CHARS = 10_000
 MAX_GROWTH = 64
+MAX_PARTS = 256  # of a normalizer, a pre-tokenizer, a post-processor or a decoder
+_INNER = ("normalizers", "pretokenizers", "decoders", "processors")
 _MAX_PREFIX_CHARS = 1_000
 _LFS_POINTER = b"version https://git-lfs"
 # Without these no file has a character map or a Unigram model: escaped letters could spell either.
@@ -47,7 +50,7 @@ def library_errors_become(error_of: Callable[[BaseException], QuireError]) -> It
 
 def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer in a file. Raises TokenizerError naming it."""
-    raw = file.read_bytes()
+    raw = read_file(file)
     check_no_pointer(file, raw)
     if any(mark in raw for mark in _WORTH_PARSING) or _ESCAPED_LETTER.search(raw):
         _check_content(file, raw)
@@ -56,7 +59,7 @@ def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(raw)
         except ValueError as error:
             raise _unreadable(file, error) from error
-        _check_growth(file, backend)
+        _check_stages(file, backend)
     return backend
 
 
@@ -102,12 +105,31 @@ def _check_charsmap(file: Path, written: Any) -> None:
         )
 
 
-def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """That no text becomes many times as long before it is tokenized."""
-    if backend.normalizer is None:
-        return
+def _check_stages(file: Path, backend: tokenizers.Tokenizer) -> None:
+    """Raise where text passes through too many steps or may become many times as long.
+
+    Each step costs time for every text. Steps that each double a text make one of 30 characters
+    fill the memory, before tokens are made (normalizer) or when they become text (decoder).
+    """
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        stage = getattr(backend, name)
+        parts = [] if stage is None else list(_parts(json.loads(stage.__getstate__())))
+        if len(parts) > MAX_PARTS:
+            raise _unreadable(
+                file, f"its {name} has {len(parts)} parts, at most {MAX_PARTS} are allowed"
+            )
+        growth = _growth(parts)
+        if growth > MAX_GROWTH:
+            raise _unreadable(
+                file,
+                f"its {name} may make a text {growth:g} times as long, {MAX_GROWTH} are allowed",
+            )
+
+
+def _growth(parts: Iterable[Mapping[str, Any]]) -> float:
+    """How many times as long a text may become. Patterns match one character at least."""
     growth = 1.0
-    for part in _parts(json.loads(backend.normalizer.__getstate__())):
+    for part in parts:
         if part.get("type") == "Replace":
             plain = (part.get("pattern") or {}).get("String")
             num_matched = len(plain) if isinstance(plain, str) else 1
@@ -115,21 +137,19 @@ def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
             growth *= max(1.0, content / num_matched if num_matched else 1.0 + content)
         elif len(part.get("prepend") or "") > _MAX_PREFIX_CHARS:
             growth = float("inf")
-    if growth > MAX_GROWTH:
-        raise _unreadable(
-            file,
-            f"its normalizer may make a text {growth:g} times as long, {MAX_GROWTH} are allowed",
-        )
+    return growth
 
 
-def _parts(normalizer: Any) -> Iterator[Mapping[str, Any]]:
-    waiting = [normalizer]
+def _parts(stage: Any) -> Iterator[Mapping[str, Any]]:
+    """The steps of a stage, those within sequences too."""
+    waiting = [stage]
     while waiting:
         part = waiting.pop()
         if isinstance(part, Mapping):
             yield part
-            inner = part.get("normalizers")
-            waiting += inner if isinstance(inner, list) else []
+            for key in _INNER:
+                inner = part.get(key)
+                waiting += inner if isinstance(inner, list) else []
 
 
 def _unreadable(file: Path, why: object) -> TokenizerError:

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.gguf_model import find_gguf
+from quire.base.regular_file import is_present, read_regular
+from quire.base.show import show
 from quire.base.strict_json import parse_object
 from quire.weights.dtypes import FP8, from_bf16_bits
 from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
@@ -29,6 +31,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_INDEX_BYTES = 100_000_000
+_MAX_NAME_BYTES = 255  # of a file, on every usual file system
 WHOLE = slice(None)
 
 
@@ -195,7 +198,7 @@ def _open_shards(folder: Path) -> Checkpoint:
     problems: list[str] = []
     files: dict[str, SafetensorsFile] = {}
     for file_name in sorted(set(weight_map.values())):
-        if not (folder / file_name).is_file():
+        if not is_present(folder / file_name):
             problems.append(f"shard {file_name} is missing; fetch it")
             continue
         try:
@@ -224,7 +227,9 @@ def _names(files: dict[str, SafetensorsFile], file_name: str) -> tuple[str, ...]
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        index = parse_object(path.read_bytes(), limit_bytes=MAX_INDEX_BYTES)
+        index = parse_object(
+            read_regular(path, limit_bytes=MAX_INDEX_BYTES), limit_bytes=MAX_INDEX_BYTES
+        )
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -233,7 +238,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{path}: weight_map must be an object of tensor names and files")
     problems = [
-        f"{name}: file is {file_name!r}; a plain name ending in .safetensors is allowed"
+        f"{name}: file is {show(file_name)}; a plain name ending in .safetensors, of at most "
+        f"{_MAX_NAME_BYTES} bytes, is allowed"
         for name, file_name in weight_map.items()
         if not _is_plain_name(file_name)
     ]
@@ -247,6 +253,7 @@ def _is_plain_name(file_name: Any) -> bool:
         and file_name.endswith(".safetensors")
         and not file_name.startswith(".")
         and not any(character in file_name for character in "/\\:\0")
+        and len(file_name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
     )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
+from quire.base.regular_file import open_regular
 from quire.base.strict_json import parse_object
 from quire.weights.dtypes import BYTE_TYPE_BYTES, FP8, NUMPY_TYPES
 
@@ -95,7 +96,7 @@ class SafetensorsFile:
 
 def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             opened = os.fstat(file.fileno())
             size = opened.st_size
             if size < LENGTH_BYTES:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.config.groups import EngineConfig
 from quire.engine.launch import EngineProcess
+from quire.engine.socket_directory import PREFIX, SocketDirectory
 
 
 class Started:
@@ -65,3 +70,70 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(SettingError, match="/nowhere"):
         EngineProcess.launch(EngineConfig())
+
+
+def test_no_directory_at_all_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(SettingError, match=r"No usable temporary directory.*set TMPDIR"):
+        EngineProcess.launch(EngineConfig())
+
+
+def test_the_next_start_removes_what_a_killed_server_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start = (
+        "import sys, time\n"
+        "from quire.engine.socket_directory import SocketDirectory\n"
+        "directory = SocketDirectory()\n"
+        "(directory.path / 'in.0').touch()\n"
+        "print(directory.path, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as server:
+        assert server.stdout is not None
+        left = Path(server.stdout.readline().strip())
+        running = SocketDirectory()
+        assert left.is_dir()  # its server still runs
+        server.kill()
+    assert (left / "in.0").exists()
+    strangers = tmp_path / f"{PREFIX}notes"
+    strangers.mkdir()
+    (strangers / "text").touch()
+    new = SocketDirectory()
+    assert sorted(tmp_path.iterdir()) == sorted([running.path, new.path, strangers])
+    running.remove()
+    new.remove()
+    assert list(tmp_path.iterdir()) == [strangers]
+
+
+def test_a_directory_that_another_start_removed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made: list[Path] = []
+    flock = fcntl.flock
+
+    def removed_before_the_lock(descriptor: int, how: int) -> None:
+        if not made:
+            made.extend(tmp_path.iterdir())
+            shutil.rmtree(made[0])
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before_the_lock)
+    directory = SocketDirectory()
+    assert directory.path.is_dir()
+    assert directory.path not in made
+    directory.remove()

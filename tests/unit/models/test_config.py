@@ -251,6 +251,12 @@ def test_a_size_that_is_no_sensible_whole_number_is_refused(
     assert f"{key} is {json.dumps(value)}; a whole number from" in refused(tmp_path, **{key: value})
 
 
+def test_a_context_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
+    assert "max_position_embeddings is 1; a whole number from 2" in refused(
+        tmp_path, max_position_embeddings=1
+    )
+
+
 @pytest.mark.parametrize("value", [0, -1e-5, 2.0, 1e300, "1e-5", False])
 def test_a_norm_epsilon_out_of_range_is_refused(value: Any, tmp_path: Path) -> None:
     assert f"rms_norm_eps is {json.dumps(value)}; a number from" in refused(

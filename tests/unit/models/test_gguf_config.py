@@ -67,6 +67,7 @@ def test_a_number_that_was_no_float32_stays_itself(number: float) -> None:
         ({"llama__block_count": 2**31}, "block_count is 2147483648"),
         ({"llama__embedding_length": "x"}, 'embedding_length is "x"'),
         ({"llama__context_length": 0}, "context_length is 0"),
+        ({"llama__context_length": 1}, "context_length is 1; a whole number from 2"),
         ({"llama__attention__head_count": [5, 4]}, "only layers that are all alike"),
         ({"llama__attention__head_count": []}, "only layers that are all alike"),
         ({"llama__attention__value_length": 8}, "values as wide as keys (16) are supported"),

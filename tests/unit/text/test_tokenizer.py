@@ -284,6 +284,7 @@ def _unigram(pieces: list[tuple[str, float]], **more: object) -> str:
 
 
 _GROWS = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 1000}
+_DOUBLES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
 
 
@@ -292,6 +293,20 @@ _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
     [
         (_normalizing(_GROWS, _GROWS, _GROWS, _GROWS), r"text 1e\+12 times as long, 64 are"),
         (_normalizing({"type": "Prepend", "prepend": "x" * 5000}), r"text inf times as long"),
+        (
+            _with(decoder={"type": "Sequence", "decoders": [_DOUBLES] * 30}),
+            r"its decoder may make a text 1\.07374e\+09 times as long, 64 are allowed",
+        ),
+        (_normalizing(*[{"type": "NFC"}] * 3000), r"its normalizer has 3001 parts, at most 256"),
+        (
+            _with(
+                pre_tokenizer={
+                    "type": "Sequence",
+                    "pretokenizers": [{"type": "Digits", "individual_digits": True}] * 3000,
+                }
+            ),
+            r"its pre_tokenizer has 3001 parts, at most 256",
+        ),
         (_normalizing(_CHARSMAP), r"claims 4294967295 bytes of 8 for its trie"),
         (_normalizing(_CHARSMAP).replace("precompiled", "\\u0070recompiled"), r"claims 4294967295"),
         (_normalizing({**_CHARSMAP, "precompiled_charsmap": "?"}), r"is no base64"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import WeightsError
+from quire.base.show import show
 from quire.models.registry import build_program, open_model
 from quire.program.ops import DType
 from quire.weights import binding
@@ -128,11 +129,13 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         None,
         7,
         ["model.safetensors"],
+        "n" * 300 + ".safetensors",
+        "ä" * 130 + ".safetensors",
     ],
 )
 def test_an_index_that_leaves_the_folder_is_refused(file: Any, tmp_path: Path) -> None:
     message = change_index(tmp_path, lambda weight_map: weight_map.update(odd=file))
-    assert f"odd: file is {file!r}" in message
+    assert f"odd: file is {show(file)}; a plain name" in message
 
 
 @pytest.mark.parametrize(
