@@ -16,7 +16,7 @@ from quire.base.errors import (
 from quire.base.records import Request
 from quire.cache.manager import CacheManager
 from quire.scheduler.forecast import Forecast
-from quire.scheduler.groups import beam_limit
+from quire.scheduler.groups import check_beam_blocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.placement import place
 from quire.scheduler.queue import WaitingQueue
@@ -70,11 +70,11 @@ def limit_of(
             "there must be room for at least one token",
             param="max_tokens",
         )
-    limit = min(request.max_total_tokens, room, cache.num_tokens, most_tokens)
+    limit = min(request.max_total_tokens, room)
     if request.sampling.use_beam_search:
-        most_running = tenants.most_running(request)
-        return beam_limit(request, limit, most_running, most_tokens, cache.block_size)
-    return limit
+        max_running = tenants.most_running(request)
+        check_beam_blocks(request, limit, max_running, most_tokens, cache.block_size)
+    return min(limit, cache.num_tokens, most_tokens)
 
 
 def check_room(
