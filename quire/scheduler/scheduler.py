@@ -186,6 +186,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
         self._last_step_ms = 0.0
+        self._was_busy = False  # since the last update: a step could follow it at once
         self._steps_ended = 0
 
     @property
@@ -311,6 +312,8 @@ class Scheduler:
         if tiers is not None:
             draft.set_tier_copies(tiers.take_copies(idle=idle))
         if idle and draft.is_empty:
+            if not len(flights):
+                self._was_busy = False
             return None
         return flights.send(draft.finish(roster.take_retired()), now_ms)
 
@@ -322,13 +325,17 @@ class Scheduler:
         landing, began_ms = self._roster.flights.land(plan, result)
         if not result.errors and plan.slots.size:
             num_scores = len(result.scores.ranks) if result.scores is not None else 0
-            began_ms = max(began_ms, self._last_step_ms)
+            # While there is work, what the host does between two steps is part of the second.
+            if self._was_busy or began_ms < self._last_step_ms:
+                began_ms = self._last_step_ms
             self.speed.note(plan, len(result.token_ids) + num_scores, now_ms - began_ms)
         if self._cache.settle(plan.step):
             self._roster.may_admit = True
         self._last_plan, self._last_step_ms = plan, now_ms
         self._steps_ended += 1
-        return self._results.apply(plan, result, landing, now_ms)
+        outputs = self._results.apply(plan, result, landing, now_ms)
+        self._was_busy = bool(self._roster.tickets)
+        return outputs
 
     def copies_ended(self, copies: CopiesEnded, now_ms: float) -> None:
         """Blocks have reached a tier, or come from one."""

@@ -383,3 +383,18 @@ def test_requests_beyond_a_small_token_budget_all_finish_with_their_own_tokens()
     harness.check_end()
     request = harness.requests["r3"]
     assert harness.tokens["r3"] == alone(request, harness.limit(request))
+
+
+def test_the_time_between_steps_is_learned_but_not_the_time_without_work() -> None:
+    """A client waits for what the host does between two steps, too."""
+    harness = Harness(Setup(max_model_len=64))
+    noted: list[float] = []
+    harness.scheduler.speed.note = lambda plan, heads, ms: noted.append(ms)  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        harness.add(make_request(name, [1, 2, 3], max_tokens=4))
+        while harness.scheduler.has_work:
+            harness.now_ms += 30.0  # the host is busy, then a step begins
+            harness.schedule()
+            harness.update()
+        harness.now_ms += 1000.0  # nothing to do
+    assert noted == [1.0, 32.0, 32.0, 32.0] * 2
