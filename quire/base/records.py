@@ -425,7 +425,12 @@ class EngineStats:
     blocks_total: int = 0
     blocks_used: int = 0  # named by a live request
     blocks_cached: int = 0  # free to take, but still findable by prefix
+    blocks_free: int = 0  # free to take, those that a prefix may find included
+    blocks_reserved: int = 0  # of those: that running requests will take for tokens they know
+    allocated_blocks_total: int = 0
+    block_allocation_ms_total: float = 0.0  # 0 where no clock is read (simulation)
     steps_total: int = 0
+    device_busy_ms_total: float = 0.0  # during which at least one step was in flight
     step_rows: int = 0  # requests in the last step
     step_tokens: int = 0  # token rows in the last step; of a part by layers as large a share
     layered_tokens_total: int = 0  # prompt tokens that were computed by layers

@@ -9,7 +9,7 @@ because blocks are registered only up to positions whose step has ended well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,8 @@ class CacheManager:
     default is for tests. fingerprint: of what computes the keys and values; those of another are
     never found. tier: where blocks that leave the pool go on to be found, at most most_saving of
     them on their way there at once. window: how many positions a token sees, its own included, in
-    any layer; 0: all. Blocks behind it are given back while their request runs.
+    any layer; 0: all. Blocks behind it are given back while their request runs. make_pool: makes
+    the pool of num_blocks blocks.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CacheManager:
         tier: TierMap | None = None,
         most_saving: int = 16,
         window: int = 0,
+        make_pool: Callable[[int], BlockPool] = BlockPool,
     ) -> None:
         if block_size < 1:
             raise CapacityError(f"block_size is {block_size}; it must be at least 1")
@@ -75,7 +77,7 @@ class CacheManager:
         self._size = np.int32(block_size)
         self.prefix_caching = prefix_caching
         self.window = window
-        self.pool = BlockPool(num_blocks)
+        self.pool = make_pool(num_blocks)
         self.index = PrefixIndex(num_blocks)
         self.ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
         self.lineage = Lineage(num_blocks, block_size)

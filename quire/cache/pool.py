@@ -46,6 +46,8 @@ class BlockPool:
         self._once = AgeQueue(num_blocks)
         self._again = AgeQueue(num_blocks)
         self._scratch: Int32s = np.zeros(num_blocks, np.int32)
+        self.allocated_blocks_total = 0
+        self.allocation_ns_total = 0  # counted by a subclass that reads a clock
 
     @property
     def num_free(self) -> int:
@@ -93,6 +95,7 @@ class BlockPool:
             self.findable[evicted] = False
             blocks = np.concatenate((blocks, evicted)) if plain else evicted
         self.references[blocks] = 1
+        self.allocated_blocks_total += count
         return blocks.astype(np.int32), evicted
 
     def share(self, blocks: Int32s) -> None:

@@ -34,6 +34,7 @@ from quire.engine.prices import first_prices
 from quire.engine.programs import engine_program
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
+from quire.engine.timed_pool import TimedBlockPool
 from quire.engine.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.warm_up import measure_cost, warm_up
 from quire.execute.executor import Executor, ExecutorClass, LayeredExecutor, Progress
@@ -209,6 +210,7 @@ def _assembled(
         tier_block_ms=1.0 if tier is None else tier.block_ms,
         gates=[GrammarGate(compiler, texts)],
         window=program.caches[0].window,
+        make_pool=TimedBlockPool,
     )
     core = EngineCore(
         scheduler,

@@ -6,9 +6,10 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.cache.manager import CacheManager
+from quire.cache.pool import BlockPool
 from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.tenant_limits import read_limits
@@ -65,12 +66,13 @@ def make_scheduler(
     prices: LinearCost | None = None,
     gates: Sequence[Gate] = (),
     window: int = 0,
+    make_pool: Callable[[int], BlockPool] = BlockPool,
 ) -> Scheduler:
     """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
     `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
     where there is one, with at most most_saving blocks on their way there at once, and
     tier_block_ms for a block on its way back until that is measured. prices: what steps cost, until
-    some were timed. gates: see Scheduler; window: see CacheManager."""
+    some were timed. gates: see Scheduler; window, make_pool: see CacheManager."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -80,6 +82,7 @@ def make_scheduler(
         tier=tier,
         most_saving=most_saving,
         window=window,
+        make_pool=make_pool,
     )
     settings = config.scheduler
     tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)

@@ -1,11 +1,13 @@
 """What an EngineStats says, as metrics: the engine's numbers as they come, not copied.
 
-Knows Prometheus' families and the stats' fields; keeps nothing. Always holds: a counter of the
+Knows Prometheus' families and the stats' fields; keeps only the samples from which the device's
+busy share is derived. Always holds: a counter of the
 engine is a counter here, under one name; of tenants only names are shown that a file has.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -16,14 +18,40 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from quire.base.clock import Clock
 from quire.base.records import PREEMPTION_COSTS_MS, EngineStats
+
+# The device's busy share is of so much time before a scrape, from samples so far apart.
+BUSY_WINDOW_MS, BUSY_SAMPLE_MS = 60_000.0, 1_000.0
+
+
+class BusyShare:
+    """The share of the last minute in which the device had a step, from samples of a counter."""
+
+    def __init__(self, now_ms: Callable[[], float]) -> None:
+        self._now_ms = now_ms
+        self._samples: deque[tuple[float, float]] = deque([(now_ms(), 0.0)])
+
+    def sample(self, busy_ms_total: float) -> float:
+        """Return the share of the time since the oldest sample of the last minute."""
+        now_ms = self._now_ms()
+        while len(self._samples) > 1 and self._samples[1][0] <= now_ms - BUSY_WINDOW_MS:
+            self._samples.popleft()
+        since_ms, busy_ms = self._samples[0]
+        if now_ms - self._samples[-1][0] >= BUSY_SAMPLE_MS:
+            self._samples.append((now_ms, busy_ms_total))
+        share = (busy_ms_total - busy_ms) / max(now_ms - since_ms, 1e-3)
+        return min(max(share, 0.0), 1.0)
 
 
 class EngineCollector:
     """Shows an EngineStats as metrics; the numbers are the engine's, not copies."""
 
-    def __init__(self, latest: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, latest: Callable[[], EngineStats], now_ms: Callable[[], float] | None = None
+    ) -> None:
         self._latest = latest
+        self._busy_share = BusyShare(now_ms or Clock().now_ms)
 
     def collect(self) -> Iterable[Metric]:
         stats = self._latest()
@@ -47,6 +75,17 @@ class EngineCollector:
                 "KV blocks free to take that a prefix may still find",
                 stats.blocks_cached,
             ),
+            ("quire_kv_blocks_free", "KV blocks free to take", stats.blocks_free),
+            (
+                "quire_kv_blocks_reserved",
+                "Free KV blocks that running requests will take for tokens they know",
+                stats.blocks_reserved,
+            ),
+            (
+                "quire_device_busy_share",
+                "Share of the last minute in which the device had a step",
+                self._busy_share.sample(stats.device_busy_ms_total),
+            ),
             (
                 "quire_watermark_blocks",
                 "KV blocks that admission leaves free for those that run",
@@ -57,6 +96,17 @@ class EngineCollector:
         )
         counters = (
             ("quire_steps", "Steps computed", stats.steps_total),
+            (
+                "quire_device_busy_seconds",
+                "Time in which the device had a step",
+                stats.device_busy_ms_total / 1000.0,
+            ),
+            ("quire_kv_blocks_allocated", "KV blocks allocated", stats.allocated_blocks_total),
+            (
+                "quire_kv_block_allocation_seconds",
+                "Time spent allocating KV blocks",
+                stats.block_allocation_ms_total / 1000.0,
+            ),
             (
                 "quire_prefix_queried_tokens",
                 "Prompt tokens looked up in the prefix cache",

@@ -6,6 +6,8 @@ anything is computed, with what was found, what is allowed and when to come agai
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from quire.base.errors import (
     ContextTooLong,
     DeadlineMissed,
@@ -16,8 +18,9 @@ from quire.base.errors import (
 from quire.base.records import Request
 from quire.cache.manager import CacheManager
 from quire.scheduler.forecast import Forecast
-from quire.scheduler.groups import beam_limit
+from quire.scheduler.groups import check_beam_blocks
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.margin import Foretold
 from quire.scheduler.placement import place
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.state import RunningState
@@ -70,11 +73,11 @@ def limit_of(
             "there must be room for at least one token",
             param="max_tokens",
         )
-    limit = min(request.max_total_tokens, room, cache.num_tokens, most_tokens)
+    limit = min(request.max_total_tokens, room)
     if request.sampling.use_beam_search:
-        most_running = tenants.most_running(request)
-        return beam_limit(request, limit, most_running, most_tokens, cache.block_size)
-    return limit
+        max_running = tenants.most_running(request)
+        check_beam_blocks(request, limit, max_running, most_tokens, cache.block_size)
+    return min(limit, cache.num_tokens, most_tokens)
 
 
 def check_room(
@@ -118,27 +121,22 @@ def broken_promise(
     if not asks or ticket.leader is not None or not forecast.knows:
         return None
     num_ahead = queue.num_before(ticket)
-    late_ms = now_ms - request.arrival_ms
-    rest_ms = 0.0 if request.deadline_ms is None else forecast.rest_ms(ticket)
-    cached, foretold = 0, forecast.first_token(ticket, num_ahead, now_ms)
-    times = forecast.margin.times(foretold)
-    missed = _misses(request, late_ms + times * foretold.ms, rest_ms)
+    cached, found = 0, _predict(ticket, forecast, num_ahead, now_ms)
     # What is found by prefix is looked up only where it matters.
-    if missed is not None and (cached := place(ticket, cache, state).start):
-        foretold = forecast.first_token(ticket, num_ahead, now_ms, cached)
-        times = forecast.margin.times(foretold)
-        missed = _misses(request, late_ms + times * foretold.ms, rest_ms)
-    if missed is None:
-        ticket.foretold = foretold
+    if found.missed is not None and (cached := place(ticket, cache, state).start):
+        found = _predict(ticket, forecast, num_ahead, now_ms, cached)
+    if found.missed is None:
+        ticket.foretold = found.first
+        ticket.foretold_end = found.end if request.deadline_ms is not None else None
         return None
-    if _misses(request, late_ms + foretold.ms, rest_ms) is None:
-        forecast.margin.refused(foretold)
-    what, predicted_ms, wanted_ms = missed
-    alone_ms = forecast.first_token(ticket, 0, now_ms, cached).ms
-    is_hopeless = predicted_ms - times * foretold.ms + alone_ms > wanted_ms
+    missed, alone = found.missed, forecast.first_token(ticket, 0, now_ms, cached)
+    if found.would_do_without_margin:
+        forecast.margin.refused(missed.foretold)
+    predicted_ms, wanted_ms, times = missed.predicted_ms, missed.wanted_ms, missed.times
+    is_hopeless = predicted_ms - times * (found.first.ms - alone.ms) > wanted_ms
     return DeadlineMissed(
-        f"{what} is predicted {predicted_ms:.0f} ms after the request came, and is wanted within "
-        f"{_ms(wanted_ms)} ms: {num_ahead} requests are ahead, and the prompt has "
+        f"{missed.what} is predicted {predicted_ms:.0f} ms after the request came, and is wanted "
+        f"within {_ms(wanted_ms)} ms: {num_ahead} requests are ahead, and the prompt has "
         f"{len(ticket.token_ids) - cached} tokens to compute"
         + (f" (forecasts like this were exceeded up to {times:.2f} times)" if times > 1 else "")
         + "; nothing of it was computed: "
@@ -164,13 +162,60 @@ def deadline_passed(ticket: Ticket, forecast: Forecast) -> OverloadedError:
     )
 
 
-def _misses(request: Request, first_ms: float, rest_ms: float) -> tuple[str, float, float] | None:
-    """What would come too late, when it would, and when it should."""
-    if request.ttft_slo_ms is not None and first_ms > request.ttft_slo_ms:
-        return "the first token", first_ms, request.ttft_slo_ms
-    if request.deadline_ms is not None and first_ms + rest_ms > request.deadline_ms:
-        return "the end of the answer", first_ms + rest_ms, request.deadline_ms
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missed:
+    """An objective of a request that would be missed: `foretold` by `times` its margin."""
+
+    what: str
+    foretold: Foretold
+    times: float
+    predicted_ms: float  # after the request came
+    wanted_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    """When a request has its first token and its end, and the objective that this misses."""
+
+    first: Foretold
+    end: Foretold
+    missed: _Missed | None
+    would_do_without_margin: bool
+
+
+def _predict(
+    ticket: Ticket, forecast: Forecast, num_ahead: int, now_ms: float, num_cached: int = 0
+) -> _Prediction:
+    """Predict `ticket`, behind num_ahead others, with num_cached of its tokens found by prefix.
+
+    The end of an answer has at least the margin of its first token, which more requests teach.
+    """
+    request, margin = ticket.request, forecast.margin
+    late_ms = now_ms - request.arrival_ms
+    first = forecast.first_token(ticket, num_ahead, now_ms, num_cached)
+    rest_ms = 0.0 if request.deadline_ms is None else forecast.rest_ms(ticket)
+    end = replace(first, ms=first.ms + rest_ms, is_end=True)
+    first_times = margin.times(first)
+    end_times = max(margin.times(end), first_times)
+    wanted = (
+        ("the first token", first, first_times, request.ttft_slo_ms),
+        ("the end of the answer", end, end_times, request.deadline_ms),
+    )
+    missed, keeps_all = None, True
+    for what, foretold, times, wanted_ms in wanted:
+        if wanted_ms is None:
+            continue
+        predicted_ms = late_ms + times * foretold.ms
+        if predicted_ms > wanted_ms and missed is None:
+            missed = _Missed(
+                what=what,
+                foretold=foretold,
+                times=times,
+                predicted_ms=predicted_ms,
+                wanted_ms=wanted_ms,
+            )
+        keeps_all = keeps_all and late_ms + foretold.ms <= wanted_ms
+    return _Prediction(first=first, end=end, missed=missed, would_do_without_margin=keeps_all)
 
 
 def _in_about(forecast: Forecast) -> str:

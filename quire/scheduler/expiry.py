@@ -41,6 +41,8 @@ class Expiry:
         for ticket, is_whole in self._deadlines.passed(now_ms):
             if is_whole:
                 error = deadline_passed(ticket, self._forecast)
+                if ticket.foretold_end is not None:
+                    self._forecast.margin.came(ticket.foretold_end, now_ms)
                 self._roster.abort(ticket)
                 expired.append(((ticket.request.request_id,), error))
             elif (

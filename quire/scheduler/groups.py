@@ -43,35 +43,43 @@ _MISSING = (
 )
 
 
-def beam_limit(
-    request: Request, limit: int, most_running: int, most_tokens: int, block_size: int
-) -> int:
-    """The most tokens the beams of `request` may have, at most `limit`; see Scheduler.add.
+def check_beam_blocks(
+    request: Request, max_tokens: int, max_running: int, max_kv_tokens: int, block_size: int
+) -> None:
+    """Raise unless the beams of `request`, of `max_tokens` tokens each, always fit into the cache.
 
-    most_running, most_tokens: requests that may run at once here, and what they may hold in KV
-    blocks. Beams share what they begin with; the limit is such that all of them always fit beside
-    each other. Raises InvalidParameter or ContextTooLong where not even one token does.
+    max_running, max_kv_tokens: requests that may run at once here, and KV tokens they may hold.
+    Beams share the full blocks of the prompt. A search is rejected rather than shortened, because
+    its answer must not depend on the size of the cache. Raises InvalidParameter, or ContextTooLong
+    where the cache has no room for one new token a beam.
     """
     sampling, prompt = request.sampling, len(request.prompt_ids)
     width, param = sampling.num_sequences, "n" if sampling.best_of is None else "best_of"
-    if width > most_running:
+    if width > max_running:
         raise InvalidParameter(
-            f"{param} is {width} beams, which run at once; {most_running} requests may run at "
+            f"{param} is {width} beams, which run at once; {max_running} requests may run at "
             "once here: lower it",
             param=param,
         )
-    # Beside their own blocks: while beams branch, what they branch from is still held.
-    shared = prompt // block_size
-    own = (most_tokens // block_size - shared - (width - 1)) // width
-    fits = (shared + own) * block_size
-    if fits <= prompt:
+    # Beside their own blocks: while beams branch, the blocks they are copied from are still held.
+    shared, num_blocks = prompt // block_size, max_kv_tokens // block_size
+    own_blocks = (num_blocks - shared - (width - 1)) // width
+    fitting_tokens = (shared + own_blocks) * block_size
+    if fitting_tokens <= prompt:
         raise ContextTooLong(
             f"the prompt has {prompt} tokens and {width} beams need one more each, in blocks of "
-            f"their own; the KV cache has {most_tokens} tokens for them: shorten the prompt, "
+            f"their own; the KV cache has {max_kv_tokens} tokens for them: shorten the prompt, "
             f"lower {param} or give it more memory",
             param="prompt",
         )
-    return min(limit, fits)
+    if fitting_tokens < max_tokens:
+        needed = shared + width * (-(-max_tokens // block_size) - shared) + width - 1
+        raise InvalidParameter(
+            f"{width} beams of up to {max_tokens - prompt} new tokens need {needed} KV blocks of "
+            f"{block_size} tokens; {num_blocks} are available: set max_tokens to at most "
+            f"{fitting_tokens - prompt}, lower {param} or enlarge the KV cache",
+            param="max_tokens",
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,5 @@
-"""Margin: how many times as long as foretold first tokens may take, learned from those that came.
+"""Margin: how many times the predicted time a first token, or a whole answer, may take, learned
+from those that came.
 
 A forecast that is right in the middle is too short for half of those it lets in; with its margin it
 is kept by all but one in twenty. Each kind of forecast has a margin of its own: who waits for a
@@ -22,11 +23,15 @@ _MOST = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """A first token `ms` after at_ms. waits: others, or a lack of blocks, keep it from a place."""
+    """A first token `ms` after at_ms. waits: others, or a lack of blocks, keep it from a place.
+
+    is_end: it is not the first token but the end of the answer.
+    """
 
     at_ms: float
     ms: float
     waits: bool
+    is_end: bool = False
 
 
 class Margin:
@@ -34,14 +39,14 @@ class Margin:
 
     def __init__(self) -> None:
         # Logarithms, by kind of forecast: a few dozen at most.
-        self._margins: dict[tuple[bool, int], float] = {}
+        self._margins: dict[tuple[bool, bool, int], float] = {}
 
     def times(self, foretold: Foretold) -> float:
         """How many times as long it may take."""
         return math.exp(self._margins.get(_kind(foretold), 0.0))
 
     def came(self, foretold: Foretold, now_ms: float) -> None:
-        """The first token is there."""
+        """Learn from what was predicted and has come, or was given up, at now_ms."""
         took_ms = now_ms - foretold.at_ms
         kept = took_ms <= foretold.ms * self.times(foretold)
         self._move(foretold, CONFIDENCE - 1.0 if kept else CONFIDENCE)
@@ -56,5 +61,5 @@ class Margin:
         self._margins[kind] = min(max(moved, 0.0), math.log(_MOST))
 
 
-def _kind(foretold: Foretold) -> tuple[bool, int]:
-    return foretold.waits, math.frexp(foretold.ms)[1]
+def _kind(foretold: Foretold) -> tuple[bool, bool, int]:
+    return foretold.is_end, foretold.waits, math.frexp(foretold.ms)[1]

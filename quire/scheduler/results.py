@@ -83,6 +83,8 @@ class Results:
         for ticket in finished:
             num_tokens = int(state.tokens.lengths[ticket.slot]) - ticket.num_prompt_tokens
             self._lengths.note(ticket.request, num_tokens)
+            if ticket.foretold_end is not None:
+                self._margin.came(ticket.foretold_end, now_ms)
         self._roster.end_all(finished)
         return make_outputs(result, entries, plain, request_ids, events, ended)
 

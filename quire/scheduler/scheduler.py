@@ -12,6 +12,7 @@ applied in order of step; those of requests that have ended meanwhile are droppe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -62,6 +63,9 @@ from quire.scheduler.ticket import NO_SLOT, Ticket
 from quire.scheduler.victims import Victims
 from quire.scheduler.watermark import Watermark
 from quire.scheduler.yielding import NOBODY_BACK, StandsBack, Yielding
+
+# Reserved blocks are counted for metrics only, and at most so often.
+RESERVED_EVERY_MS = 500.0
 
 
 class Scheduler:
@@ -186,6 +190,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
         self._last_step_ms = 0.0
+        self._busy_ms = 0.0  # during which a plan was out
+        self._reserved: tuple[float, int] = (-math.inf, 0)  # when it was counted, and how many
+        self._was_busy = False  # since the last update: a step could follow it at once
         self._steps_ended = 0
 
     @property
@@ -311,6 +318,8 @@ class Scheduler:
         if tiers is not None:
             draft.set_tier_copies(tiers.take_copies(idle=idle))
         if idle and draft.is_empty:
+            if not len(flights):
+                self._was_busy = False
             return None
         return flights.send(draft.finish(roster.take_retired()), now_ms)
 
@@ -320,15 +329,20 @@ class Scheduler:
         Raises WorkerError if `result` does not answer it: then the engine cannot go on.
         """
         landing, began_ms = self._roster.flights.land(plan, result)
+        self._busy_ms += max(now_ms - max(began_ms, self._last_step_ms), 0.0)
         if not result.errors and plan.slots.size:
             num_scores = len(result.scores.ranks) if result.scores is not None else 0
-            began_ms = max(began_ms, self._last_step_ms)
+            # While there is work, what the host does between two steps is part of the second.
+            if self._was_busy or began_ms < self._last_step_ms:
+                began_ms = self._last_step_ms
             self.speed.note(plan, len(result.token_ids) + num_scores, now_ms - began_ms)
         if self._cache.settle(plan.step):
             self._roster.may_admit = True
         self._last_plan, self._last_step_ms = plan, now_ms
         self._steps_ended += 1
-        return self._results.apply(plan, result, landing, now_ms)
+        outputs = self._results.apply(plan, result, landing, now_ms)
+        self._was_busy = bool(self._roster.tickets)
+        return outputs
 
     def copies_ended(self, copies: CopiesEnded, now_ms: float) -> None:
         """Blocks have reached a tier, or come from one."""
@@ -348,7 +362,12 @@ class Scheduler:
             blocks_total=self._cache.num_blocks,
             blocks_used=self._cache.num_blocks - self._cache.num_free,
             blocks_cached=self._cache.pool.num_free_findable,
+            blocks_free=self._cache.num_free,
+            blocks_reserved=self._reserved_blocks(),
+            allocated_blocks_total=self._cache.pool.allocated_blocks_total,
+            block_allocation_ms_total=self._cache.pool.allocation_ns_total / 1e6,
             steps_total=self._steps_ended,
+            device_busy_ms_total=self._busy_ms,
             step_rows=len(last.slots) + (last.layers is not None) if last else 0,
             step_tokens=_tokens_of(last) if last else 0,
             layered_tokens_total=self._layered.tokens_total,
@@ -421,6 +440,16 @@ class Scheduler:
         state, active = self._state, self._state.active
         if self._cache.drop_behind(active, state.computed[active], state.tokens.tokens):
             self._roster.may_admit = True
+
+    def _reserved_blocks(self) -> int:
+        """Blocks that running requests lack for known tokens, counted at most twice a second."""
+        counted_ms, num_blocks = self._reserved
+        if self._last_step_ms >= counted_ms + RESERVED_EVERY_MS or not len(self._state.active):
+            active = self._state.active
+            short = self._cache.blocks_short(active, self._state.goal[active])
+            num_blocks = int(np.add.reduce(short))
+            self._reserved = (self._last_step_ms, num_blocks)
+        return num_blocks
 
     def _budget(self) -> StepBudget:
         limits = self._limits

@@ -1,9 +1,11 @@
 """SpeedEstimate: what steps cost on this machine, learned from the steps that run anyway.
 
 A step is a fixed part, tokens through the trunk, rows through the head, positions attended to and
-positions read. Their five prices are a least-squares fit of recent steps' times, relative errors
-counting, held in place by a prior where no step has told them apart yet. Knows no clock and no
-machine: times are arguments. Always holds: prices are not negative; the first steps set the scale
+positions read. Their five prices are a least-squares fit of recent steps' times, held in place by a
+prior where no step has told them apart yet. Errors count relative to the predicted time, not to the
+measured one: dividing by the measured time would weigh slow steps least, and on a busy machine the
+fit would lie far below the mean. Knows no clock and no machine: times are arguments. Always holds:
+prices are not negative; the first steps set the scale
 of all of them, so that a prior needs the right proportions only; a long run of decode steps does
 not make it forget what prompts cost. Noting a step is an append; who asks pays for the fit.
 """
@@ -29,6 +31,8 @@ _MOST_NOTED = 64
 _MANY, _FEW = 64, 16
 # What a step of the same kind leaves of its forerunners' weight: the last 100 or so count.
 _KEEP = 0.99
+# A step counts as at most so many times its prediction: one stall must not set the prices.
+_MAX_TIMES_PREDICTED = 16.0
 # The prior weighs next to nothing, where steps say anything.
 _PRIOR_WEIGHT = 0.0001
 
@@ -122,15 +126,19 @@ class SpeedEstimate:
         self._noted = []
         if not self._products.any():  # the first steps: the scale, by which all prices move
             self._prior *= float(np.median(times_ms / (features @ self._prior)))
-        shares = features * self._prior / times_ms[:, None]
+            self._prices = self._prior.copy()
+        predicted_ms = np.maximum(features @ self._prices, 1e-9 * float(times_ms.max()))
+        relative = np.minimum(times_ms / predicted_ms, _MAX_TIMES_PREDICTED)
+        shares = features * self._prior / predicted_ms[:, None]
         has_prompt = features[:, 1] > sizes
-        for kind, rows in enumerate((shares[~has_prompt], shares[has_prompt])):
+        for kind, mask in enumerate((~has_prompt, has_prompt)):
+            rows, targets = shares[mask], relative[mask]
             if len(rows):
                 weights = _KEEP ** np.arange(len(rows))[::-1]
                 left = _KEEP ** len(rows)
                 weighted = rows * weights[:, None]
                 self._products[kind] = left * self._products[kind] + weighted.T @ rows
-                self._sums[kind] = left * self._sums[kind] + weighted.sum(axis=0)
+                self._sums[kind] = left * self._sums[kind] + weighted.T @ targets
         self._prices = self._prior * self._fit()
         fixed_ms, token_ms, score_ms, position_ms, read_ms = self._prices.tolist()
         self._linear = LinearCost(

@@ -58,8 +58,9 @@ class Ticket:
     its known tokens were many then. passed: how many went before it while blocks were short.
     likely_tokens: how many it will still make, as it looked when it entered the queue. is_held: its
     reader does not keep up; it stands aside, or will when no plan names it (holding.py). foretold:
-    by what it was let in, where it named a time; until its first token is there. part: of its
-    prompt, under way by layers; it is lost with the slot.
+    by what it was let in, where it named a time; until its first token is there. foretold_end: the
+    same of its whole answer, where it has a deadline. part: of its prompt, under way by layers; it
+    is lost with the slot.
     """
 
     request: Request
@@ -87,6 +88,7 @@ class Ticket:
     waited_ms: float = 0.0  # for blocks from a tier, since it entered the queue
     mirostat_mu: float | None = None
     foretold: Foretold | None = None
+    foretold_end: Foretold | None = None
     part: Part | None = None
     first_scheduled_ms: float = math.nan
     first_token_ms: float = math.nan

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.records import PREEMPTION_COSTS_MS, EngineStats, RequestTimes
 from quire.base.terms import Terms
+from quire.obs.engine_metrics import BusyShare
 from quire.obs.metrics import Metrics
 
 TIMES = RequestTimes(
@@ -109,6 +110,12 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_kv_blocks", engine(blocks_total=6), 6),
     ("quire_kv_blocks_used", engine(blocks_used=7), 7),
     ("quire_kv_blocks_cached", engine(blocks_cached=8), 8),
+    ("quire_kv_blocks_free", engine(blocks_free=24), 24),
+    ("quire_kv_blocks_reserved", engine(blocks_reserved=25), 25),
+    ("quire_kv_blocks_allocated_total", engine(allocated_blocks_total=26), 26),
+    ("quire_kv_block_allocation_seconds_total", engine(block_allocation_ms_total=27.0), 0.027),
+    ("quire_device_busy_seconds_total", engine(device_busy_ms_total=28_000.0), 28),
+    ("quire_device_busy_share", engine(device_busy_ms_total=1e9), 1.0),
     ("quire_steps_total", engine(steps_total=9), 9),
     ("quire_prefix_queried_tokens_total", engine(prefix_queried_tokens_total=10), 10),
     ("quire_prefix_hit_tokens_total", engine(prefix_hit_tokens_total=11), 11),
@@ -249,3 +256,18 @@ def test_a_first_token_that_never_came_meets_no_objective() -> None:
         terms=Terms(ttft_slo_ms=100.0, deadline_ms=100.0),
     )
     assert samples(metrics)["quire_missed_objectives_total{objective=ttft_slo_ms}"] == 1
+
+
+def test_the_busy_share_is_of_the_last_minute() -> None:
+    now_ms = 0.0
+    share = BusyShare(lambda: now_ms)
+    found = []
+    busy_ms = 0.0
+    for second in range(1, 201):
+        now_ms += 1000.0
+        busy_ms += 500.0 if second <= 100 else 0.0
+        found.append(share.sample(busy_ms))
+    assert found[0] == pytest.approx(0.5)
+    assert found[99] == pytest.approx(0.5)
+    assert found[129] == pytest.approx(0.25, abs=0.01)
+    assert found[199] == 0.0

@@ -187,15 +187,29 @@ def test_beams_that_never_fit_beside_each_other_are_refused() -> None:
     harness = Harness(Setup(num_blocks=8, block_size=4))
     with pytest.raises(ContextTooLong, match=r"4 beams need one more each.*32 tokens"):
         harness.scheduler.add(searches(prompt=20)[0])
-    harness.add(searches(n=2, prompt=12)[0])
+    harness.add(searches(n=2, prompt=12, output=8)[0])
     harness.drain()
 
 
-def test_beams_as_long_as_the_cache_allows_get_to_their_end_alone() -> None:
-    for width in (2, 3, 4):
-        harness = Harness(Setup(num_blocks=13, block_size=2, max_num_seqs=4))
-        for request in searches(n=width, prompt=3, output=60):
-            harness.add(request)
-        harness.drain()
-        harness.check_end()
-        assert harness.scheduler.stats().preemptions_total == 0
+def test_a_search_longer_than_the_cache_allows_is_rejected_and_not_shortened() -> None:
+    harness = Harness(Setup(num_blocks=13, block_size=2, max_num_seqs=4))
+    expected = r"2 beams of up to 12 new tokens need 16 KV blocks.*13 are available.*at most 9,"
+    with pytest.raises(InvalidParameter, match=expected) as error:
+        harness.scheduler.add(searches(n=2, prompt=3, output=12)[0])
+    assert error.value.param == "max_tokens"
+    for stream in searches(n=2, prompt=3, output=9):
+        harness.add(stream)
+    harness.drain()
+    assert [len(harness.tokens[f"s.{i}"]) for i in range(2)] == [9, 9]
+
+
+@pytest.mark.parametrize(("width", "output"), [(2, 9), (3, 5), (4, 3)])
+def test_beams_as_long_as_the_cache_allows_get_to_their_end_alone(width: int, output: int) -> None:
+    harness = Harness(Setup(num_blocks=13, block_size=2, max_num_seqs=4))
+    with pytest.raises(InvalidParameter, match="max_tokens"):
+        harness.scheduler.add(searches(n=width, prompt=3, output=output + 1)[0])
+    for request in searches(n=width, prompt=3, output=output):
+        harness.add(request)
+    harness.drain()
+    harness.check_end()
+    assert harness.scheduler.stats().preemptions_total == 0

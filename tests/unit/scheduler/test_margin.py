@@ -96,6 +96,45 @@ def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
     harness.check_end()
 
 
+def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
+    harness = harness_of(max_num_seqs=1)
+    asks = {"max_tokens": 20, "deadline_ms": 5000.0}
+    harness.add(make_request("slow", [1] * 30, **asks))  # type: ignore[arg-type]
+    harness.step()
+    harness.now_ms += 2000.0  # steps take far longer than the 11 ms that are predicted
+    harness.drain()
+    margin = harness.scheduler.forecast.margin
+    predicted_ms = 10.0 + 30.0 + 19 * 11.0
+    kind = Foretold(at_ms=0.0, ms=predicted_ms, waits=False, is_end=True)
+    assert margin.times(kind) == pytest.approx(math.exp(0.1 * CONFIDENCE))
+    for _ in range(4):
+        came(margin, kind, 10.0)
+    asks |= {"arrival_ms": harness.now_ms, "deadline_ms": 1.5 * predicted_ms}
+    with pytest.raises(DeadlineMissed, match=r"the end of the answer .* up to 1\.61 times"):
+        harness.add(make_request("refused", [1] * 30, **asks))  # type: ignore[arg-type]
+    asks["deadline_ms"] = 1.7 * predicted_ms
+    harness.add(make_request("taken", [1] * 30, **asks))  # type: ignore[arg-type]
+
+
+def test_the_end_of_an_answer_has_at_least_the_margin_of_its_first_token() -> None:
+    harness = harness_of(max_num_seqs=1)
+    margin = harness.scheduler.forecast.margin
+    for _ in range(5):
+        came(margin, Foretold(at_ms=0.0, ms=40.0, waits=False), 10.0)
+    with pytest.raises(DeadlineMissed, match=r"the end of the answer .* up to 1\.61 times"):
+        harness.add(make_request("r", [1] * 30, max_tokens=20, deadline_ms=350.0))
+
+
+def test_an_answer_that_its_deadline_ended_widens_the_margin() -> None:
+    harness = harness_of(max_num_seqs=1)
+    harness.add(make_request("late", [1] * 30, max_tokens=20, deadline_ms=300.0))
+    harness.step()
+    harness.now_ms += 300.0
+    harness.schedule()
+    assert "late" in harness.refusals
+    assert harness.scheduler.forecast.margin._margins[True, False, 8] > 0
+
+
 def told(jobs: list[Job], goal_ms: float) -> tuple[int, int, int]:
     """How many met their goal, were late, and were refused."""
     asks = Asks(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)

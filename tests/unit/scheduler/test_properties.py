@@ -172,12 +172,14 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             deadline_ms=asked.choice([None, None, 60.0]),
             explain_cache=len(prompt) % 2 == 0,
         )
-        if len(prompt) + (not scores_only) > harness.limit(
-            replace(request, max_total_tokens=1_000)
-        ):
+        fitting_tokens = harness.limit(replace(request, max_total_tokens=1_000))
+        if len(prompt) + (not scores_only) > fitting_tokens:
             with pytest.raises(ContextTooLong):
                 harness.scheduler.add(request)
             return
+        if beams:  # a longer search would be rejected
+            max_total_tokens = min(request.max_total_tokens, fitting_tokens)
+            request = replace(request, max_total_tokens=max_total_tokens)
         try:
             harness.add(request)
         except DeadlineMissed:

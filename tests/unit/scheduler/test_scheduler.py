@@ -383,3 +383,34 @@ def test_requests_beyond_a_small_token_budget_all_finish_with_their_own_tokens()
     harness.check_end()
     request = harness.requests["r3"]
     assert harness.tokens["r3"] == alone(request, harness.limit(request))
+
+
+def test_the_time_between_steps_is_learned_but_not_the_time_without_work() -> None:
+    """A client waits for what the host does between two steps, too."""
+    harness = Harness(Setup(max_model_len=64))
+    noted: list[float] = []
+    harness.scheduler.speed.note = lambda plan, heads, ms: noted.append(ms)  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        harness.add(make_request(name, [1, 2, 3], max_tokens=4))
+        while harness.scheduler.has_work:
+            harness.now_ms += 30.0  # the host is busy, then a step begins
+            harness.schedule()
+            harness.update()
+        harness.now_ms += 1000.0  # nothing to do
+    assert noted == [1.0, 32.0, 32.0, 32.0] * 2
+
+
+def test_stats_count_free_reserved_and_allocated_blocks_and_busy_time() -> None:
+    harness = Harness(Setup(num_blocks=16, block_size=4, max_num_batched_tokens=8))
+    harness.add(make_request("a", list(range(10)), max_tokens=4))
+    harness.add(make_request("b", list(range(9)), max_tokens=4))
+    harness.schedule()  # eight of the first prompt's ten tokens
+    stats = harness.scheduler.stats()
+    assert (stats.blocks_free, stats.blocks_reserved, stats.allocated_blocks_total) == (14, 1, 2)
+    harness.update()
+    assert harness.scheduler.stats().device_busy_ms_total == 1.0
+    harness.now_ms += 50.0  # no plan is out
+    harness.drain()
+    stats = harness.scheduler.stats()
+    assert stats.device_busy_ms_total == stats.steps_total
+    assert (stats.blocks_free, stats.blocks_reserved) == (16, 0)

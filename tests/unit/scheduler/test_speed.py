@@ -64,6 +64,22 @@ def test_noisy_times_give_predictions_that_are_right_on_the_whole() -> None:
     assert estimate.span_ms(0, 1000) == pytest.approx(800 + 500, rel=0.15)
 
 
+def test_a_tail_of_slow_steps_counts_in_full() -> None:
+    """On a busy machine: the sum of many steps is predicted, so the mean has to be right."""
+    estimate, plan = SpeedEstimate(), plan_of([1] * 8, [500] * 8)
+    times_ms = [10.0, 10.0, 10.0, 10.0, 60.0]
+    for number in range(1_000):
+        estimate.note(plan, 8, times_ms[number % 5])
+    assert estimate.step_ms(8, 8 * 501) == pytest.approx(20.0, rel=0.1)
+
+
+def test_one_stall_does_not_set_the_prices() -> None:
+    estimate, plan = SpeedEstimate(), plan_of([1] * 8, [500] * 8)
+    for number in range(300):
+        estimate.note(plan, 8, 1e6 if number == 250 else 10.0)
+    assert estimate.step_ms(8, 8 * 501) < 15.0
+
+
 def test_one_step_sets_the_scale_of_a_prior_with_the_right_proportions() -> None:
     slow = LinearCost(
         fixed_ms=1200.0, token_ms=80.0, position_ms=0.1, score_ms=50.0, read_ms=0.4
