@@ -2,7 +2,9 @@
 
 No model: results are made up, so that only the scheduler and the cache are timed. `steady` has
 every request decode one token a step, lengths staggered so that block crossings spread evenly;
-`churn` has 5 % of the requests end and as many arrive in each step, with prompts to compute.
+`churn` has 5 % of the requests end and as many arrive in each step, with prompts to compute;
+`event_us` is what an arrival with its completion adds to a step, `add_us` what add() takes beside
+the step. Minima are less disturbed by other programs than medians.
 Before anything is timed, the books are audited and the numbers of rows are checked.
 Run: python -m bench.scheduler [--steps 2000] [--out bench/results/scheduler.json]
 """
@@ -131,20 +133,35 @@ def churn(running: int, steps: int) -> dict[str, object]:
     longest = CHURN_PROMPT + lifetime + 2
     blocks = 2 * running * (-(-longest // BLOCK_SIZE))
     bench = Bench(running, longest, blocks, max_tokens=running + 2 * arrivals * CHURN_PROMPT)
-    times, rows, ends = [], 0, 0
+    times, adds, rows, ends = [], [], 0, 0
     gc.collect()
     for step in range(WARM_UP_STEPS + steps):
+        begin = time.perf_counter_ns()
         for _ in range(arrivals):
             bench.add(CHURN_PROMPT, lifetime)
+        add_ns = (time.perf_counter_ns() - begin) / arrivals
         ns, plan, ended = bench.step()
         if step >= WARM_UP_STEPS:
             times.append(ns)
+            adds.append(add_ns)
             rows += len(plan.slots)
             ends += ended
     bench.check()
     return _summary(running, times) | {
         "rows_per_step": round(rows / steps, 1),
         "ends_per_step": round(ends / steps, 1),
+        "add_us": round(float(np.median(adds)) / 1e3, 1),
+    }
+
+
+def event_costs(steady_case: dict[str, object], churn_case: dict[str, object]) -> dict[str, float]:
+    """Microseconds that an arrival with its completion adds to a step: at best, and at p50."""
+    ends = float(str(churn_case["ends_per_step"]))
+    return {
+        f"event_{name}": round(
+            (float(str(churn_case[name])) - float(str(steady_case[name]))) / ends, 1
+        )
+        for name in ("least_us", "p50_us")
     }
 
 
@@ -201,6 +218,7 @@ def _summary(running: int, times_ns: list[int]) -> dict[str, object]:
     return {
         "running": running,
         "steps": len(times_ns),
+        "least_us": round(float(times_us.min()), 1),
         **{f"{name}_us": round(us, 1) for name, us in percentiles(times_us, (50, 99)).items()},
     }
 
@@ -235,8 +253,13 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, object] = {"bench": "scheduler", "machine": machine_card()}
     gc.freeze()
-    result["steady"] = [steady(running, args.steps) for running in RUNNING]
-    result["churn"] = [churn(running, max(args.steps // 4, 50)) for running in RUNNING]
+    steady_cases = [steady(running, args.steps) for running in RUNNING]
+    churn_cases = [churn(running, max(args.steps // 4, 50)) for running in RUNNING]
+    result["steady"] = steady_cases
+    result["churn"] = [
+        case | event_costs(without, case)
+        for without, case in zip(steady_cases, churn_cases, strict=True)
+    ]
     result["block_ns"] = {"blocks_at_once": 4096} | block_costs(4096, 50)
     result["goal_block_ns"] = 1_000
     args.out.parent.mkdir(parents=True, exist_ok=True)

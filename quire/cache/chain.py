@@ -6,7 +6,9 @@ common exactly where the same tokens stand before it under the same salt, model 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +20,7 @@ from quire.cache.table import Index, Int32s
 _ZERO = np.zeros(1, np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class Chain(NamedTuple):
     """The digests of a request's full blocks, so that they are computed once while it waits."""
 
     owner: Owner
@@ -40,8 +41,7 @@ class Chain:
         return np.concatenate((self.end(first)[None], self.digests[first : last - 1]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """Blocks found for a chain, in order. Valid until the next allocation."""
 
     chain: Chain
@@ -83,12 +83,35 @@ class ChainHasher:
         tokens = np.ascontiguousarray(token_ids, np.int32).reshape(1, -1)
         counts = np.array([len(token_ids) // self._block_size], np.int32)
         digests = self.go_on(tokens, _ZERO, _ZERO, counts, owner.seed.reshape(1, 2))
-        return Chain(owner=owner, digests=digests)
+        return Chain(owner, digests)
+
+    def chains(self, token_ids: Sequence[Int32s], owners: Sequence[Owner]) -> list[Chain]:
+        """Return the chains of several requests, digested by one native call."""
+        size = self._block_size
+        num_blocks = [len(ids) // size for ids in token_ids]
+        parts = [ids[: n * size] for ids, n in zip(token_ids, num_blocks, strict=True)]
+        tokens = np.concatenate(parts, dtype=np.int32)
+        counts = np.array(num_blocks, np.int32)
+        ends = list(accumulate(num_blocks))
+        firsts = np.array(ends, np.int32) - counts
+        seeds = np.array([owner.seed for owner in owners], np.uint64)
+        rows = np.zeros(len(parts), np.int32)
+        digests = self.go_on(tokens.reshape(1, len(tokens)), rows, firsts, counts, seeds)
+        return [
+            Chain(owner, digests[end - count : end])
+            for owner, count, end in zip(owners, num_blocks, ends, strict=True)
+        ]
 
     def go_on(
         self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s
     ) -> Uint64s:
         """Digests of the counts[i] blocks of tokens[rows[i]] from firsts[i] on, after ends[i]."""
         return self._hash_blocks(
-            tokens, rows.astype(np.int32), firsts, counts, ends, self._block_size, self._key
+            tokens,
+            rows.astype(np.int32, copy=False),
+            firsts,
+            counts,
+            ends,
+            self._block_size,
+            self._key,
         )

@@ -22,7 +22,7 @@ from quire.cache.chain import Chain, ChainHasher, PrefixMatch
 from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, digests_of, keys_of
 from quire.cache.ghosts import Ghosts
 from quire.cache.lineage import Lineage
-from quire.cache.owners import Owners
+from quire.cache.owners import Owner, Owners
 from quire.cache.pool import BlockPool, Bools
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
@@ -166,6 +166,26 @@ class CacheManager:
         if lacking > 0:
             self.tables.append(slot, self._take_blocks(lacking))
 
+    def extend_all(self, slots: Index, num_tokens: Int32s) -> None:
+        """Give each of `slots` (distinct) what it lacks to hold num_tokens[i] tokens."""
+        short = self.blocks_short(slots, num_tokens)
+        lacks = short.nonzero()[0]
+        if len(lacks):
+            self.allocate(slots[lacks], short[lacks])
+
+    def entries_of(self, slots: Index) -> TableDeltas:
+        """Return all table entries of `slots`, slot by slot."""
+        firsts = self.tables.firsts[slots]
+        counts = self.tables.counts[slots] - firsts
+        ends = np.add.accumulate(counts, dtype=np.intp)
+        rows = slots.repeat(counts)
+        columns = np.arange(ends[-1]) - (ends - counts - firsts).repeat(counts)
+        return TableDeltas(
+            slots=rows.astype(np.int32),
+            columns=columns.astype(np.int32),
+            blocks=self.tables.blocks[rows, columns],
+        )
+
     def entries(self, slot: int) -> TableDeltas:
         """All table entries of a slot, to tell of one that was just filled."""
         blocks, first = self.tables.row(slot).copy(), int(self.tables.firsts[slot])
@@ -184,12 +204,33 @@ class CacheManager:
         """
         if not self.prefix_caching:
             return None
-        owner = self.owners.owner(tenant, salt) or self.owners.add(tenant, salt, self._owners_now)
-        return self.hasher.chain(token_ids, owner)
+        return self.hasher.chain(token_ids, self._owner(salt, tenant))
+
+    def chains(self, requests: Sequence[tuple[Int32s, str, str]]) -> list[Chain]:
+        """Return the chains of several (token_ids, salt, tenant), digested together.
+
+        Only with prefix caching.
+        """
+        owners = [self._owner(salt, tenant) for _, salt, tenant in requests]
+        return self.hasher.chains([token_ids for token_ids, _, _ in requests], owners)
 
     def match(self, chain: Chain) -> PrefixMatch:
         """The longest run of a chain's first blocks that the pool still holds."""
-        return PrefixMatch(chain=chain, blocks=self.index.longest_match(chain.digests))
+        return PrefixMatch(chain, self.index.longest_match(chain.digests))
+
+    def match_all(self, chains: Sequence[Chain]) -> list[PrefixMatch]:
+        """Return the match of each of `chains`, looked up together."""
+        found = self.index.find(np.concatenate([chain.digests for chain in chains]))
+        if not np.count_nonzero(found >= 0):
+            return [PrefixMatch(chain, NO_BLOCKS) for chain in chains]
+        matches, begin = [], 0
+        for chain in chains:
+            end = begin + len(chain.digests)
+            blocks = found[begin:end]
+            missing = (blocks < 0).nonzero()[0]
+            matches.append(PrefixMatch(chain, blocks[: missing[0]] if len(missing) else blocks))
+            begin = end
+        return matches
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
         """Blocks that could be allocated once `match` is attached."""
@@ -494,6 +535,9 @@ class CacheManager:
             depths=np.arange(first + 1, last + 1, dtype=np.int32),
             owners=np.full(len(blocks), self.owners.number_now(chain.owner), np.int32),
         )
+
+    def _owner(self, salt: str, tenant: str) -> Owner:
+        return self.owners.owner(tenant, salt) or self.owners.add(tenant, salt, self._owners_now)
 
     def _owners_now(self) -> Int32s:
         """Numbers of owners of what can be found, and of what runs or ran last in each slot."""

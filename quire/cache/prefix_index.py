@@ -30,6 +30,10 @@ class PrefixIndex:
         """Blocks of the longest run of known digests from the first on."""
         return self._block_of.longest_run(digests)
 
+    def find(self, digests: Uint64s) -> Int32s:
+        """Return the block of each digest, -1 where it is not known."""
+        return self._block_of.find(digests)
+
     def insert(self, digests: Uint64s, blocks: Int32s) -> NDArray[np.int64]:
         """Make blocks[i] (distinct) findable under digests[i]; returns the i that are new here.
 

@@ -8,11 +8,12 @@ so nobody is overtaken but by those a gate lets pass, and long prompts by a few 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.cache.chain import PrefixMatch
 from quire.cache.manager import CacheManager
 from quire.scheduler.budget import StepBudget
 from quire.scheduler.coming import ComingBlocks
@@ -30,6 +31,8 @@ from quire.scheduler.ticket import Ticket
 from quire.scheduler.watermark import Watermark
 from quire.scheduler.yielding import NOBODY_BACK, StandsBack
 
+# Requests whose prefixes are digested and looked up together.
+LOOK_UP_AT_ONCE = 16
 # So many short requests may pass a long one that lacks blocks; then it blocks them.
 MAX_PASSED = 16
 
@@ -40,8 +43,9 @@ class _Walk:
 
     spoken_for: blocks that running requests and newcomers still need for what they know. blocked:
     somebody lacks blocks, so that only tenants with a floor left go on. started: slots of `rows`,
-    and of beams that have no row yet. held: tenants whose turn has come, and who wait. passed: a
-    long one that lacks blocks and may still be passed by short ones.
+    and of beams that have no row yet; begun: whose rows they are. held: tenants whose turn has
+    come, and who wait. passed: a long one that lacks blocks and may still be passed by short ones.
+    matches: prefixes that were looked up ahead.
     """
 
     draft: PlanDraft
@@ -53,9 +57,11 @@ class _Walk:
     try_again: bool = False
     rows: list[Row] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
+    begun: list[Ticket] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
     passed: Ticket | None = None
     skips_long: bool = False
+    matches: dict[int, PrefixMatch] = field(default_factory=dict)  # by arrival
 
 
 class Admissions:
@@ -107,7 +113,7 @@ class Admissions:
         if budget.spent or not state.free_slots:
             return budget.spent
         walk = self._begin(draft, budget, now_ms, floors_only=floors_only)
-        for ticket in queue:
+        for ticket in self._upcoming(walk, queue):
             if budget.spent or (before is not None and self._policy.rank(ticket) >= before):
                 walk.try_again = True
                 break
@@ -118,7 +124,7 @@ class Admissions:
                 break
             if self._is_held(walk, ticket):
                 continue
-            placement = place(ticket, self._cache, state)
+            placement = place(ticket, self._cache, state, walk.matches.get(ticket.arrival))
             if self._is_coming(ticket, placement, budget):
                 walk.try_again = True
                 continue
@@ -126,10 +132,10 @@ class Admissions:
                 continue
             if self._fetches.begin(ticket, placement, now_ms):
                 walk.spoken_for += placement.num_new_blocks - len(placement.places)
+                walk.matches.clear()  # what was taken now may have been found before
                 continue
             count = self._hand_out(budget, ticket, placement)
             if count >= 1:
-                queue.remove(ticket)
                 self._seat(walk, ticket, placement, count)
                 continue
             walk.try_again = True
@@ -137,9 +143,35 @@ class Admissions:
                 break
             walk.skips_long = True  # its kind's share of the step is spent, not the step
         if walk.rows:
+            queue.remove_all(walk.begun)
             state.activate(walk.started)
             self._seating.add_rows(draft, walk.rows)
         return walk.try_again
+
+    def _upcoming(self, walk: _Walk, queue: WaitingQueue) -> Iterator[Ticket]:
+        """Yield the waiting requests in order; prefixes are looked up for some at a time.
+
+        What is found stays valid until a block is allocated, which is put off to the walk's end.
+        """
+        for batch in queue.batches(LOOK_UP_AT_ONCE):
+            if len(batch) > 1 and self._cache.prefix_caching:
+                self._look_up(walk, batch[: len(self._state.free_slots)])
+            yield from batch
+
+    def _look_up(self, walk: _Walk, tickets: list[Ticket]) -> None:
+        """Find the prefixes of `tickets`, but of those that share or score one."""
+        tickets = [one for one in tickets if one.leader is None]
+        fresh = [one for one in tickets if one.chain is None]
+        if fresh:
+            chains = self._cache.chains(
+                [(one.token_ids, one.request.cache_salt, one.request.tenant) for one in fresh]
+            )
+            for one, chain in zip(fresh, chains, strict=True):
+                one.chain = chain
+        chained = [(one.arrival, one.chain) for one in tickets if one.chain is not None]
+        if chained:
+            matches = self._cache.match_all([chain for _, chain in chained])
+            walk.matches = dict(zip([arrival for arrival, _ in chained], matches, strict=True))
 
     def _begin(
         self, draft: PlanDraft, budget: StepBudget, now_ms: float, *, floors_only: bool
@@ -226,18 +258,28 @@ class Admissions:
         )
 
     def _seat(self, walk: _Walk, ticket: Ticket, placement: Placement, count: int) -> None:
-        """`ticket`, out of the queue by now, begins with `count` tokens."""
+        """`ticket` begins with `count` tokens; it leaves the queue when the walk is over."""
         cache, start = self._cache, placement.start
+        walk.begun.append(ticket)
         if walk.passed is not None:
             walk.passed.passed += 1
         self._tenants.waits_no_more(ticket)
-        end = start + count
-        slot = self._seating.seat(walk.draft, ticket, placement, end, walk.now_ms)
+        slot = self._seating.seat(walk.draft, ticket, placement, walk.now_ms)
         if placement.match is not None:
-            self._coming.expect(ticket, placement.match.num_blocks, end)
-        walk.rows.append((slot, start, count))
+            self._coming.expect(ticket, len(placement.match.blocks), start + count)
+        if placement.leader_slot is not None:
+            walk.matches.clear()
+        row = (slot, start, count)
+        walk.rows.append(row)
         walk.started.append(slot)
-        walk.spoken_for += cache.blocks_for(len(ticket.token_ids)) - cache.blocks_for(end)
+        # Its blocks are taken when the walk is over: at once, so that their number is known, only
+        # where tenants' shares are counted by what they hold.
+        walk.spoken_for += cache.blocks_for(len(ticket.token_ids)) - int(cache.tables.counts[slot])
+        if self._tenants.has_floors:
+            before = cache.num_free
+            self._seating.allocate([row])
+            walk.spoken_for -= before - cache.num_free
+            walk.matches.clear()
         walk.spoken_for += ticket.num_tail_blocks(cache)
         if ticket.beams is not None:
             walk.started += self._groups.seat(ticket, walk.draft)

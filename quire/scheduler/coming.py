@@ -35,14 +35,14 @@ class ComingBlocks:
         self._ends.clear()
         if not self._under_way:
             return
+        computed = state.computed.item
         over = [
             number
             for number, (ticket, _) in self._under_way.items()
-            if ticket.slot == NO_SLOT or state.computed[ticket.slot] >= len(ticket.token_ids)
+            if ticket.slot == NO_SLOT or computed(ticket.slot) >= len(ticket.token_ids)
         ]
-        for number in over:
-            _, digests = self._under_way.pop(number)
-            self._coming.take(digests)
+        if over:
+            self._coming.take(np.concatenate([self._under_way.pop(number)[1] for number in over]))
 
     def expect(self, ticket: Ticket, num_found: int, end: int) -> None:
         """`ticket` runs from this step on, up to token `end` in it; it found `num_found` blocks."""

@@ -6,8 +6,7 @@ event. Decides nothing: who has an event, and which, is an argument.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +24,13 @@ from quire.scheduler.ticket import Ticket
 _Number = TypeVar("_Number", np.int32, np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """Token `row` of the step gives `ticket` more than just another token. more: tokens after it
     that were certain with it; stop_id: the last of all, where it ended the request."""
 
     row: int
     ticket: Ticket
+    token_id: int
     finish_reason: FinishReason | None = None
     more: tuple[int, ...] = ()
     stop_id: int | None = None
@@ -67,9 +66,11 @@ def make_outputs(
     listed = _pick(result.listed_logprobs, entries)
     told = [
         event.ticket.output(
-            token_ids=(int(ids[event.row]), *event.more),
-            logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed),
-            scores=event.ticket.take_scores(),
+            token_ids=(event.token_id, *event.more),
+            logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed)
+            if len(logprobs)
+            else (),
+            scores=event.ticket.take_scores() if event.ticket.scores_prompt else None,
             finish_reason=event.finish_reason,
             stop_id=event.stop_id,
         )

@@ -7,7 +7,7 @@ Decides nothing about order or budget and changes no books.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from quire.base.records import NO_INTS, Int32s
 from quire.cache.chain import PrefixMatch
@@ -17,8 +17,7 @@ from quire.scheduler.state import RunningState
 from quire.scheduler.ticket import Ticket
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """start: first position to compute. stored: positions before it lie in shared blocks.
 
     start is stored, but for a request whose known tokens are all there: its last token is
@@ -31,12 +30,14 @@ class Placement:
     stored: int
     num_new_blocks: int
     match: PrefixMatch | None = None
-    places: Int32s = field(default_factory=lambda: NO_INTS)
+    places: Int32s = NO_INTS
     leader_slot: int | None = None
 
 
-def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement:
-    """The cheapest way to admit `ticket` now."""
+def place(
+    ticket: Ticket, cache: CacheManager, state: RunningState, match: PrefixMatch | None = None
+) -> Placement:
+    """Return the cheapest way to admit `ticket` now. match: of its chain, where it is known."""
     known = len(ticket.token_ids)
     total_blocks = cache.blocks_for(known) + ticket.num_tail_blocks(cache)
     leader = ticket.leader
@@ -52,18 +53,19 @@ def place(ticket: Ticket, cache: CacheManager, state: RunningState) -> Placement
         )
     if ticket.chain is None:
         return Placement(start=0, stored=0, num_new_blocks=total_blocks)
-    match = cache.match(ticket.chain)
+    if match is None:
+        match = cache.match(ticket.chain)
     if ticket.has_positions_to_score:  # what the index holds has no logits
         blocks = match.blocks[: ticket.num_scored // cache.block_size]
-        match = replace(match, blocks=blocks)
+        match = PrefixMatch(match.chain, blocks)
         places = NO_INTS
     else:
         places = NO_INTS if cache.tiers is None else cache.tiers.run(match.rest)
-    stored = match.num_blocks * cache.block_size
+    stored = len(match.blocks) * cache.block_size
     return Placement(
         start=min(stored, known - 1),
         stored=stored,
-        num_new_blocks=total_blocks - match.num_blocks,
+        num_new_blocks=total_blocks - len(match.blocks),
         match=match,
         places=places,
     )

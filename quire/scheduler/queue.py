@@ -7,8 +7,8 @@ policy says before each step of a walk which one is next.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
 
 from quire.scheduler.policy import Policy
 from quire.scheduler.ticket import Ticket
@@ -63,6 +63,20 @@ class WaitingQueue:
             if place == len(lane.keys):
                 del places[name]
 
+    def batches(self, size: int) -> Iterator[list[Ticket]]:
+        """Yield the tickets in order, some together where the order among them is settled.
+
+        Those of the batch just yielded may be removed while iterating.
+        """
+        if len(self._lanes) != 1:
+            yield from ([ticket] for ticket in self)
+            return
+        (lane,) = self._lanes.values()
+        place = 0
+        while keys := lane.keys[place : place + size]:
+            yield [lane.tickets[key] for key in keys]
+            place = bisect_right(lane.keys, keys[-1])
+
     @property
     def first(self) -> Ticket:
         """Who is next; there must be one."""
@@ -87,6 +101,22 @@ class WaitingQueue:
         if not lane.keys:
             del self._lanes[name]
         self._count(ticket, -1)
+
+    def remove_all(self, tickets: Sequence[Ticket]) -> None:
+        """Take tickets out; those at the head of a lane together."""
+        (lane,) = self._lanes.values() if len(self._lanes) == 1 else (None,)
+        keys = [(ticket.key, ticket.arrival) for ticket in tickets]
+        if lane is None or lane.keys[: len(keys)] != keys:
+            for ticket in tickets:
+                self.remove(ticket)
+            return
+        del lane.keys[: len(keys)]
+        for key in keys:
+            del lane.tickets[key]
+        if not lane.keys:
+            self._lanes.clear()
+        for ticket in tickets:
+            self._count(ticket, -1)
 
     def num_before(self, ticket: Ticket) -> int:
         """About how many are served before `ticket`, which waits: with several lanes, as if

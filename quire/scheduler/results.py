@@ -7,7 +7,6 @@ beams, and nobody else's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from quire.base.records import (
@@ -100,30 +99,31 @@ class Results:
     ) -> list[Event]:
         """First tokens, tokens that were certain with others, and ends among `rows` of a step."""
         events = []
-        for row in rows.tolist():
-            slot = int(index[row])
-            ticket = self._state.ticket(slot)
+        state, next_event = self._state, self._state.next_event
+        of_rows = (rows, index[rows], ids[rows], lengths[rows], stops[rows])
+        columns = [values.tolist() for values in of_rows]
+        for row, slot, token_id, length, stops_here in zip(*columns, strict=True):
+            ticket = state.ticket(slot)
             if ticket.beams is not None:
                 continue
-            if math.isnan(ticket.first_token_ms):
+            if ticket.first_token_ms != ticket.first_token_ms:  # NaN: this is the first
                 ticket.first_token_ms = now_ms
                 if ticket.foretold is not None:
                     self._margin.came(ticket.foretold, now_ms)
                     ticket.foretold = None
             ticket.last_token_ms = now_ms
-            self._state.next_event[slot] = ticket.limit
+            next_event[slot] = ticket.limit
             reason, more, stop_id = None, NO_IDS, None
-            if stops[row]:
-                reason, stop_id = FinishReason.STOP, int(ids[row])
+            if stops_here:
+                reason, stop_id = FinishReason.STOP, token_id
             elif row in certain:
-                more, stop_id, is_over = certain[row].within(ticket, int(lengths[row]))
-                self._state.extend(slot, more)
+                more, stop_id, is_over = certain[row].within(ticket, length)
+                state.extend(slot, more)
                 if is_over:
                     reason = FinishReason.STOP
-            if reason is None and lengths[row] + len(more) >= ticket.limit:
+            if reason is None and length + len(more) >= ticket.limit:
                 reason = FinishReason.LENGTH
-            event = Event(row=row, ticket=ticket, finish_reason=reason, more=more, stop_id=stop_id)
-            events.append(event)
+            events.append(Event(row, ticket, token_id, reason, more, stop_id))
         return events
 
     def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:

@@ -51,10 +51,11 @@ class Seating:
         self.hit_tokens_total = 0
         self.tier_hit_tokens_total = {Tier.HOST: 0, Tier.DISK: 0}
 
-    def seat(
-        self, draft: PlanDraft, ticket: Ticket, placement: Placement, end: int, now_ms: float
-    ) -> int:
-        """A slot for `ticket`, with blocks for the tokens before `end`; returns the slot."""
+    def seat(self, draft: PlanDraft, ticket: Ticket, placement: Placement, now_ms: float) -> int:
+        """A slot for `ticket`, with the blocks that were found for it; returns the slot.
+
+        Further blocks come with `add_rows`, for all newcomers of a step at once.
+        """
         cache = self._cache
         returned = ticket.was_admitted
         if ticket.had_computed:
@@ -74,18 +75,23 @@ class Seating:
             draft.add_copies(copy_from, copy_to)
         elif placement.match is not None:
             cache.attach(slot, placement.match, returned=returned)
-        cache.extend(slot, end)
         self._fetches.forget(ticket)
         ticket.num_fetched_blocks = 0
-        draft.add_deltas(cache.entries(slot))
         draft.add_admission(ticket.admission())
         return slot
 
+    def allocate(self, rows: list[Row]) -> None:
+        """Give the slots of `rows` the blocks that these lack."""
+        slots, starts, counts = np.array(rows, np.int32).T
+        self._cache.extend_all(slots.astype(np.intp), starts + counts)
+
     def add_rows(self, draft: PlanDraft, rows: list[Row]) -> None:
-        """The newcomers run from this step on."""
+        """The newcomers run from this step on, with blocks for all that `rows` store."""
         state = self._state
         slots, starts, counts = np.array(rows, np.int32).T.copy()
         index, ends = slots.astype(np.intp), starts + counts
+        self._cache.extend_all(index, ends)
+        draft.add_deltas(self._cache.entries_of(index))
         samples = state.schedule(index, ends, state.goal[index])
         store_from = np.maximum(starts, state.stored[index])
         draft.add_rows(index, slots, starts, counts, ends, store_from, samples)

@@ -59,8 +59,11 @@ class RunningState:
         self.num_without_output = 0
         self._without_output: Bools = np.zeros(num_slots, np.bool_)
         self._stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
-        # How many running requests stop at a token id, and whether any does; the last entry
-        # stands for all ids beyond and stays 0. Most steps meet no such id at all.
+        self._stop_ids_of: list[tuple[int, ...]] = [()] * num_slots  # what its row holds
+        # How many running requests have a set of stop ids; how many such sets have a token id, and
+        # whether any has; the last entry stands for all ids beyond and stays 0. Most steps meet no
+        # such id at all.
+        self._stop_set_uses: dict[tuple[int, ...], int] = {}
         self._stop_uses: Int32s = np.zeros(1, np.int32)
         self._stops_any: Bools = np.zeros(1, np.bool_)
         self.last_token_ms: NDArray[np.float64] = np.full(num_slots, np.nan)
@@ -93,25 +96,25 @@ class RunningState:
 
         Positions before `start` count as computed; for `stored` see above.
         """
-        slot = self.free_slots.pop()
+        slot, request = self.free_slots.pop(), ticket.request
         known, num_prompt_tokens = len(ticket.token_ids), ticket.num_prompt_tokens
         self.tokens.admit(slot, ticket.token_ids, num_prompt_tokens)
         self.scheduled[slot] = self.computed[slot] = start
         self.goal[slot] = known
         self.ceiling[slot] = self.longest[slot] = max(ticket.limit - 1, num_prompt_tokens)
-        self._without_output[slot] = ticket.limit == num_prompt_tokens
-        self.num_without_output += ticket.limit == num_prompt_tokens
-        self._scored_until[slot] = num_prompt_tokens - 1 if ticket.has_positions_to_score else 0
-        self._num_scored += ticket.has_positions_to_score
+        self._without_output[slot] = without_output = ticket.limit == num_prompt_tokens
+        self.num_without_output += without_output
+        is_scored = ticket.has_positions_to_score
+        self._scored_until[slot] = num_prompt_tokens - 1 if is_scored else 0
+        self._num_scored += is_scored
         self.stored[slot] = stored
         self.next_event[slot] = known + 1 if known == num_prompt_tokens else ticket.limit
         self.last_token_ms[slot] = ticket.last_token_ms
         self.mirostat_mus[slot] = ticket.mirostat_mu or 0.0
-        tpot_slo_ms = ticket.request.tpot_slo_ms
-        self.tpot_slo_ms[slot] = np.inf if tpot_slo_ms is None else tpot_slo_ms
+        self.tpot_slo_ms[slot] = np.inf if request.tpot_slo_ms is None else request.tpot_slo_ms
         self.num_long += ticket.is_long
-        self._watch_stops(slot, ticket.request.stop_ids)
-        self._request_ids[slot] = ticket.request.request_id
+        self._watch_stops(slot, request.stop_ids)
+        self._request_ids[slot] = request.request_id
         self.tickets[slot] = ticket
         ticket.slot = slot
         ticket.was_admitted = True
@@ -204,22 +207,23 @@ class RunningState:
 
     def release(self, slots: Sequence[int]) -> None:
         """Give `slots` (distinct) back; their tickets know what they need when they return."""
-        for slot in slots:
+        index = np.array(slots, np.intp)
+        for slot, last_token_ms in zip(slots, self.last_token_ms[index].tolist(), strict=True):
             ticket = self.ticket(slot)
-            ticket.last_token_ms = float(self.last_token_ms[slot])
+            ticket.last_token_ms = last_token_ms
             ticket.slot, ticket.part = NO_SLOT, None
             self.num_long -= ticket.is_long
             self.tickets[slot] = None
-            self._request_ids[slot] = None
-            self.free_slots.append(slot)
-            self.num_without_output -= bool(self._without_output[slot])
-            self._without_output[slot] = False
-            self._num_scored -= bool(self._scored_until[slot])
-            self._scored_until[slot] = 0
-            for token_id in ticket.request.stop_ids:
-                self._stop_uses[token_id] -= 1
-                self._stops_any[token_id] = self._stop_uses[token_id] > 0
-        self._runs[slots] = False
+            self._unwatch_stops(ticket.request.stop_ids)
+        self.free_slots.extend(slots)
+        if self.num_without_output:
+            self.num_without_output -= int(np.count_nonzero(self._without_output[index]))
+            self._without_output[index] = False
+        if self._num_scored:
+            self._num_scored -= int(np.count_nonzero(self._scored_until[index]))
+            self._scored_until[index] = 0
+        self._request_ids[index] = None
+        self._runs[index] = False
         self._set_active(self.active[self._runs[self.active]])
 
     def problems(self) -> list[str]:
@@ -253,6 +257,28 @@ class RunningState:
         self._named = self._totals = None
 
     def _watch_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        """Watch for the stop ids of the request in `slot`; most requests have the same."""
+        uses = self._stop_set_uses.get(stop_ids, 0)
+        self._stop_set_uses[stop_ids] = uses + 1
+        if not uses:
+            self._mark_stops(stop_ids)
+        if self._stop_ids_of[slot] != stop_ids:
+            self._stop_ids_of[slot] = stop_ids
+            self._stop_ids[slot] = -1
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def _unwatch_stops(self, stop_ids: tuple[int, ...]) -> None:
+        uses = self._stop_set_uses[stop_ids] - 1
+        if uses:
+            self._stop_set_uses[stop_ids] = uses
+            return
+        del self._stop_set_uses[stop_ids]
+        for token_id in stop_ids:
+            self._stop_uses[token_id] -= 1
+            self._stops_any[token_id] = self._stop_uses[token_id] > 0
+
+    def _mark_stops(self, stop_ids: tuple[int, ...]) -> None:
+        """Make room for `stop_ids`, which nobody had, and count them."""
         num_slots, width = self._stop_ids.shape
         if len(stop_ids) > width:
             wider = np.full((num_slots, len(stop_ids)), -1, np.int32)
@@ -263,8 +289,6 @@ class RunningState:
             more = 2 * highest + 2 - len(self._stop_uses)
             self._stop_uses = np.pad(self._stop_uses, (0, more))
             self._stops_any = np.pad(self._stops_any, (0, more))
-        self._stop_ids[slot] = -1
-        for column, token_id in enumerate(stop_ids):
-            self._stop_ids[slot, column] = token_id
+        for token_id in stop_ids:
             self._stop_uses[token_id] += 1
             self._stops_any[token_id] = True

@@ -96,11 +96,10 @@ class Ticket:
     num_scored: int = 0  # prompt positions whose rows were scored: the next is num_scored
     _score_parts: list[PromptScores] = field(default_factory=list)
     _scores_told: bool = False
+    num_prompt_tokens: int = field(init=False)  # length of the prompt; never changes
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt; never changes."""
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_ids)
 
     @property
     def layers_done(self) -> int:

@@ -35,5 +35,7 @@ class Watermark:
         return max(least, min(int(least * self._factor_at(step)), self._num_blocks // 4))
 
     def _factor_at(self, step: int) -> float:
+        if self._factor == 1.0:
+            return 1.0
         left: float = 0.5 ** ((step - self._at_step) / _HALF_LIFE_STEPS)
         return 1.0 + (self._factor - 1.0) * left
