@@ -70,8 +70,10 @@ class _Entry:
     @property
     def num_bytes(self) -> int:
         """Memory it takes, about; of one on its way, what it may come to."""
-        by_length = len(self.grammar.text) * (1 if self.error is not None else _BYTES_A_CHAR)
-        return _LEAST_BYTES + by_length
+        if self.error is not None:
+            return _LEAST_BYTES + len(self.grammar.text)
+        written = 0 if self.root is None else self.root.num_source_chars
+        return _LEAST_BYTES + max(len(self.grammar.text), written) * _BYTES_A_CHAR
 
 
 class GrammarCompiler:
@@ -311,6 +313,7 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
     if matcher.is_stopped():
         raise refusal(grammar, "it allows no text but the empty one")
     root = Matcher(matcher, vocabulary)
+    root.num_source_chars = len(source)
     try:
         _try_out(root)
     except MatcherError as error:

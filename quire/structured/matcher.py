@@ -39,9 +39,11 @@ class Matcher:
         self._vocabulary = vocabulary
         self._mask: Words | None = None  # of the tokens taken so far, where it is known
         self._root: Matcher | None = None  # what this is a copy of; None: a compiled grammar
-        # Of a compiled grammar: how long it took, and llguidance's grammar where a trial wrote it.
+        # Of a compiled grammar: how long it took, and llguidance's grammar: its text where a trial
+        # wrote it, and its length.
         self.compile_ms = 0.0
         self.source = ""
+        self.num_source_chars = 0
 
     def copy(self) -> Matcher:
         """Return an independent copy. It shares llguidance's lexer with the original, so an error

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quire.structured.evaluate import Evaluator, Undecided, equal, resolved
+from quire.structured.disjoint import TYPES, Disjoint, finite_values, seen, types_of
+from quire.structured.evaluate import Evaluator, Undecided, equal
+from quire.structured.unique_items import is_always_unique, unique_arrays
 
 Schema = dict[str, Any]
 
@@ -73,13 +75,13 @@ DEFINED_FORMATS = frozenset(
         "uuid",
     }
 )
-_TYPES = ("null", "boolean", "object", "array", "number", "string")
 # Keywords with which a list of values is sifted here; llguidance takes the others itself.
 _SIFTED = frozenset({"not", "if", "contains", "uniqueItems", "oneOf", "dependencies"})
 MAX_DEPENDENCIES = 6  # each doubles the alternatives
 MAX_CHOICES = 64
 MAX_NEGATED_CHOICES = 5
-MAX_PAIRS = 4096  # of listed values, held against each other for two alternatives
+MAX_KNOWN = 512  # values of alternatives that are lists
+MAX_ARRAYS = 2_000  # listed in one document
 
 
 def for_llguidance(schema: Any) -> Any:
@@ -125,6 +127,7 @@ class _Rewriter:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_arrays_left = MAX_ARRAYS
 
     def rewritten(self, schema: Any) -> Any:
         """A schema, and those within it, said in other words where that is needed."""
@@ -136,7 +139,12 @@ class _Rewriter:
         new = {keyword: self._below(keyword, value) for keyword, value in schema.items()}
         if isinstance(new.get("format"), str) and new["format"] not in DEFINED_FORMATS:
             del new["format"]
-        for rewrite in (self._without_dependencies, self._without_not, self._without_one_of):
+        for rewrite in (
+            self._without_dependencies,
+            self._without_not,
+            self._without_one_of,
+            self._without_unique_items,
+        ):
             new = rewrite(new)
         return new
 
@@ -204,35 +212,57 @@ class _Rewriter:
         return _with(rest, [negated])
 
     def _without_one_of(self, schema: Schema) -> Schema:
-        """Of alternatives that exclude each other exactly one holds where any does; others can be
-        made to, where they are easily negated."""
+        """Of alternatives that exclude each other exactly one holds where any does. Of few values
+        those are listed that one alone allows; others exclude those they overlap with, where these
+        are easily negated."""
         choices = schema.get("oneOf")
         if not isinstance(choices, list) or len(choices) > MAX_CHOICES:
             return schema
-        shown = [_within(schema, self._seen(choice)) for choice in choices]
-        if not all(_exclude(one, other) for at, one in enumerate(shown) for other in shown[:at]):
-            negated = [negation(choice) for choice in choices]
-            if len(choices) > MAX_NEGATED_CHOICES or any(one is None for one in negated):
+        finite = [finite_values(choice, self._root) for choice in choices]
+        known = [value for values in finite for value in values or ()]
+        if None not in finite and 0 < len(known) <= MAX_KNOWN:
+            once = [one for one in known if sum(equal(one, other) for other in known) == 1]
+            return self._with_choices(schema, [{"enum": once}])
+        shown = [_within(schema, seen(self._root, choice)) for choice in choices]
+        disjoint = Disjoint(self._root)
+        overlaps: list[list[int]] = [[] for _ in shown]
+        for at, one in enumerate(shown):
+            for place in range(at):
+                if not disjoint.excludes(one, shown[place]):
+                    overlaps[at].append(place)
+                    overlaps[place].append(at)
+        if any(overlaps):
+            negated = {at: negation(choices[at]) for at in {at for row in overlaps for at in row}}
+            if len(negated) > MAX_NEGATED_CHOICES or None in negated.values():
                 return schema
             choices = [
-                {"allOf": [choice, *negated[:at], *negated[at + 1 :]]}
-                for at, choice in enumerate(choices)
+                {"allOf": [choice, *(negated[at] for at in row)]} if row else choice
+                for choice, row in zip(choices, overlaps, strict=True)
             ]
+        return self._with_choices(schema, choices)
+
+    def _with_choices(self, schema: Schema, choices: list[Any]) -> Schema:
         rest = {name: value for name, value in schema.items() if name != "oneOf"}
         if "anyOf" in rest:
             return _with(rest, [{"anyOf": choices}])
         return {**rest, "anyOf": choices}
 
-    def _seen(self, schema: Any) -> Any:
-        """What a reference alone names."""
-        for _ in range(8):
-            if not isinstance(schema, dict) or "$ref" not in schema:
-                return schema
-            try:
-                schema = resolved(self._root, schema["$ref"])
-            except Undecided:
-                return schema
-        return schema
+    def _without_unique_items(self, schema: Schema) -> Schema:
+        """Entries that cannot be equal need no uniqueItems; of few values, all arrays without
+        repetition are listed."""
+        if "uniqueItems" not in schema:
+            return schema
+        rest = {name: value for name, value in schema.items() if name != "uniqueItems"}
+        if schema["uniqueItems"] is False or is_always_unique(schema, self._root):
+            return rest
+        if types_of(schema) != {"array"} or schema["uniqueItems"] is not True:
+            return schema
+        arrays = unique_arrays(schema, self._root, self._num_arrays_left)
+        if arrays is None:
+            return schema
+        self._num_arrays_left -= len(arrays)
+        kept: Schema = {name: rest[name] for name in ("$defs", "definitions") if name in rest}
+        return {**kept, "enum": arrays}
 
 
 def negation(schema: Any) -> Any:
@@ -261,7 +291,7 @@ def _not_types(value: Any) -> Any:
     types = {value} if isinstance(value, str) else set(value) if isinstance(value, list) else None
     if types is None or "integer" in types - ({"integer"} if "number" in types else set()):
         return None  # numbers that are no integers have no type of their own
-    rest = [name for name in _TYPES if name not in types]
+    rest = [name for name in TYPES if name not in types]
     return {"type": rest} if rest else False
 
 
@@ -347,67 +377,12 @@ def _with(schema: Schema, more: list[Any]) -> Schema:
 
 
 def _within(schema: Schema, choice: Any) -> Any:
-    """A choice with what stands beside all choices: the type, and what is required."""
+    """A choice with what stands beside all choices: type, what is required, and properties."""
     if not isinstance(choice, dict):
         return choice
     required = [*schema.get("required", []), *choice.get("required", [])]
     beside = {"type": schema["type"]} if "type" in schema else {}
-    return {**beside, **choice, "required": required}
-
-
-def _exclude(one: Any, other: Any) -> bool:
-    """Whether no value can fit both, as far as it is plain to see."""
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return one is False or other is False
-    types, other_types = _types(one), _types(other)
-    if types is not None and other_types is not None:
-        if not types & other_types:
-            return True
-        if types == other_types == {"object"}:
-            return _exclude_as_objects(one, other)
-    values, other_values = _values(one), _values(other)
-    if values is not None and other_values is not None:
-        if len(values) * len(other_values) > MAX_PAIRS:
-            return False
-        return not any(equal(value, known) for value in values for known in other_values)
-    return False
-
-
-def _exclude_as_objects(one: Schema, other: Schema) -> bool:
-    """By a property that one of them must have and that cannot fit both, or that the other must not
-    have."""
-    for a, b in ((one, other), (other, one)):
-        a_has, b_has = a.get("properties", {}), b.get("properties", {})
-        if not isinstance(a_has, dict) or not isinstance(b_has, dict):
-            return False
-        required = a.get("required", [])
-        if not isinstance(required, list):
-            return False
-        closed = b.get("additionalProperties") is False and "patternProperties" not in b
-        for name in required:
-            if name not in b_has:
-                if closed:
-                    return True
-                continue
-            needed = name in b.get("required", [])
-            if b_has[name] is False:
-                return True
-            if needed and name in a_has and _exclude(a_has[name], b_has[name]):
-                return True
-    return False
-
-
-def _types(schema: Schema) -> set[str] | None:
-    """The types a schema allows; integers are numbers."""
-    named = schema.get("type")
-    if named is None:
-        return None
-    names = {named} if isinstance(named, str) else set(named)
-    return {"number" if name == "integer" else name for name in names}
-
-
-def _values(schema: Schema) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    listed = schema.get("enum")
-    return listed if isinstance(listed, list) else None
+    shown = {**beside, **choice, "required": required}
+    if choice.keys().isdisjoint({"additionalProperties", "patternProperties"}):
+        shown["properties"] = {**schema.get("properties", {}), **choice.get("properties", {})}
+    return shown
