@@ -9,9 +9,11 @@ loopback only, unless told --insecure).
 A key of --api-key is the default tenant's; a key of the tenants file is its tenant's. What changes
 things for everybody, and what tells of everybody's prompts (ADMIN_PATHS), is for a key of the admin
 key file and for tenants that are admins; where there is no such file, also for a key of --api-key,
-or for anybody where there are no keys, but on this machine only. Always holds: who asks is known
-before anything else of a request is read; no path of an admin is open to another machine without a
-key that says so.
+or for anybody where there are no keys, but on this machine only. With several keys, each tenant and
+each key of --api-key has its own scope of cached prefixes, because the time to a first token and
+the count of cached tokens reveal what others have sent. Always holds: the key is checked before
+anything else of a request is read; no path of an admin is open to another machine without a key
+that says so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import enum
 import hmac
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.api.errors import NotAdmin
 from quire.base.errors import NotAuthorized
@@ -55,7 +57,8 @@ class Keys:
     """The configured keys. Only digests of equal length are compared, all of them every time.
 
     tenants: of the tenants file, the default one first; None where there is no file. admin_digests:
-    SHA-256 in hex of the keys of the admin key file, empty where there is none.
+    SHA-256 in hex of the keys of the admin key file, empty where there is none. shares_prefixes:
+    tenants that do not say otherwise, and keys, share cached prefixes.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Keys:
         keys: Iterable[str],
         tenants: Sequence[Tenant] | None = None,
         admin_digests: Iterable[str] = (),
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
         default = tenants[0] if tenants else ONLY_TENANT
         admins = [bytes.fromhex(digest) for digest in admin_digests]
@@ -78,6 +83,8 @@ class Keys:
                 digest = bytes.fromhex(known)
                 self._callers.append((digest, Caller(tenant, tenant.is_admin, admin, digest)))
         self._has_callers = len(self._callers) > len(admins)
+        isolates = len(self._callers) > 1 and not shares_prefixes
+        self._callers = [(key, _scoped(caller, isolates)) for key, caller in self._callers]
         self._has_admins = bool(admins)
         self._anybody = Caller(default, True, plain)
 
@@ -121,6 +128,16 @@ class Keys:
         if not any(matches):
             raise NotAuthorized("the API key is not one of this server's keys; check it")
         return self._callers[matches.index(True)][1]
+
+
+def _scoped(caller: Caller, isolates: bool) -> Caller:
+    """Return the caller with a scope of its own for cached prefixes, if it is isolated."""
+    tenant = caller.tenant
+    if not (isolates if tenant.isolate_cache is None else tenant.isolate_cache):
+        return caller
+    is_own = not tenant.is_default or caller.key.hex() in tenant.key_digests
+    scope = tenant.name if is_own else f"key:{caller.key.hex()}"  # no tenant's name has a colon
+    return replace(caller, tenant=replace(tenant, cache_scope=scope))
 
 
 def is_guarded(path: str) -> bool:

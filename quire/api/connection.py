@@ -57,10 +57,6 @@ class Connection(HttpToolsProtocol):
         """Close the connection in favour of a new one."""
         self.transport.abort()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection; what its client has not read by now is dropped."""
-        self.transport.abort()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
         OPEN_CONNECTIONS.remove(self)
@@ -142,6 +138,12 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Called by the cycle: the answer is written."""
         super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            # uvicorn's closes the connection, which waits for a client to read what is unread.
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.transport.abort
+            )
         is_between = self._in_head and self._head_timer is None
         state = ConnectionState.IDLE if is_between else ConnectionState.HEAD
         OPEN_CONNECTIONS.move(self, state)
@@ -240,11 +242,11 @@ class _BegunTransport:
         self._transport = transport
         self._num_written = len(_PROBE)
 
-    def write(self, data: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         """Write what follows the probe."""
-        assert self._num_written == 0 or data.startswith(_PROBE), "a response begins with it"
-        data, self._num_written = data[self._num_written :], 0
-        self._transport.write(data)
+        assert self._num_written == 0 or piece.startswith(_PROBE), "a response begins with it"
+        self._transport.write(piece[self._num_written :])
+        self._num_written = 0
 
     def is_closing(self) -> bool:
         """Return whether the transport is closing."""

@@ -134,12 +134,14 @@ class Serving:
         """Whether callers may be different people: more than one key, or none and open to all."""
         num_keys = len(self.config.api_key)
         num_keys += sum(len(tenant.key_digests) for tenant in self.tenants or ())
+        num_keys += len(self._admin_digests) if num_keys else 0
         return num_keys > 1 or (num_keys == 0 and self.config.insecure)
 
     def know(self, tenants: Sequence[Tenant] | None) -> None:
         """From now on these are the tenants; what was let in goes on."""
         self.tenants = tenants
-        self.keys = Keys(self.config.api_key, tenants, self._admin_digests)
+        shares = self.config.share_prefixes
+        self.keys = Keys(self.config.api_key, tenants, self._admin_digests, shares_prefixes=shares)
 
     def know_admins(self, digests: Sequence[str]) -> None:
         """From now on these are the keys of the admin key file, by their digests."""

@@ -1,7 +1,7 @@
-"""From request fields and who asks to Terms, and to the salt of cached prefixes.
+"""From request fields and the tenant to Terms, and to the salt of cached prefixes.
 
-Values are checked by Terms itself; here the bounds of a tenant are added. Always holds: a tenant
-whose cache is isolated shares prefixes with nobody else, whatever salts others send.
+Values are checked by Terms itself; here the bounds of a tenant are added. Always holds: requests of
+a cache scope share prefixes with no other scope, whatever salts are sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.base.terms import Terms
 from quire.config.tenants import Tenant
 
 MAX_SALT_CHARS = 256
-# Between a tenant's name and a caller's salt; no salt of a caller may begin with it.
+# Around a cache scope; no salt of a request may begin with it.
 _SEAL = "\0"
 
 
@@ -42,4 +42,4 @@ def cache_salt_of(given: Mapping[str, Any], tenant: Tenant) -> str:
             "allowed, the first of them not U+0000",
             param="cache_salt",
         )
-    return f"{_SEAL}{tenant.name}{_SEAL}{salt}" if tenant.isolate_cache else salt
+    return f"{_SEAL}{tenant.cache_scope}{_SEAL}{salt}" if tenant.cache_scope else salt

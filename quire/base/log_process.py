@@ -52,7 +52,7 @@ def start_logging(component: str, settings: LogSettings) -> None:
     atexit.register(writer.close, _FLUSH_S)
     sys.stderr = _LoggedStream(log, original)
     _log_exceptions(log)
-    logging.root.handlers = [_Handler()]
+    logging.root.handlers = [_LibraryLines()]
     logging.root.setLevel("ERROR" if settings.level == "error" else "WARNING")
     logging.captureWarnings(True)
     warnings.formatwarning = _warning_text
@@ -98,7 +98,7 @@ class _LoggedStream(io.TextIOBase):
         return len(text)
 
 
-class _Handler(logging.Handler):
+class _LibraryLines(logging.Handler):
     """Passes what libraries log on to a Log of the logger's name."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -338,6 +338,11 @@ class ServerConfig:
     api_processes: int = setting(
         1, "processes that speak HTTP, template and tokenize, before the one engine: 1 to 64"
     )
+    share_prefixes: bool = setting(
+        False,
+        "let tenants and keys share cached prefixes: faster where prompts begin alike, but each "
+        "can find out what others have sent",
+    )
     insecure: bool = setting(False, "listen beyond loopback without a key")
     uds: str | None = setting(
         None, "listen on a Unix socket at this path, in place of an address and a port"

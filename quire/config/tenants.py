@@ -43,8 +43,9 @@ class Tenant:
     others may not take; kv_ceiling_*: the most its running requests may name; each as a number or
     as a share of the cache. max_running, max_queued: its requests that run and that wait, each of
     n counted. priority: of requests that name none; priority_min, priority_max: what they may
-    name. isolate_cache: it shares no cached prefixes with others. is_admin: its keys open what
-    tells of everybody.
+    name. isolate_cache: whether it shares no cached prefixes with others; None: as the server is
+    set. is_admin: its keys open what tells of everybody. cache_scope: the scope of its cached
+    prefixes, set by the server and not by the file; empty: shared with all other empty scopes.
     """
 
     name: str
@@ -59,8 +60,9 @@ class Tenant:
     priority: int = 0
     priority_min: int = 0
     priority_max: int = MAX_PRIORITY
-    isolate_cache: bool = False
+    isolate_cache: bool | None = None
     is_admin: bool = False
+    cache_scope: str = ""
 
     @property
     def is_default(self) -> bool:

@@ -87,14 +87,19 @@ def test_the_question_reaches_the_engine_and_must_be_a_boolean() -> None:
     [
         ({}, True),
         ({"api_key": ("k1",)}, True),
-        ({"api_key": ("k1", "k2")}, False),
+        ({"api_key": ("k1", "k2")}, True),
+        ({"api_key": ("k1", "k2"), "share_prefixes": True}, False),
         ({"insecure": True}, False),
         (
-            {"api_key": ("k1",), "tenants": (ONLY_TENANT, Tenant(name="a", key_digests=("ab",)))},
+            {
+                "api_key": ("k1",),
+                "tenants": (ONLY_TENANT, Tenant(name="a", key_digests=("ab",))),
+                "share_prefixes": True,
+            },
             False,
         ),
     ],
-    ids=["one person", "one key", "two keys", "open to all", "a tenant beside"],
+    ids=["one person", "one key", "two keys", "two keys share", "open to all", "a tenant shares"],
 )
 def test_where_strangers_share_prefixes_a_miss_tells_no_more_than_the_time_does(
     settings: Any, is_exact: bool

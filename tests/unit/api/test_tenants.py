@@ -114,7 +114,7 @@ def test_an_isolated_tenants_salt_is_one_nobody_else_can_send() -> None:
         reply, _ = asked("s1", cache_salt=salt)
         assert (reply.status, reply.error["param"]) == (400, "cache_salt")
     _, other = asked("s1", cache_salt="x")
-    assert other.engine.asked[0].cache_salt == "x"
+    assert other.engine.asked[0].cache_salt not in {"x", *salts}
 
 
 @pytest.mark.parametrize(

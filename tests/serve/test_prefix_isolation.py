@@ -1,0 +1,75 @@
+"""No tenant and no key learns from cached prefixes what another has sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running_server import RunningServer
+
+PROMPT = "the secret plan of the first caller, which nobody else may find out about " * 3
+TENANTS = """
+[tenants.one]
+keys = ["one-a", "one-b"]
+[tenants.two]
+keys = ["two"]
+[tenants.open-1]
+keys = ["open-1"]
+isolate_cache = false
+[tenants.open-2]
+keys = ["open-2"]
+isolate_cache = false
+"""
+
+
+def cached(server: RunningServer, key: str, **fields: object) -> int:
+    """How many tokens of the prompt a request with this key finds."""
+    body = {"prompt": PROMPT, "max_tokens": 1, **fields}
+    authorization: Mapping[str, str] = {"Authorization": f"Bearer {key}"}
+    status, _, raw = server.request("POST", "/v1/completions", body, **authorization)
+    assert status == 200, raw
+    tokens: int = json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_a_key_finds_its_own_prefixes_and_no_others(tiny: Path) -> None:
+    flags = ("--threads", "1", "--api-key", "a", "--api-key", "b")
+    with RunningServer(tiny, *flags) as server:
+        assert [cached(server, "a"), cached(server, "b")] == [0, 0]
+        assert min(cached(server, "a"), cached(server, "b")) >= 32
+        assert cached(server, "b", cache_salt="x") == 0
+        assert cached(server, "a", cache_salt="x") == 0
+        assert cached(server, "a", cache_salt="x") >= 32
+
+
+def test_prefixes_are_shared_where_the_server_is_told_to(tiny: Path) -> None:
+    flags = ("--threads", "1", "--api-key", "a", "--api-key", "b", "--share-prefixes")
+    with RunningServer(tiny, *flags) as server:
+        assert cached(server, "a") == 0
+        assert cached(server, "b") >= 32
+
+
+def test_a_tenants_keys_share_and_tenants_do_not(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(TENANTS)
+    flags = ("--threads", "1", "--tenants", str(file), "--api-key", "root")
+    with RunningServer(tiny, *flags) as server:
+        assert cached(server, "one-a") == 0
+        assert cached(server, "one-b") >= 32
+        assert [cached(server, "two"), cached(server, "root"), cached(server, "open-1")] == [0] * 3
+        assert cached(server, "open-2") >= 32
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_disk_tier_keeps_scopes_apart_too(tiny: Path, tmp_path: Path, shares: bool) -> None:
+    flags = ("--threads", "1", "--api-key", "a", "--api-key", "b")
+    flags += ("--kv-tier-path", str(tmp_path / "tier"), "--kv-tier-fetch", "always")
+    flags += ("--share-prefixes",) if shares else ()
+    with RunningServer(tiny, *flags) as server:
+        assert cached(server, "a") == 0
+    with RunningServer(tiny, *flags) as server:
+        assert (cached(server, "b") >= 32) is shares
+        assert cached(server, "a") >= 32
