@@ -58,6 +58,8 @@ class RunningState:
         self._num_scored = 0
         self.num_without_output = 0
         self._without_output: Bools = np.zeros(num_slots, np.bool_)
+        self._num_reporting = 0
+        self._reports: Bools = np.zeros(num_slots, np.bool_)  # requests with report_progress
         self._stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
         # How many running requests stop at a token id, and whether any does; the last entry
         # stands for all ids beyond and stays 0. Most steps meet no such id at all.
@@ -101,6 +103,8 @@ class RunningState:
         self.ceiling[slot] = self.longest[slot] = max(ticket.limit - 1, num_prompt_tokens)
         self._without_output[slot] = ticket.limit == num_prompt_tokens
         self.num_without_output += ticket.limit == num_prompt_tokens
+        self._reports[slot] = ticket.request.report_progress
+        self._num_reporting += ticket.request.report_progress
         self._scored_until[slot] = num_prompt_tokens - 1 if ticket.has_positions_to_score else 0
         self._num_scored += ticket.has_positions_to_score
         self.stored[slot] = stored
@@ -155,6 +159,10 @@ class RunningState:
             return []
         done = self._without_output[index] & (ends >= self.ceiling[index])
         return [self.ticket(slot) for slot in index[done].tolist()]
+
+    def reporting(self, index: Index) -> list[int]:
+        """Return those of slots `index` whose requests report the progress of their prompts."""
+        return index[self._reports[index]].tolist() if self._num_reporting else []
 
     def still_scored(self, index: Index, starts: Int32s) -> Bools | None:
         """Which rows of slots `index` compute positions that are scored, from `starts` on."""
@@ -214,6 +222,8 @@ class RunningState:
             self.free_slots.append(slot)
             self.num_without_output -= bool(self._without_output[slot])
             self._without_output[slot] = False
+            self._num_reporting -= bool(self._reports[slot])
+            self._reports[slot] = False
             self._num_scored -= bool(self._scored_until[slot])
             self._scored_until[slot] = 0
             for token_id in ticket.request.stop_ids:
