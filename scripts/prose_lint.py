@@ -220,7 +220,7 @@ def rates() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--rates", action="store_true", help="print word rates per 10,000 words")
     parser.add_argument("--update", action="store_true", help="drop clean packages from the list")
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Write the generated parts of docs/: flags, routes, request fields, error codes, metrics.
+"""Write the generated parts of docs/: flags, routes, request fields, error codes, metrics, and
+the tables of docs/compatibility.md.
 
 The flags come from argparse, fields, routes and errors from the OpenAPI document, metrics from the
 registry. Each part stands between two marker comments; the text around it is written by hand.
@@ -21,11 +22,14 @@ from starlette.routing import Route
 
 from quire.api.auth import OPEN_PATHS, is_guarded
 from quire.api.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.foreign_fields import documented
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
+from quire.api.paths import FOREIGN_PATHS
 from quire.cli.serve import add_arguments
+from quire.config.foreign_flags import INSTEAD, SUBCOMMANDS
 from quire.obs.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -55,7 +59,7 @@ def _cell(text: str) -> str:
 
 def flags() -> str:
     """Return a table of flags for each group of `quire serve`."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
     parts = []
     for group in parser._action_groups:
@@ -207,11 +211,26 @@ def metrics() -> str:
     return table(("Name", "Type", "Meaning"), rows)
 
 
+def foreign(use: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a table of names of other servers and what this one does with them."""
+    return table((use, "Here"), [(name, _cell(text)) for name, text in rows])
+
+
+def _named(texts: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(f"`{name}`", text) for name, text in texts.items()]
+
+
 PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "flags.md": (("flags", flags),),
     "routes.md": (("routes", routes), ("errors", errors)),
     "request-fields.md": (("fields", fields), ("other fields", other_fields)),
     "metrics.md": (("metrics", metrics),),
+    "compatibility.md": (
+        ("foreign fields", lambda: foreign("Field", documented())),
+        ("foreign paths", lambda: foreign("Path", _named(FOREIGN_PATHS))),
+        ("foreign flags", lambda: foreign("Flag", _named(INSTEAD))),
+        ("foreign subcommands", lambda: foreign("Subcommand", _named(SUBCOMMANDS))),
+    ),
 }
 
 
@@ -227,7 +246,7 @@ def pages() -> Iterator[tuple[Path, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail where a page is not current")
     arguments = parser.parse_args()
     for path, text, wanted in pages():

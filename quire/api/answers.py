@@ -212,6 +212,14 @@ class Answers:
             total_ms=round(max(each.last_token_ms for each in times) - arrival_ms, 3),
         )
 
+    @property
+    def prefill_ms(self) -> float:
+        """Milliseconds from the first scheduling to the first token, as far as both are known."""
+        timings = self._timings()
+        if timings is None or timings.queue_ms is None or timings.first_token_ms is None:
+            return 0.0
+        return max(timings.first_token_ms - timings.queue_ms, 0.0)
+
     def _speeds(self, usage: Usage) -> Speeds:
         timings = self._timings()
         queue_ms = first_ms = total_ms = 0.0

@@ -17,8 +17,9 @@ from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
 from quire.api.conversations import rendered
+from quire.api.events import speeds_json
 from quire.api.fields import CHAT, flag
-from quire.api.generation import Asked, Envelope, Job, generate, speeds_json, usage_json
+from quire.api.generation import Asked, Envelope, Job, generate, usage_json
 from quire.api.held import held_to
 from quire.api.logprobs import chat_logprobs, check_told, prompt_logprobs
 from quire.api.prompts import encode, most_tokens
@@ -196,6 +197,10 @@ class ChatWriter:
             "seed": choice.seed,
             **self._ids(choice.token_ids),
         }
+
+    def frame(self) -> dict[str, Any]:
+        """Return the fields that every chunk has, without its choices."""
+        return self._frame("chat.completion.chunk")
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """Return the counts so far; with tokens of reasoning where answers are parsed for it."""

@@ -33,11 +33,19 @@ class Chunks(Protocol):
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
         """The chunk of more text of a choice that has begun; None where others tell more."""
 
+    def frame(self) -> dict[str, Any]:
+        """The fields that every chunk has, without its choices."""
+
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The counts so far as the API writes them."""
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
         """The last chunk, with usage and timings; None where neither was asked for."""
+
+
+def speeds_json(usage: Usage) -> dict[str, Any]:
+    """Return `timings` beside `usage`, where it was asked for."""
+    return {"timings": msgspec.to_builtins(usage.speeds)} if usage.speeds else {}
 
 
 Put = Callable[[list[bytes], bool], Awaitable[None]]
@@ -51,13 +59,27 @@ _text_json = msgspec.json.Encoder().encode
 
 
 class Events:
-    """Writes the events of one request. continuous_usage: every chunk has the usage so far."""
+    """Writes the events of one request.
+
+    continuous_usage, continuous_timings: every chunk has them so far. reports_progress: events
+    with prompt_progress precede the first chunk of each prompt.
+    """
 
     def __init__(
-        self, answers: Answers, chunks: Chunks, request_id: str, *, continuous_usage: bool = False
+        self,
+        answers: Answers,
+        chunks: Chunks,
+        request_id: str,
+        *,
+        continuous_usage: bool = False,
+        continuous_timings: bool = False,
+        reports_progress: bool = False,
     ) -> None:
         self._answers = answers
         self._continuous_usage = continuous_usage
+        self._continuous_timings = continuous_timings
+        # Prompts whose progress is not reported to the end.
+        self._in_progress = set(range(len(answers.prompts))) if reports_progress else set()
         self._chunks = chunks
         self._prefix = f"id: {request_id}:".encode()
         self._number = 0
@@ -95,13 +117,43 @@ class Events:
             around = self._around.get((prompt, delta.index))
             if around is not None:
                 return [self._event(around[0] + _text_json(delta.text) + around[1])]
+        before = self._progress(prompt, delta) if self._in_progress else []
+        if delta.prompt_progress is not None:
+            return before
         chunks = [*self._chunks.of_delta(prompt, delta)]
-        if self._continuous_usage:
-            usage = self._chunks.usage(self._answers.usage)
-            chunks = [{**chunk, "usage": usage} for chunk in chunks]
+        if self._continuous_usage or self._continuous_timings:
+            more = self._so_far()
+            chunks = [{**chunk, **more} for chunk in chunks]
         else:
             self._learn(prompt, delta.index)
-        return [self._event(msgspec.json.encode(chunk)) for chunk in chunks]
+        return [*before, *(self._event(msgspec.json.encode(chunk)) for chunk in chunks)]
+
+    def _so_far(self) -> dict[str, Any]:
+        usage = self._answers.usage
+        return {
+            **({"usage": self._chunks.usage(usage)} if self._continuous_usage else {}),
+            **(speeds_json(usage) if self._continuous_timings else {}),
+        }
+
+    def _progress(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        """Return the event of how much of a prompt is computed; all of it before the first text."""
+        if prompt not in self._in_progress:
+            return []
+        total, progress = len(self._answers.prompts[prompt].token_ids), delta.prompt_progress
+        if progress is None:
+            self._in_progress.discard(prompt)
+            processed, time_ms = total, self._answers.prefill_ms
+        else:
+            processed, time_ms = progress.processed, progress.time_ms
+        told = {
+            "index": prompt,
+            "total": total,
+            "cache": delta.cached_tokens,
+            "processed": processed,
+            "time_ms": round(time_ms, 3),
+        }
+        frame = {**self._chunks.frame(), "choices": [], "prompt_progress": told}
+        return [self._event(msgspec.json.encode(frame))]
 
     def _learn(self, prompt: int, index: int) -> None:
         """Find what stands around the text in the chunks of a choice, if that is all they tell."""

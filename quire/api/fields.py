@@ -91,6 +91,8 @@ _EVERYWHERE = (
         "truncate_prompt_tokens",
         "return_timings",
         "timings",
+        "timings_per_token",
+        "return_progress",
     }
 )
 # Where answers are texts.

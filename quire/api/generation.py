@@ -125,12 +125,19 @@ async def generate(
             terms=terms,
             among_strangers=serving.has_strangers and not cache_salt,
             tells_timings=flag(given, "return_timings"),
-            tells_speeds=flag(given, "timings"),
+            tells_speeds=flag(given, "timings") or flag(given, "timings_per_token"),
         )
         request.state.answers = answers
         live.look = lambda: _progress(answers)
         if stream:
-            events = Events(answers, job.writer, live.id, continuous_usage=options.continuous_usage)
+            events = Events(
+                answers,
+                job.writer,
+                live.id,
+                continuous_usage=options.continuous_usage,
+                continuous_timings=flag(given, "timings_per_token"),
+                reports_progress=terms.report_progress,
+            )
             return _streamed(serving, begun, events, live)
         return await _written(job, await answers.whole(), answers.usage)
 
@@ -198,11 +205,6 @@ def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str
         **({"completion_tokens_details": details} if details else {}),
         **({"timings": msgspec.to_builtins(usage.timings)} if usage.timings else {}),
     }
-
-
-def speeds_json(usage: Usage) -> dict[str, Any]:
-    """Return `timings` beside `usage`, where it was asked for."""
-    return {"timings": msgspec.to_builtins(usage.speeds)} if usage.speeds else {}
 
 
 def _details(usage: Usage) -> dict[str, Any]:

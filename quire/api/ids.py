@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.answers import Choice, Prompt, Usage
+from quire.api.events import speeds_json
 from quire.api.fields import GENERATE
-from quire.api.generation import Asked, Envelope, Job, generate, speeds_json, usage_json
+from quire.api.generation import Asked, Envelope, Job, generate, usage_json
 from quire.api.logprobs import check_told, prompt_logprobs
 from quire.api.prompts import checked_ids, most_tokens
 from quire.api.sampling import COMPLETION_TOKENS, completion_tokens, limited, sampling_of
@@ -134,6 +135,10 @@ class IdsWriter:
         """Return the last chunk, with usage and timings where they were asked for."""
         told = {**self._included(usage), **speeds_json(usage)}
         return {**self._frame, "choices": [], **told} if told else None
+
+    def frame(self) -> dict[str, Any]:
+        """Return the fields that every chunk has, without its choices."""
+        return self._frame
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """Return the counts so far."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.api.fields import TERMS
+from quire.api.fields import TERMS, flag
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 from quire.base.terms import Terms
@@ -23,7 +23,11 @@ _SEAL = "\0"
 def terms_of(given: Mapping[str, Any], tenant: Tenant) -> Terms:
     """The terms a request of `tenant` asks for. Raises InvalidParameter naming the field."""
     fields = {name: given[name] for name in TERMS & given.keys()}
-    terms = Terms(tenant=tenant.name_in_requests, **{"priority": tenant.priority, **fields})
+    terms = Terms(
+        tenant=tenant.name_in_requests,
+        report_progress=flag(given, "return_progress") and flag(given, "stream"),
+        **{"priority": tenant.priority, **fields},
+    )
     if not tenant.priority_min <= terms.priority <= tenant.priority_max:
         raise InvalidParameter(
             f"priority is {terms.priority}; tenant {tenant.name} may ask for "

@@ -70,7 +70,7 @@ class Request:
     particular), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
     ttft count from arrival_ms, None where nobody asked. explain_cache: its outputs have a
-    cache_use.
+    cache_use. report_progress: each chunk of its prompt but the last gives an output.
     """
 
     request_id: str
@@ -89,6 +89,7 @@ class Request:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     explain_cache: bool = False
+    report_progress: bool = False
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per event, in half the time
@@ -313,7 +314,8 @@ class RequestOutput:
     and why no more, if the request asked (not told of a fork: its leader's tells it). scores: of
     all prompt tokens but the first, told once: with the first token, or with the end where nothing
     is generated, by one stream of a group, which computed the prompt for all. score: of a beam,
-    told with all of its tokens at the end.
+    told with all of its tokens at the end. prompt_progress: prompt tokens computed so far, in an
+    output without tokens.
     """
 
     request_id: str
@@ -328,6 +330,7 @@ class RequestOutput:
     num_preemptions: int = 0
     times: RequestTimes | None = None
     score: float | None = None
+    prompt_progress: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ class Terms:
     earlier, where the policy says so. deadline_ms: when the whole answer should be there;
     ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
     time between its tokens after the first. return_cached_tokens_details: tell where cached
-    tokens were found, and why no more were. Raises InvalidParameter naming the field.
+    tokens were found, and why no more were. report_progress: report each chunk of the prompt that
+    is computed. Raises InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -36,6 +37,7 @@ class Terms:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     return_cached_tokens_details: bool = False
+    report_progress: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

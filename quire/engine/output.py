@@ -40,6 +40,13 @@ class TextRules:
 PLAIN_TEXT = TextRules()
 
 
+class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens computed so far, cached ones included, and milliseconds since scheduling."""
+
+    processed: int
+    time_ms: float
+
+
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to stream `index` of a request since its last delta.
 
@@ -50,7 +57,8 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     asked for: by one of its streams, in its first delta, before any other stream has one.
     num_unseen_tokens: of sequences that best_of computed and nobody is told of. score: of a beam.
     token_chars: how many characters of the text each token completed, parallel to token_ids, where
-    it was asked for. A Struct, not a dataclass: there is one a token.
+    it was asked for. prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there
+    is one a token.
     """
 
     index: int
@@ -70,6 +78,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     num_unseen_tokens: int = 0
     score: float | None = None
     token_chars: tuple[int, ...] = ()
+    prompt_progress: PromptProgress | None = None
 
 
 class OutputStream:
@@ -121,6 +130,8 @@ class OutputStream:
         if self.finished:
             return None
         self._note(output, step_ms)
+        if output.prompt_progress is not None:
+            return self._progress_delta(output.prompt_progress, step_ms)
         shown_ids = output.token_ids if output.stop_id is None else output.token_ids[:-1]
         spans = self._detokenizer.spans(shown_ids)
         if output.finish_reason is not None:
@@ -163,6 +174,13 @@ class OutputStream:
         """End the stream with an error; what was said stands."""
         self._waiting_logprobs.clear()
         return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
+
+    def _progress_delta(self, processed: int, step_ms: float) -> TextDelta:
+        since_ms = step_ms if self._times is None else self._times.first_scheduled_ms
+        progress = PromptProgress(processed=processed, time_ms=max(step_ms - since_ms, 0.0))
+        return msgspec.structs.replace(
+            self._delta("", self._num_delivered), prompt_progress=progress
+        )
 
     def _note(self, output: RequestOutput, step_ms: float) -> None:
         self._waiting_ids += output.token_ids

@@ -97,6 +97,7 @@ def make_requests(
             ttft_slo_ms=terms.ttft_slo_ms,
             tpot_slo_ms=terms.tpot_slo_ms,
             explain_cache=terms.return_cached_tokens_details,
+            report_progress=terms.report_progress and stream == first_stream,
         )
         for stream in range(first_stream, first_stream + num_streams)
     )

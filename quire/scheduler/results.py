@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from quire.base.records import (
     FinishReason,
     RequestOutput,
@@ -58,6 +60,7 @@ class Results:
             state.computed[slot] = end
         keep_scores(plan, result, landing.rows, state.ticket)
         scored = state.done_without_output(landing.index, landing.ends)
+        progress = self._progress(landing)
         ids = result.token_ids if entries is None else result.token_ids[entries]
         lengths = state.append(index, ids, now_ms)
         if len(result.mirostat_mus):
@@ -70,13 +73,14 @@ class Results:
             certain = certain_of(plan, result, landing, self._roster.flights)
             has_event[list(certain)] = True
         rows = has_event.nonzero()[0]
-        if not (len(rows) or landing.errors or scored):
+        if not (len(rows) or landing.errors or scored or progress):
             return make_outputs(result, entries, None, state.request_ids(index), [], [])
         plain = (~has_event).nonzero()[0]
         request_ids = state.request_ids(index[plain])
         found = self._beams.take(index, rows, result, entries, now_ms)
         events = self._events(index, ids, lengths, stops, rows, certain, now_ms)
         ended = self._fail(landing.errors, plan) + self._end_scored(scored, now_ms)
+        ended += progress
         ended += [output for group in found for output in self._end_beams(group, now_ms)]
         finished = [event.ticket for event in events if event.finish_reason is not None]
         for ticket in finished:
@@ -86,6 +90,19 @@ class Results:
                 self._margin.came(ticket.foretold_end, now_ms)
         self._roster.end_all(finished)
         return make_outputs(result, entries, plain, request_ids, events, ended)
+
+    def _progress(self, landing: Landing) -> list[RequestOutput]:
+        """Return an output for each request that reports its progress and is not done with its
+        prompt."""
+        slots = self._state.reporting(landing.index)
+        if landing.by_layers is not None:
+            slots += self._state.reporting(np.array([landing.by_layers[0]]))
+        outputs = []
+        for slot in slots:
+            ticket, computed = self._state.ticket(slot), int(self._state.computed[slot])
+            if computed < ticket.num_prompt_tokens and math.isnan(ticket.first_token_ms):
+                outputs.append(ticket.output(prompt_progress=computed))
+        return outputs
 
     def _events(
         self,

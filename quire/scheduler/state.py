@@ -58,6 +58,8 @@ class RunningState:
         self._num_scored = 0
         self.num_without_output = 0
         self._without_output: Bools = np.zeros(num_slots, np.bool_)
+        self._num_reporting = 0
+        self._reports: Bools = np.zeros(num_slots, np.bool_)  # requests with report_progress
         self._stop_ids: Int32s = np.full((num_slots, 0), -1, np.int32)  # padded with -1
         self._stop_ids_of: list[tuple[int, ...]] = [()] * num_slots  # what its row holds
         # How many running requests have a set of stop ids; how many such sets have a token id, and
@@ -104,6 +106,8 @@ class RunningState:
         self.ceiling[slot] = self.longest[slot] = max(ticket.limit - 1, num_prompt_tokens)
         self._without_output[slot] = without_output = ticket.limit == num_prompt_tokens
         self.num_without_output += without_output
+        self._reports[slot] = ticket.request.report_progress
+        self._num_reporting += ticket.request.report_progress
         is_scored = ticket.has_positions_to_score
         self._scored_until[slot] = num_prompt_tokens - 1 if is_scored else 0
         self._num_scored += is_scored
@@ -158,6 +162,10 @@ class RunningState:
             return []
         done = self._without_output[index] & (ends >= self.ceiling[index])
         return [self.ticket(slot) for slot in index[done].tolist()]
+
+    def reporting(self, index: Index) -> list[int]:
+        """Return those of slots `index` whose requests report the progress of their prompts."""
+        return index[self._reports[index]].tolist() if self._num_reporting else []
 
     def still_scored(self, index: Index, starts: Int32s) -> Bools | None:
         """Which rows of slots `index` compute positions that are scored, from `starts` on."""
@@ -219,6 +227,9 @@ class RunningState:
         if self.num_without_output:
             self.num_without_output -= int(np.count_nonzero(self._without_output[index]))
             self._without_output[index] = False
+        if self._num_reporting:
+            self._num_reporting -= int(np.count_nonzero(self._reports[index]))
+            self._reports[index] = False
         if self._num_scored:
             self._num_scored -= int(np.count_nonzero(self._scored_until[index]))
             self._scored_until[index] = 0

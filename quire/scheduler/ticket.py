@@ -182,6 +182,7 @@ class Ticket:
         finish_reason: FinishReason | None = None,
         stop_id: int | None = None,
         error: str | None = None,
+        prompt_progress: int | None = None,
     ) -> RequestOutput:
         """An output that tells all there is to tell now."""
         return RequestOutput(
@@ -192,6 +193,7 @@ class Ticket:
             finish_reason=finish_reason,
             stop_id=stop_id,
             error=error,
+            prompt_progress=prompt_progress,
             cached_tokens=self.cached_tokens,
             cache_use=self.cache_use,
             num_preemptions=self.num_preemptions,

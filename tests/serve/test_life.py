@@ -37,6 +37,17 @@ def test_the_block_at_the_start_tells_model_memory_and_address(tiny: Path) -> No
         assert server.get("/v1/models")[1]["data"][0]["id"] == "my-model"
 
 
+def test_a_long_prompt_reports_its_progress_chunk_by_chunk(tiny: Path) -> None:
+    with RunningServer(tiny, "--max-num-batched-tokens", "64") as server:
+        asked = {"prompt": list(range(1, 201)), "max_tokens": 2, "seed": 1, "return_progress": True}
+        with server.stream(COMPLETIONS, asked) as reader:
+            told = [reader.next()["prompt_progress"] for _ in range(4)]
+    assert [one["processed"] for one in told] == [64, 128, 192, 200]
+    assert [one["total"] for one in told] == [200] * 4
+    times_ms = [one["time_ms"] for one in told]
+    assert times_ms == sorted(times_ms)
+
+
 def test_the_block_tells_weights_and_kv_that_are_not_in_the_models_dtype(tiny: Path) -> None:
     with RunningServer(tiny, "--quantization", "int4", "--kv-cache-dtype", "int8") as server:
         assert "(f32, weights int4-g32 (head: int8), KV int8, " in server.stdout()

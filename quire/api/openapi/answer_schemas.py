@@ -146,11 +146,13 @@ def _chunks() -> dict[str, Schema]:
     )
     usage = or_null(_ref("Usage"))
     scored = _ref("PromptLogprobs")
+    progress = _whole(index=COUNT, total=COUNT, cache=COUNT, processed=COUNT, time_ms=NUMBER)
     return {
         "ChatCompletionChunk": _part(
             {**_frame("chat.completion.chunk"), "choices": list_of(chat)},
             usage=usage,
             timings=_ref("Speeds"),
+            prompt_progress=progress,
             prompt_logprobs=scored,
             prompt_token_ids=list_of(_ID),
         ),
@@ -158,11 +160,13 @@ def _chunks() -> dict[str, Schema]:
             {**_frame("text_completion"), "choices": list_of(completion)},
             usage=usage,
             timings=_ref("Speeds"),
+            prompt_progress=progress,
         ),
         "GenerationChunk": _part(
             {**_frame("generation"), "choices": list_of(ids)},
             usage=usage,
             timings=_ref("Speeds"),
+            prompt_progress=progress,
             prompt_logprobs=scored,
         ),
     }

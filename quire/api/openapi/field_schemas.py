@@ -276,6 +276,8 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         "response_format": _response_format(),
         "return_timings": FLAG,
         "timings": FLAG,
+        "timings_per_token": FLAG,
+        "return_progress": FLAG,
         "return_token_ids": FLAG,
         "echo": FLAG,
         "suffix": TEXT,

@@ -79,6 +79,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "return_token_ids": "Tell the ids of the prompt and of each answer's tokens.",
         "return_timings": "Tell in usage how long the request waited and ran.",
         "timings": "Return counts, times and rates beside usage, in the form of llama.cpp.",
+        "timings_per_token": "Return those in every chunk too.",
+        "return_progress": "While streaming, send events of how much of the prompt is computed.",
         "return_cached_tokens_details": "Tell in usage where cached tokens were found.",
     },
     "What an answer may be": {

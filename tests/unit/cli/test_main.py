@@ -272,7 +272,7 @@ def test_no_parser_takes_abbreviated_flags() -> None:
     root = Path(quire.__file__).parents[1]
     made = [
         (path.name, call)
-        for folder in ("quire", "bench", "models")
+        for folder in ("quire", "bench", "models", "scripts")
         for path in (root / folder).rglob("*.py")
         for call in re.findall(
             r"(?<=[= ])argparse\.ArgumentParser\(.{0,40}", path.read_text(), re.S
