@@ -23,7 +23,7 @@ from quire.base.gguf_file import GgufArray
 from quire.base.gguf_open import open_gguf
 from quire.base.show import show
 from quire.text.byte_alphabet import stand_ins
-from quire.text.gguf_splits import SPLITS, Split
+from quire.text.gguf_splits import BY_ARCHITECTURE, SPLITS, Split
 from quire.text.merges import merges_of
 from quire.text.sentencepiece_model import ties_are_harmless
 from quire.text.sentencepiece_proto import PieceKind
@@ -41,6 +41,11 @@ _ROLES = {
 # Phi-3's tokens take the space behind them; no file says it, so their readers go by the name.
 _STRIPPING_NAMES = ("phi-3", "phi3")
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
+# Bytes that UTF-8 never has, control characters, and the first bytes of planes without characters.
+# Published vocabularies lack tokens for some; their own tokenizers leave such bytes out of the ids.
+_RARE_BYTES = frozenset(
+    {0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100), *range(0x20), 0x7F} - set(b"\t\n\r")
+)
 _WAY_OUT = "take another conversion of the model, or its checkpoint with tokenizer.json"
 
 
@@ -194,10 +199,13 @@ def _of_pieces(
 
 
 def _unknown(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> str | None:
-    """The token for what has none: the one of that kind, else the one named so."""
+    """Return the token for what has none: the one the file names, else the one of that kind.
+
+    Phi-3's file gives that kind to the rows that pad its table as well.
+    """
     of_kind = vocabulary.of_kind(PieceKind.UNKNOWN)
     id_ = metadata.get(f"{_KEY}unknown_token_id")
-    if not of_kind and isinstance(id_, int) and 0 <= id_ < len(vocabulary.texts):
+    if isinstance(id_, int) and 0 <= id_ < len(vocabulary.texts):
         return vocabulary.texts[id_]
     return of_kind[0] if len(of_kind) == 1 else None
 
@@ -234,7 +242,9 @@ def _why_not_exact(
 
 
 def _read_split(file: Path, metadata: Mapping[str, Any]) -> Split:
-    name = metadata.get(f"{_KEY}pre")
+    architecture = metadata.get("general.architecture")
+    by_architecture = BY_ARCHITECTURE.get(architecture) if isinstance(architecture, str) else None
+    name = metadata.get(f"{_KEY}pre", by_architecture)
     if not isinstance(name, str) or name not in SPLITS:
         found = "missing" if name is None else show(name)
         raise TokenizerError(
@@ -254,7 +264,7 @@ def _of_merges(
         raise TokenizerError(f"{file}: there is no {_KEY}merges; {_WAY_OUT}")
     ids = vocabulary.ids()
     missing = [byte for byte, character in enumerate(stand_ins()) if character not in ids]
-    if missing:
+    if not _RARE_BYTES.issuperset(missing):
         raise TokenizerError(
             f"{file}: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02X}, "
             f"so that texts could not be written in it; {_WAY_OUT}"

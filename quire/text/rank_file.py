@@ -23,6 +23,7 @@ from quire.text.byte_alphabet import stand_ins, written
 from quire.text.merges import merges_of
 from quire.text.tokenizer_files import read_file
 from quire.text.tokenizer_json import HOW_TO_CONVERT
+from quire.text.word_patterns import CL100K_WORDS, O200K_WORDS, QWEN_WORDS
 
 _SHOWN = 40
 
@@ -32,37 +33,34 @@ class Family:
     """What the files of a family do not say.
 
     pattern: how text is split before merging; None: as GPT-2 does. num_ranks: of its published
-    file; special_tokens: they follow it, where no config lists any. named: special tokens by role.
+    file. special_tokens: with their ids, where no config lists any. named: special tokens by role.
     """
 
     name: str
     pattern: str | None
     num_ranks: int
-    special_tokens: tuple[str, ...]
+    special_tokens: Mapping[str, int]
     named: Mapping[str, str]
     adds_bos: bool = False
     composes: bool = False  # Unicode NFC first
-
-
-def _words(digits: str) -> str:
-    """cl100k_base's pattern, with so many digits a token."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
 
 
 def _numbered(stem: str, low: int, high: int) -> tuple[str, ...]:
     return tuple(f"<|{stem}_{place}|>" for place in range(low, high))
 
 
+def _from(first_id: int, *tokens: str) -> dict[str, int]:
+    """Give the tokens consecutive ids."""
+    return {token: first_id + place for place, token in enumerate(tokens)}
+
+
 # https://github.com/meta-llama/llama-models, llama3/tokenizer.py; names as of Llama 3.1.
 LLAMA_3 = Family(
     name="Llama 3",
-    pattern=_words(r"\p{N}{1,3}"),
+    pattern=CL100K_WORDS,
     num_ranks=128_000,
-    special_tokens=(
+    special_tokens=_from(
+        128_000,
         "<|begin_of_text|>",
         "<|end_of_text|>",
         *_numbered("reserved_special_token", 0, 2),
@@ -81,9 +79,11 @@ LLAMA_3 = Family(
 # https://huggingface.co/Qwen/Qwen-7B, tokenization_qwen.py.
 QWEN = Family(
     name="Qwen",
-    pattern=_words(r"\p{N}"),
+    pattern=QWEN_WORDS,
     num_ranks=151_643,
-    special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_numbered("extra", 0, 205)),
+    special_tokens=_from(
+        151_643, "<|endoftext|>", "<|im_start|>", "<|im_end|>", *_numbered("extra", 0, 205)
+    ),
     named={"eos_token": "<|endoftext|>"},
     composes=True,
 )
@@ -92,9 +92,35 @@ GPT_2 = Family(
     name="GPT-2",
     pattern=None,
     num_ranks=0,
-    special_tokens=(),
+    special_tokens={},
     named=dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 )
+# https://github.com/openai/tiktoken, tiktoken_ext/openai_public.py.
+P50K = Family(
+    name="p50k_base",
+    pattern=None,
+    num_ranks=50_280,
+    special_tokens={"<|endoftext|>": 50_256},  # within the ranks, which leave it out
+    named={"eos_token": "<|endoftext|>"},
+)
+CL100K = Family(
+    name="cl100k_base",
+    pattern=CL100K_WORDS,
+    num_ranks=100_256,
+    special_tokens={
+        **_from(100_257, "<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+        "<|endofprompt|>": 100_276,
+    },
+    named={"eos_token": "<|endoftext|>"},
+)
+O200K = Family(
+    name="o200k_base",
+    pattern=O200K_WORDS,
+    num_ranks=199_998,
+    special_tokens={"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018},
+    named={"eos_token": "<|endoftext|>"},
+)
+_OF_SIZE = {family.num_ranks: family for family in (LLAMA_3, QWEN, P50K, CL100K, O200K)}
 _OF_CLASS = {
     "QWenTokenizer": QWEN,
     "Qwen2Tokenizer": QWEN,
@@ -119,11 +145,11 @@ def read_ranks(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokeni
     merges = merges_of(by_rank, vocabulary)
     if "added_tokens_decoder" in config:
         put_listed(vocabulary, config, file)
-        special: tuple[str, ...] = ()
+        special: Mapping[str, int] = {}
     else:
         special = family.special_tokens
-        first = 1 + max(vocabulary.values())
-        vocabulary.update((token, first + place) for place, token in enumerate(special))
+        _check_free(file, vocabulary, special)
+        vocabulary.update(special)
     backend = _byte_level(vocabulary, merges, family, whole_words=True)
     backend.add_special_tokens(
         [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
@@ -188,15 +214,14 @@ def _family_of_ranks(file: Path, num_ranks: int, config: Mapping[str, Any]) -> F
     family = _OF_CLASS.get(_class_name(config))
     if family is None and file.name == "qwen.tiktoken":
         family = QWEN
+    if family is None or not family.num_ranks:
+        family = _OF_SIZE.get(num_ranks)
     if family is None:
-        of_size = (known for known in (LLAMA_3, QWEN) if known.num_ranks == num_ranks)
-        family = next(of_size, None)
-    if family is None or family.num_ranks == 0:
+        known = ", ".join(f"{family.name} ({size})" for size, family in _OF_SIZE.items())
         raise TokenizerError(
             f"{file}: {num_ranks} tiktoken ranks of no family known here, and such a file does not "
-            f"say how text is split before merging; known: {LLAMA_3.name} ({LLAMA_3.num_ranks} "
-            f"ranks), {QWEN.name} ({QWEN.num_ranks}, or tokenizer_class QWenTokenizer). For "
-            f"another, {HOW_TO_CONVERT}"
+            f"say how text is split before merging; known families and their ranks: {known}; "
+            f"Qwen's also by tokenizer_class QWenTokenizer. For another, {HOW_TO_CONVERT}"
         )
     if family.num_ranks != num_ranks and "added_tokens_decoder" not in config:
         raise TokenizerError(
@@ -205,6 +230,15 @@ def _family_of_ranks(file: Path, num_ranks: int, config: Mapping[str, Any]) -> F
             "special tokens under added_tokens_decoder in tokenizer_config.json"
         )
     return family
+
+
+def _check_free(file: Path, vocabulary: Mapping[str, int], special: Mapping[str, int]) -> None:
+    taken = set(special.values()) & set(vocabulary.values())
+    if taken:
+        raise TokenizerError(
+            f"{file}: gives a token the rank {min(taken)}, which belongs to a special token of its "
+            "family; copy the file again"
+        )
 
 
 def _parsed_ranks(file: Path) -> dict[bytes, int]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.base.errors import TokenizerError
+from quire.text.byte_alphabet import stand_ins
 from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_splits import SPLITS
 from quire.text.sentencepiece_proto import read_pieces
@@ -128,6 +129,19 @@ def test_phi_3s_tokens_take_the_space_behind_them_as_its_name_tells(tmp_path: Pa
     assert named.encode("<s> the") == plain.encode("<s> the")
 
 
+def test_rows_that_pad_a_table_may_be_of_the_unknown_kind(tmp_path: Path) -> None:
+    """Phi-3's file has 53 of them, and names the unknown token, which is of the control kind."""
+    pieces = [
+        (text, score, CONTROL if kind == UNKNOWN else kind) for text, score, kind in bpe_pieces()
+    ]
+    padded = [*pieces, *((f"[PAD{place}]", -10_000.0, UNKNOWN) for place in range(53))]
+    found = loaded(tmp_path, of_pieces(padded))
+    right = loaded(tmp_path, of_pieces(bpe_pieces()))
+    for text in LINES:
+        assert found.encode(text) == right.encode(text)
+    assert found.encode("[PAD7]", add_special_tokens=False) == [len(pieces) + 7]
+
+
 def _tied() -> list[Any]:
     return [
         (text, -1000.0 if kind == NORMAL else score, kind) for text, score, kind in bpe_pieces()
@@ -168,7 +182,8 @@ def test_pieces_that_cannot_be_read_exactly_are_refused(
 
 def test_pieces_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     pieces = bpe_pieces()
-    assert "unknown tokens" in refused(tmp_path, of_pieces([*pieces, ("<two>", 0.0, UNKNOWN)]))
+    two = of_pieces([*pieces, ("<two>", 0.0, UNKNOWN)], unknown_token_id=None)
+    assert "unknown tokens" in refused(tmp_path, two)
     assert "no tokens" in refused(tmp_path, of_pieces([*pieces, ("aŋ", -2.5, NORMAL)]))
     assert "bytes" in refused(tmp_path, of_pieces([p for p in pieces if p[0] != "<0x41>"]))
     assert "user-defined" in refused(tmp_path, of_pieces([*pieces, ("▁▁", 0.0, USER_DEFINED)]))
@@ -220,11 +235,58 @@ def test_every_way_to_split_brings_texts_back(pre: str, tmp_path: Path) -> None:
         ("qwen2", "Hi 12", ["Hi", "Ġ", "1", "2"]),
         ("tekken", "HelloWorld it's 12", ["Hello", "World", "Ġit", "'s", "Ġ", "1", "2"]),
         ("gpt-4o", "HelloWORLDs it's 1234", ["Hello", "WORLDs", "Ġit's", "Ġ", "123", "4"]),
+        ("stablelm2", "it's 12", ["it", "'s", "Ġ", "1", "2"]),
+        ("mpt", "it's 12345", ["it", "'s", "Ġ12345"]),
+        ("gpt-neox", "a  b", ["a", "Ġ", "Ġb"]),
+        ("falcon", "a  12345!?$ x.", ["a", "Ġ", "Ġ", "123", "45", "!?$", "Ġx", "."]),
+        (
+            "deepseek-coder",
+            "it's  x1\n\n12, $y",
+            ["it", "'", "s", "Ġ", "Ġx", "1", "Ċ", "Ċ", "1", "2", ",", "Ġ$", "y"],
+        ),
+        (
+            "deepseek-llm",
+            "it's  x1\n12, $y犬a",
+            ["it", "'", "s", "Ġ", "Ġx", "1", "Ċ", "1", "2", ",", "Ġ$", "y", "çĬ¬", "a"],
+        ),
+        # Small Armenian letters are in no class of DeepSeek's; capital ones are.
+        ("deepseek-llm", "\u0531\u0561a", ["Ô±", "Õ¡", "a"]),
+        ("deepseek-coder", "\u0531\u0561a", ["Ô±Õ¡a"]),
     ],
 )
 def test_texts_are_split_as_the_family_says(pre: str, text: str, words: list[str]) -> None:
     found = SPLITS[pre].pre_tokenizer().pre_tokenize_str(text)
     assert [word for word, _ in found] == words
+
+
+def test_a_gpt_neox_file_needs_no_name(tmp_path: Path) -> None:
+    metadata = of_json(byte_level_json(), "gpt-neox", pre=None)
+    found = loaded(tmp_path, {**metadata, "general.architecture": "gptneox"})
+    assert found.decode(found.encode("e\u0301")) == "é"
+
+
+@pytest.mark.parametrize("byte", [0xC0, 0xF1, 0xFF, 0x03])
+def test_bytes_that_no_usual_text_has_may_lack_a_token(byte: int, tmp_path: Path) -> None:
+    """StarCoder's vocabulary lacks 14; its own tokenizer leaves such bytes out of the ids."""
+    metadata = of_json(byte_level_json(), "starcoder")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    at = tokens.index(stand_ins()[byte])
+    tokens[at] = "<gone>"
+    found = loaded(tmp_path, metadata)
+    assert found.decode(found.encode("a\U00041000\x03b")).startswith("a")
+    tokens[at] = stand_ins()[byte]
+    whole = loaded(tmp_path, metadata)
+    for text in LINES:
+        assert found.encode(text) == whole.encode(text)
+    assert not found.least_tokens("\x03" * 1000)  # no bound where bytes are left out
+
+
+@pytest.mark.parametrize("byte", [0x41, 0x0A, 0x80, 0xC3, 0xF0, 0xF3])
+def test_bytes_that_texts_have_need_a_token(byte: int, tmp_path: Path) -> None:
+    metadata = of_json(byte_level_json(), "starcoder", merges=[])
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens[tokens.index(stand_ins()[byte])] = "<gone>"
+    assert f"no token for 1 of the 256 bytes, the first 0x{byte:02X}" in refused(tmp_path, metadata)
 
 
 @pytest.mark.parametrize(
@@ -310,9 +372,23 @@ def test_all_published_cases_have_their_published_ids(
     name: str, cases: str, tmp_path: Path
 ) -> None:
     tokenizer = loaded(tmp_path, published(name))
-    file = outside("tokenizers/cases") / cases
-    texts = file.with_suffix(".inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    lines = file.with_suffix(".out").read_text().split("\n")
+    check_cases(tokenizer, outside("tokenizers/cases") / cases)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-spm", "mpt", "phi-3", "refact",
+     "starcoder"],
+)  # fmt: skip
+def test_all_cases_of_published_gguf_vocabularies_have_their_ids(name: str) -> None:
+    file = outside(f"tokenizers/gguf/ggml-vocab-{name}.gguf")
+    check_cases(Tokenizer.load(file), file)
+
+
+def check_cases(tokenizer: Tokenizer, file: Path) -> None:
+    """Compare with llama.cpp's cases beside `file`: FILE.inp and FILE.out."""
+    texts = Path(f"{file}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = Path(f"{file}.out").read_text().split("\n")
     assert len(texts) == len(lines) == 47
     for text, line in zip(texts, lines, strict=True):
         ids = tokenizer.encode(text, add_special_tokens=False)

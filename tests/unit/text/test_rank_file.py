@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.base.errors import TokenizerError
 from quire.text.byte_alphabet import stand_ins, written
-from quire.text.rank_file import LLAMA_3, QWEN
+from quire.text.rank_file import CL100K, LLAMA_3, O200K, P50K, QWEN, Family
 from quire.text.tokenizer import Tokenizer
 from tests.unit.text.made_files import byte_tokens, write_ranks, write_vocabulary
 from tests.unit.text.made_tokenizers import LINES
@@ -92,9 +92,66 @@ def test_a_full_file_of_llama_3_is_known_by_its_size_and_gets_its_special_tokens
 
 
 @pytest.mark.parametrize(
+    ("family", "special", "words"),
+    [
+        (P50K, {"<|endoftext|>": 50_256}, ["it", "'s", " 12345", " ", " HelloWORLD", "."]),
+        (
+            CL100K,
+            {"<|endoftext|>": 100_257, "<|fim_suffix|>": 100_260, "<|endofprompt|>": 100_276},
+            ["it", "'s", " ", "123", "45", " ", " HelloWORLD", "."],
+        ),
+        (
+            O200K,
+            {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018},
+            ["it's", " ", "123", "45", " ", " Hello", "WORLD", "."],
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Family) else None,
+)
+@pytest.mark.parametrize("config", [{}, {"tokenizer_class": "GPT2Tokenizer"}])
+def test_openais_files_are_known_by_their_sizes(
+    family: Family,
+    special: dict[str, int],
+    words: list[str],
+    config: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    pairs = [first + second for first in stand_ins() for second in stand_ins()]
+    triples = [stand_ins()[byte] + pair for byte in (0xFD, 0xFE, 0xFF) for pair in pairs]
+    whole = [written(word.encode()) for word in words if len(word) > 2]
+    made = dict.fromkeys([*stand_ins(), *whole, *pairs, *triples])
+    tokens = [token for token in made if token not in special][: family.num_ranks]
+    lines, rank = [], 0
+    for token in tokens:
+        rank += rank in special.values()  # p50k_base's file leaves one out
+        byte_of = {character: byte for byte, character in enumerate(stand_ins())}
+        raw = bytes(byte_of[character] for character in token)
+        lines.append(f"{base64.b64encode(raw).decode()} {rank}\n")
+        rank += 1
+    (tmp_path / "ranks.tiktoken").write_text("".join(lines))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    for token, id_ in special.items():
+        assert tokenizer.encode(token) == [id_]
+    assert tokenizer.special_tokens["eos_token"] == "<|endoftext|>"
+    ids = tokenizer.encode("".join(words))
+    found = [tokenizer.decode([id_]) for id_ in ids]
+    assert "".join(found) == "".join(words)
+    # Whole words of more than two characters are tokens, and nothing runs over a word's end.
+    assert [word for word in found if len(word) > 2] == [word for word in words if len(word) > 2]
+
+
+def test_a_rank_in_the_place_of_a_special_token_is_refused(tmp_path: Path) -> None:
+    pairs = [first + second for first in stand_ins() for second in stand_ins()]
+    write_ranks(tmp_path / "p50k.tiktoken", [*stand_ins(), *pairs][: P50K.num_ranks])
+    with pytest.raises(TokenizerError, match="the rank 50256, which belongs to a special token"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "config", "why"),
     [
-        ("other.tiktoken", {}, r"316 tiktoken ranks of no family.*Llama 3 \(128000 ranks\)"),
+        ("other.tiktoken", {}, r"316 tiktoken ranks of no family.*Llama 3 \(128000\)"),
         ("tokenizer.model", {}, r"of no family known here.*AutoTokenizer"),
         (
             "qwen.tiktoken",
