@@ -56,7 +56,8 @@ def check_table(native: Table) -> None:
     if differing:
         raise ImportError(
             "quire/program/ops.py and native/include/quire/operations.h describe different "
-            "operations; rebuild the native module (scripts/build-native):\n  " + "\n  ".join(differing)
+            "operations; rebuild the native module (scripts/build-native):\n  "
+            + "\n  ".join(differing)
         )
 
 
