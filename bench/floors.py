@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.bench.workloads import Workload
-from quire.program.cost import StepShape, step_cost
+from quire.program.cost import StepShape
 from quire.program.program import Program
 
 
@@ -37,16 +37,16 @@ def workload_work(program: Program, workload: Workload, *, decode_only: bool = F
     for number, one in enumerate(workload.lengths):
         start = one.shared if number else 0
         if not decode_only:
-            prompt = step_cost(program, StepShape([one.prompt - start], [start]))
+            prompt = program.step_cost(StepShape([one.prompt - start], [start]))
             operations += prompt.operations
             num_bytes += prompt.kv_bytes
         for depth in range(one.prompt, one.prompt + one.output - 1):
-            token = step_cost(program, StepShape([1], [depth]))
+            token = program.step_cost(StepShape([1], [depth]))
             operations += token.operations
             # Sharers of a beginning may read it once a step.
             own_share = 1.0 if not number else (depth - one.shared) / depth
             num_bytes += round(token.kv_bytes * own_share)
-    weights = step_cost(program, StepShape([1], [0])).weight_bytes
+    weights = program.step_cost(StepShape([1], [0])).weight_bytes
     num_steps = sum(one.output - 1 for one in workload.lengths) / workload.max_running
     return Work(
         num_bytes=num_bytes + round(weights * (num_steps + (not decode_only))),

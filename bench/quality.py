@@ -29,8 +29,8 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import box_path, build_program, open_model
 from quire.program.batch import ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
-from quire.program.ops import DType
 from quire.program.quantize import precision_text, quantize
+from quire.program.tensors import DType
 from quire.quant.scheme import INT_SCHEMES
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import open_checkpoint

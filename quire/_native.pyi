@@ -1,6 +1,6 @@
 """The compiled module, for type checkers; native/bind has the definitions and docstrings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,8 @@ class Weight:
     @property
     def packed(self) -> NDArray[np.uint8]: ...
 
+OPERATIONS: Mapping[str, Mapping[str, str]]
+
 class Program:
     def __init__(self, pool: Pool, arena_bytes: int, apart_bytes: int = 0) -> None: ...
     def add_buffer(
@@ -72,9 +74,7 @@ class Program:
         dtype: str,
         apart: bool = False,
     ) -> None: ...
-    def add_segment(
-        self, ops: Sequence[tuple[str, list[_View], list[int], list[float], list[Weight]]]
-    ) -> None: ...
+    def add_segment(self, ops: Sequence[tuple[str, dict[str, Any]]]) -> None: ...
     def set_rope(self, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None: ...
     def allocate_cache(
         self,

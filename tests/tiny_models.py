@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType, Weight, WeightForm, WeightPart
+from quire.program.declarations import Weight, WeightForm, WeightPart
+from quire.program.tensors import DType
 from tests.safetensors_writer import write_safetensors
 
 BOS_ID, EOS_ID = 0, 1

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute.executor import ExecutorMemory
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Rows
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 

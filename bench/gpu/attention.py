@@ -18,7 +18,8 @@ from quire.execute.gpu.attention_steps import AttentionSteps, num_programs
 from quire.execute.gpu.kernels.attention import attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.step_buffers import StepBuffers
-from quire.program.ops import OpKind, Rows
+from quire.program.ops import Attention
+from quire.program.tensors import Rows
 
 
 def decode(stage: Stage) -> None:
@@ -90,8 +91,8 @@ def _tell_prefill(
 
 def _geometry(stage: Stage) -> tuple[int, int, int]:
     trunk = program_of(stage, "Llama-3.1-8B").segments["trunk"]
-    op = next(op for op in trunk if op.kind is OpKind.ATTENTION)
-    return op.attrs["heads"], op.attrs["kv_heads"], op.attrs["head_dim"]
+    op = next(op for op in trunk if isinstance(op, Attention))
+    return op.heads, op.kv_heads, op.head_dim
 
 
 def _work(

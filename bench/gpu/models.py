@@ -20,10 +20,11 @@ from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, Loaded
 from quire.models.registry import build_program, open_model
+from quire.program.declarations import Weight, WeightForm
 from quire.program.kv_cache import with_kv_cache_dtype
-from quire.program.ops import DType, Rows, Weight, WeightForm
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.tensors import DType, Rows
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

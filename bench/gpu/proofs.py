@@ -24,8 +24,8 @@ from quire.execute.gpu.device import choose, look
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.step_sizes import Sizes
-from quire.program.ops import Rows
 from quire.program.program import Program
+from quire.program.tensors import Rows
 
 DEPTH, SEQUENCES = 700, 3
 # By what weights, keys and values are kept in, as shares of the largest logit: both sides round

@@ -25,8 +25,8 @@ from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.step_sizes import Size
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
 from quire.program.program import Program
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 
 SHARD_BYTES = 4 * 2**30

@@ -22,7 +22,7 @@ from bench.gpu.loop import GREEDY, Idle, run
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.base.records import Admission, StepPlan
-from quire.program.cost import StepShape, step_cost
+from quire.program.cost import StepShape
 from quire.program.program import Program
 from quire.runner.model_runner import ModelRunner
 
@@ -178,7 +178,7 @@ def _load(stage: Stage) -> Load:
 
 
 def _floor_s(program: Program, plan: StepPlan, limits: dict[str, Any]) -> float:
-    cost = step_cost(program, StepShape(plan.counts.tolist(), plan.starts.tolist()))
+    cost = program.step_cost(StepShape(plan.counts.tolist(), plan.starts.tolist()))
     return max(
         cost.memory_bytes / limits["copy_bytes_per_s"],
         cost.operations / limits["bf16_ops_per_s"],

@@ -20,9 +20,9 @@ from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.step_sizes import Sizes
 from quire.program.batch import ForwardBatch
-from quire.program.cost import StepShape, step_cost
-from quire.program.ops import Rows
+from quire.program.cost import StepShape
 from quire.program.program import Program
+from quire.program.tensors import Rows
 
 DECODED = (
     ("Llama-3.1-8B", "none"),
@@ -98,7 +98,7 @@ def prefill(stage: Stage) -> None:
         executor = _open(stage, program, tokens, exact=exact)
         batch = _batch(program, [tokens], [0])
         seconds = stage.wall_seconds(lambda: _step(executor, batch), times=5)  # noqa: B023
-        operations = step_cost(program, StepShape([tokens], [0])).operations
+        operations = program.step_cost(StepShape([tokens], [0])).operations
         stage.tell(
             "exact" if exact else "fast",
             {
@@ -148,7 +148,7 @@ def _decode(
     waits = what_waits(stage, executor, depth=depth)
     batch = _batch(program, [1], [depth])
     device_s = stage.seconds(lambda: _step(executor, batch))
-    cost = step_cost(program, StepShape([1], [depth]))
+    cost = program.step_cost(StepShape([1], [depth]))
     floor_s = cost.memory_bytes / limits["copy_bytes_per_s"]
     executor.close()
     return {

@@ -1,5 +1,5 @@
 // Binds the pool, weights and the interpreter. Every call that computes releases the GIL.
-// Knows no operation's meaning: names become tags, and arrays become the pointers of program.h.
+// Knows no operation's meaning: fields are decoded by name, arrays become pointers (program.h).
 // Lengths that must agree are checked here, because pointers lose them; what lies inside the
 // arrays is for the interpreter to check. Arrays given to set_rope must outlive the program.
 
@@ -8,6 +8,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -25,8 +26,6 @@ using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using View = std::tuple<int64_t, int64_t, int64_t>;
-using OpTuple = std::tuple<std::string, std::vector<View>, std::vector<int64_t>,
-                           std::vector<double>, std::vector<std::shared_ptr<quire::Weight>>>;
 
 quire::Type type_named(const std::string& name) {
     if (name == "f32") return quire::Type::f32;
@@ -159,15 +158,132 @@ quire::ViewSpec view_of(const View& view) {
     return {std::get<0>(view), std::get<1>(view), std::get<2>(view)};
 }
 
-void add_segment(quire::Program& self, const std::vector<OpTuple>& ops) {
-    std::vector<quire::OpSpec> specs;
-    for (const auto& [kind, views, ints, floats, weights] : ops) {
-        quire::OpSpec spec{quire::op_kind_named(kind), {}, ints, floats, {}};
-        for (const View& view : views) spec.views.push_back(view_of(view));
-        for (const auto& weight : weights) spec.weights.push_back(weight);
-        specs.push_back(std::move(spec));
+// ---- operations: dictionaries of fields by name
+
+// A field's type as quire/program/operation.py names it; "?" marks one that may be None.
+template <class T>
+struct TypeName {
+    static std::string text() {
+        static_assert(std::is_enum_v<T>);
+        std::string text;
+        for (const char* name : quire::Names<T>::all) text += (text.empty() ? "" : "|") + std::string(name);
+        return text;
     }
-    self.add_segment(std::move(specs));
+};
+template <>
+struct TypeName<quire::ViewSpec> {
+    static std::string text() { return "view"; }
+};
+template <>
+struct TypeName<quire::WeightRef> {
+    static std::string text() { return "weight"; }
+};
+template <>
+struct TypeName<int64_t> {
+    static std::string text() { return "int"; }
+};
+template <>
+struct TypeName<double> {
+    static std::string text() { return "float"; }
+};
+template <class T>
+struct TypeName<std::optional<T>> {
+    static std::string text() { return TypeName<T>::text() + "?"; }
+};
+
+// Sets a field from Python. Throws std::bad_cast, nb::cast_error or std::invalid_argument.
+template <class T>
+void decode(nb::handle value, T& field) {
+    if constexpr (std::is_enum_v<T>) {
+        const auto name = nb::cast<std::string>(value);
+        int32_t index = 0;
+        for (const char* known : quire::Names<T>::all) {
+            if (name == known) {
+                field = static_cast<T>(index);
+                return;
+            }
+            ++index;
+        }
+        throw std::invalid_argument("\"" + name + "\"; allowed are " + TypeName<T>::text());
+    } else {
+        field = nb::cast<T>(value);
+    }
+}
+void decode(nb::handle value, quire::ViewSpec& field) { field = view_of(nb::cast<View>(value)); }
+void decode(nb::handle value, quire::WeightRef& field) {
+    field = nb::cast<std::shared_ptr<quire::Weight>>(value);
+    if (field == nullptr) throw std::invalid_argument("None");
+}
+template <class T>
+void decode(nb::handle value, std::optional<T>& field) {
+    if (value.is_none()) return field.reset();
+    T given{};
+    decode(value, given);
+    field = std::move(given);
+}
+
+template <class Op>
+quire::Operation decoded(const nb::dict& fields) {
+    Op op{};
+    size_t used = 0;
+    Op::fields(op, [&](const char* name, auto& field) {
+        using Field = std::decay_t<decltype(field)>;
+        const std::string what = std::string(Op::kind) + ": field \"" + name + "\" ";
+        if (!fields.contains(name)) throw std::invalid_argument(what + "is missing");
+        ++used;
+        try {
+            decode(fields[name], field);
+        } catch (const std::bad_cast&) {
+            throw std::invalid_argument(what + "is no " + TypeName<Field>::text());
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(what + "is " + error.what());
+        }
+    });
+    if (used != fields.size()) {
+        throw std::invalid_argument(std::string(Op::kind) + ": " + std::to_string(fields.size()) +
+                                    " fields; it has " + std::to_string(used));
+    }
+    return op;
+}
+
+// Calls visit(Op{}) for each kind of operation.
+template <class Visit, class... Ops>
+void each_kind(Visit&& visit, const std::variant<Ops...>*) {
+    (visit(Ops{}), ...);
+}
+template <class Visit>
+void each_kind(Visit&& visit) {
+    each_kind(visit, static_cast<const quire::Operation*>(nullptr));
+}
+
+quire::Operation decoded(const std::string& kind, const nb::dict& fields) {
+    std::optional<quire::Operation> found;
+    each_kind([&](auto op) {
+        using Op = decltype(op);
+        if (kind == Op::kind) found = decoded<Op>(fields);
+    });
+    if (!found) throw std::invalid_argument("no operation is called \"" + kind + "\"");
+    return *found;
+}
+
+// {kind: {field: type}}.
+nb::dict operation_table() {
+    nb::dict table;
+    each_kind([&](auto op) {
+        nb::dict fields;
+        op.fields(op, [&](const char* name, auto& field) {
+            fields[name] = TypeName<std::decay_t<decltype(field)>>::text();
+        });
+        table[op.kind] = fields;
+    });
+    return table;
+}
+
+void add_segment(quire::Program& self,
+                 const std::vector<std::tuple<std::string, nb::dict>>& ops) {
+    std::vector<quire::Operation> operations;
+    for (const auto& [kind, fields] : ops) operations.push_back(decoded(kind, fields));
+    self.add_segment(std::move(operations));
 }
 
 quire::StepInputs inputs_of(const Int32s& token_ids, const Int32s& positions,
@@ -250,8 +366,8 @@ void bind_interpreter(nb::module_& module) {
              "rows"_a, "offset_bytes"_a, "stride"_a, "max_rows"_a, "dtype"_a, "apart"_a = false,
              "apart: in the second arena, which has the same buffers as the first.")
         .def("add_segment", &add_segment, "ops"_a,
-             "ops: (kind, views, ints, floats, weights) each, as in native/include/quire/"
-             "program.h; a view is (buffer, offset, width).")
+             "ops: (kind, {field: value}) each, with the fields that OPERATIONS lists; a view is "
+             "(buffer, offset, width).")
         .def("set_rope",
              [](quire::Program& self, int64_t index, const Floats& cos, const Floats& sin) {
                  if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1)) {
@@ -329,5 +445,6 @@ void bind_program(nb::module_& module) {
     bind_pool(module);
     bind_weight(module);
     bind_interpreter(module);
+    module.attr("OPERATIONS") = operation_table();
     nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
 }

@@ -17,8 +17,8 @@ from quire.config.flags import engine_config
 from quire.engine.model_files import model_folder
 from quire.engine.programs import engine_program
 from quire.models.registry import open_model
-from quire.program.cost import Cost, StepShape, step_cost
-from quire.program.ops import Op, OpKind
+from quire.program.cost import Cost, StepShape
+from quire.program.ops import Linear, Op
 from quire.program.program import Program
 from quire.weights.checkpoint import open_checkpoint
 
@@ -47,12 +47,12 @@ def decode_bytes(program: Program, *, prompt_tokens: int, output_tokens: int) ->
             f"{program.max_positions} in all; ask for fewer"
         )
     depths = range(prompt_tokens, prompt_tokens + output_tokens - 1)
-    return sum(step_cost(program, StepShape([1], [depth])).memory_bytes for depth in depths)
+    return sum(program.step_cost(StepShape([1], [depth])).memory_bytes for depth in depths)
 
 
 def prefill_bytes(program: Program, *, prompt_tokens: int) -> int:
     """Bytes of weights and cache that computing a prompt in one step must read or write."""
-    return step_cost(program, StepShape([prompt_tokens], [0])).memory_bytes
+    return program.step_cost(StepShape([prompt_tokens], [0])).memory_bytes
 
 
 def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
@@ -63,8 +63,8 @@ def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]
 def arithmetic_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
     """Return the least seconds an operation's arithmetic can take."""
     products = str(program.caches[0].dtype)
-    if op.kind is OpKind.LINEAR:
-        weight = program.weights[op.attrs["weight"]]
+    if isinstance(op, Linear):
+        weight = program.weights[op.weight]
         products = (weight.scheme or str(weight.dtype)).partition("-")[0]
     computed_s = 0.0
     for operations, precision in (

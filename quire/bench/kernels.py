@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +43,25 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.obs.report import Progress, table
 from quire.program.batch import ForwardBatch
-from quire.program.cost import StepShape, op_cost
-from quire.program.ops import DType, Op, OpKind
+from quire.program.cost import StepShape
+from quire.program.ops import (
+    Activation,
+    Add,
+    Attention,
+    Linear,
+    Norm,
+    Op,
+    Rope,
+    Scale,
+    SoftCap,
+)
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.tensors import DType
 from quire.sampling.native import choose
 from quire.weights.dtypes import from_bf16_bits
+
+T = TypeVar("T", bound=Op)
 
 PARTS = ("products", "attention", "small", "choice")
 COLD_BYTES = 400 << 20  # of weights, or keys and values, that a call goes through
@@ -56,10 +69,7 @@ MANY_ROWS = 64  # from here on arithmetic bounds products, and two copies do
 PREFILL_TOKENS, SEQUENCES = 256, 16
 _MAX_COPIES = 512
 _LEAST_CALLS = 3
-_SMALL = (
-    *(OpKind.NORM, OpKind.ROPE, OpKind.ACTIVATION),
-    *(OpKind.ADD, OpKind.SCALE, OpKind.SOFT_CAP),
-)
+_SMALL: tuple[type[Op], ...] = (Norm, Rope, Activation, Add, Scale, SoftCap)
 # Of the root of the mean square of a result, and of each of its elements.
 _TOLERANCE = {DType.BF16: 2.0**-7, DType.F32: 1e-4}
 
@@ -175,7 +185,7 @@ class _Bench:
                 read = math.inf if part == "small" else self._probe.gb_per_s(rounds=1)
                 now = {**self._limits, READ: read}
                 seconds = self._median_s(executor, batch) / len(lone.ops)
-                cost = op_cost(lone.program, lone.ops[0], shape)
+                cost = lone.ops[0].cost(lone.program, shape)
                 num_bytes = cost.memory_bytes if part != "small" else cost.buffer_bytes
                 floor_s = op_floor_s(lone.program, lone.ops[0], cost, now)
                 yield _entry(part, what, batch, seconds, num_bytes, cost.operations, floor_s)
@@ -206,8 +216,8 @@ def _products(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
     """Each shape in each precision; what few rows go through lies in no cache."""
     for scheme in bench.asked.precisions:
         written = quantize(program, scheme, head=scheme)
-        for op in _distinct(written, (OpKind.LINEAR,)):
-            weight = written.weights[op.attrs["weight"]]
+        for op in _distinct(written, Linear):
+            weight = written.weights[op.weight]
             what = f"{weight.columns} -> {weight.rows} {weight.scheme or weight.dtype}"
             few = [rows for rows in bench.asked.rows if rows <= MANY_ROWS]
             many = [rows for rows in bench.asked.rows if rows > MANY_ROWS]
@@ -220,13 +230,12 @@ def _products(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
 def _small(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
     """Operations without products."""
     for op in _distinct(program, _SMALL):
-        form = op.attrs.get("form", "")
-        group = f", heads of {op.attrs['group']}" if op.attrs.get("group") else ""
-        added = " after a sum" if op.kind is OpKind.NORM and len(op.inputs) == 2 else ""
+        form = op.form if isinstance(op, (Norm, Activation)) else ""
         what = " ".join(str(word) for word in (op.kind, form, op.inputs[0].width) if word)
-        yield from _of_rows(
-            bench, "small", f"{what}{group}{added}", program, op, 1, bench.asked.rows
-        )
+        if isinstance(op, Norm):
+            what += f", heads of {op.group}" if op.group else ""
+            what += " after a sum" if op.delta is not None else ""
+        yield from _of_rows(bench, "small", what, program, op, 1, bench.asked.rows)
 
 
 def _of_rows(
@@ -265,7 +274,7 @@ def _of_rows(
 
 def _attention(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
     """One row, rows of several sequences, and a chunk of a prompt, each at some depth."""
-    for op in _distinct(program, (OpKind.ATTENTION,)):
+    for op in _distinct(program, Attention):
         for depth in sorted(
             {min(depth, program.max_positions - 1) for depth in bench.asked.depths}
         ):
@@ -274,7 +283,7 @@ def _attention(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
             cases += [(f"{SEQUENCES} rows at depth {depth}", SEQUENCES, 1)]
             cases += [(f"chunk of {chunk} at depth {depth}", 1, chunk)] * (chunk > 1)
             for what, sequences, count in cases:
-                window = f", window {op.attrs['window']}" if op.attrs["window"] else ""
+                window = f", window {op.window}" if op.window else ""
                 yield from _attend(bench, f"{what}{window}", program, op, sequences, depth, count)
 
 
@@ -333,12 +342,12 @@ _PARTS: Mapping[str, Callable[[_Bench, Program], Iterator[dict[str, Any]]]] = {
 # ---- shared
 
 
-def _distinct(program: Program, kinds: Sequence[OpKind]) -> list[Op]:
-    """Operations of these kinds that differ in more than which layer they are of."""
-    found: dict[object, Op] = {}
+def _distinct(program: Program, kind: type[T] | tuple[type[T], ...]) -> list[T]:
+    """Operations of a kind that differ in more than their layer."""
+    found: dict[object, T] = {}
     for ops in program.segments.values():
         for op in ops:
-            if op.kind in kinds:
+            if isinstance(op, kind):
                 found.setdefault(_likeness(program, op), op)
     return [*found.values()]
 
@@ -347,11 +356,10 @@ def _likeness(program: Program, op: Op) -> object:
     views = tuple((view.width, view.dtype) for view in (*op.inputs, *op.outputs))
     weights = tuple(
         (weight.rows, weight.columns, weight.scheme)
-        for key in ("weight", "bias")
-        if op.attrs.get(key) is not None
-        for weight in (program.weights[op.attrs[key]],)
+        for weight in (program.weights[name] for name in op.weights)
     )
-    rest = {k: v for k, v in op.attrs.items() if k not in ("weight", "bias", "layer", "rope")}
+    named = ("weight", "bias", "layer", "rope")
+    rest = {name: value for name, value in op.parameters.items() if name not in named}
     return op.kind, views, weights, tuple(sorted(rest.items()))
 
 

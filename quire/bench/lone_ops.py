@@ -13,24 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
-from quire.program.ops import (
-    Buffer,
-    DType,
-    Op,
-    OpKind,
-    Rows,
-    View,
-    Weight,
-    WeightForm,
-    WeightPart,
-)
+from quire.program.declarations import Weight, WeightForm, WeightPart
+from quire.program.ops import Attention, Copy, Embed, IdSource, Linear, Op, StoreKV
 from quire.program.program import Program
+from quire.program.tensors import Buffer, DType, Rows, View
 from quire.weights.checkpoint import WHOLE
 from quire.weights.safetensors import StoredTensor
 
@@ -56,30 +49,25 @@ class LoneOp:
         self._tables = 0
         limit = PIECE_ROWS if only_piece else 0
         inputs = {view: self._input(view) for view in dict.fromkeys(op.inputs)}
-        outputs = [
-            inputs.get(view) or self._output(program, op, view, limit) for view in op.outputs
-        ]
+        outputs = {
+            view: inputs.get(view) or self._output(program, op, view, limit) for view in op.outputs
+        }
         caches = tuple(replace(cache, layers=copies) for cache in program.caches)
-        if op.kind is OpKind.ATTENTION:
+        if isinstance(op, Attention):
             width = caches[0].kv_heads * caches[0].head_dim
             kept = Buffer(0, "", Rows.TOKENS, width, caches[0].dtype)
             keys, values = (self._input(View(kept, 0, width)) for _ in range(2))
-            self._trunk += [
-                Op(OpKind.STORE_KV, (keys, values), (), {"layer": layer}) for layer in range(copies)
-            ]
-        taken = tuple(inputs[view] for view in op.inputs)
-        self.ops = tuple(
-            Op(op.kind, taken, tuple(outputs), self._attrs(program, op, copy, limit))
-            for copy in range(copies)
-        )
+            self._trunk += [StoreKV(k=keys, v=values, layer=layer) for layer in range(copies)]
+        moved = op.with_views(lambda view: inputs.get(view) or outputs[view])
+        self.ops = tuple(self._copy_of(program, moved, copy, limit) for copy in range(copies))
         self.program = Program(
-            name=str(op.kind),
+            name=op.kind,
             buffers=tuple(self._buffers),
             segments={"trunk": tuple(self._trunk), "head": self.ops},
             weights=self._weights,
             caches=caches,
             ropes=program.ropes,
-            outputs={"hidden": taken[0], "logits": outputs[0]},
+            outputs={"hidden": moved.inputs[0], "logits": moved.outputs[0]},
             vocab_size=TABLE_ROWS,
             max_positions=program.max_positions,
         )
@@ -91,17 +79,17 @@ class LoneOp:
         part = WeightPart("rows", f"made.{name}", TABLE_ROWS)
         self._weights[name] = Weight(name, WeightForm.TABLE, (part,), view.width, DType.F32)
         rows = self._new(view.width, DType.F32)
-        self._trunk.append(Op(OpKind.EMBED, (), (rows,), {"weight": name, "ids": "tokens"}))
+        self._trunk.append(Embed(y=rows, weight=name, ids=IdSource.TOKENS))
         if view.dtype is DType.F32:
             return rows
         rounded = self._new(view.width, view.dtype)
-        self._trunk.append(Op(OpKind.COPY, (rows,), (rounded,), {}))
+        self._trunk.append(Copy(x=rows, y=rounded))
         return rounded
 
     def _output(self, program: Program, op: Op, view: View, limit: int) -> View:
         width = view.width
-        if op.kind is OpKind.LINEAR and limit:
-            width = min(program.weights[op.attrs["weight"]].rows, limit)
+        if isinstance(op, Linear) and limit:
+            width = min(program.weights[op.weight].rows, limit)
         return self._new(width, view.dtype)
 
     def _new(self, width: int, dtype: DType) -> View:
@@ -110,16 +98,14 @@ class LoneOp:
         self._buffers.append(buffer)
         return View(buffer, 0, width)
 
-    def _attrs(self, program: Program, op: Op, copy: int, limit: int) -> dict[str, object]:
-        attrs = dict(op.attrs)
-        if op.kind is OpKind.ATTENTION:
-            attrs["layer"] = copy
+    def _copy_of(self, program: Program, op: Op, copy: int, limit: int) -> Op:
+        """The operation with weights, or a layer of the cache, of its own."""
+        changes: dict[str, Any] = {"layer": copy} if isinstance(op, Attention) else {}
         for key in ("weight", "bias"):
-            if attrs.get(key) is not None:
-                weight = program.weights[str(attrs[key])]
-                attrs[key] = f"{key}.{copy}"
-                self._weights[f"{key}.{copy}"] = _of_pieces(weight, key, copy, limit)
-        return attrs
+            if (name := op.parameters.get(key)) is not None:
+                changes[key] = f"{key}.{copy}"
+                self._weights[f"{key}.{copy}"] = _of_pieces(program.weights[name], key, copy, limit)
+        return replace(op, **changes)
 
 
 def _of_pieces(weight: Weight, key: str, copy: int, limit: int) -> Weight:

@@ -35,8 +35,8 @@ from quire.engine.assemble import assemble
 from quire.engine.warm_up import made_up_plan
 from quire.execute.native import SEGMENTS, NativeExecutor
 from quire.obs.report import Progress, table
-from quire.program.cost import Cost, StepShape, op_cost
-from quire.program.ops import Op, OpKind
+from quire.program.cost import Cost, StepShape
+from quire.program.ops import Linear, Op
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.runner.model_runner import ModelRunner
@@ -413,7 +413,7 @@ def _part(
     Where they took less than their memory floor, their bytes came from the processor's caches:
     "cached" is 1 and the floor that of their arithmetic, at most the time they took.
     """
-    costs = [op_cost(program, op, shape) for op in ops]
+    costs = [op.cost(program, shape) for op in ops]
     pairs = list(zip(ops, costs, strict=True))
     floor_s = sum(op_floor_s(program, op, cost, limits) for op, cost in pairs)
     cached = floor_s > seconds
@@ -439,15 +439,15 @@ def _join(parts: dict[str, dict[str, Any]], part: Mapping[str, Any]) -> None:
 
 
 def _name(program: Program, op: Op) -> str:
-    if op.kind is not OpKind.LINEAR:
-        return str(op.kind)
-    weight = program.weights[op.attrs["weight"]]
+    if not isinstance(op, Linear):
+        return op.kind
+    weight = program.weights[op.weight]
     return f"linear {weight.columns} -> {weight.rows} {weight.scheme or weight.dtype}"
 
 
 def _step_floor_s(program: Program, shape: StepShape, limits: Mapping[str, float]) -> float:
     return sum(
-        op_floor_s(program, op, op_cost(program, op, shape), limits)
+        op_floor_s(program, op, op.cost(program, shape), limits)
         for ops in program.segments.values()
         for op in ops
     )

@@ -16,9 +16,9 @@ from quire.engine.precision import weights_if_there, with_precision
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
-from quire.program.ops import DType
 from quire.program.quantize import AUTO
 from quire.program.table import format_program
+from quire.program.tensors import DType
 from quire.quant.scheme import scheme_names
 
 

@@ -41,9 +41,9 @@ from quire.execute.executor import Executor, ExecutorClass, LayeredExecutor, Pro
 from quire.models.registry import compute_dtype, open_model
 from quire.models.spec import ModelSpec
 from quire.program.kv_cache import kv_cache_text
-from quire.program.ops import Rows
 from quire.program.program import Program
 from quire.program.quantize import precision_text
+from quire.program.tensors import Rows
 from quire.runner.fingerprint import block_fingerprint, system_fingerprint
 from quire.runner.model_runner import ModelRunner
 from quire.runner.touch_ahead import TouchAhead

@@ -13,7 +13,7 @@ from pathlib import Path
 from quire.base.errors import SettingError, WeightsError
 from quire.base.gguf_model import find_gguf
 from quire.base.log import Log
-from quire.program.ops import Weight, WeightForm
+from quire.program.declarations import Weight, WeightForm
 from quire.program.program import Program
 from quire.program.quantize import AUTO, quantize
 from quire.quant.scheme import ACTIVATION_GROUP

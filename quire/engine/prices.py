@@ -6,7 +6,7 @@ scheduler's estimate learns the scale from the first steps it times, and the res
 
 from __future__ import annotations
 
-from quire.program.cost import Cost, StepShape, step_cost
+from quire.program.cost import Cost, StepShape
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost
 
@@ -19,7 +19,7 @@ def first_prices(program: Program) -> LinearCost:
     """What a step's parts would cost: arithmetic and traffic, one after the other."""
 
     def cost_of(count: int, start: int, num_samples: int) -> Cost:
-        return step_cost(program, StepShape([count], [start], num_samples=num_samples))
+        return program.step_cost(StepShape([count], [start], num_samples=num_samples))
 
     one, two = cost_of(1, 0, 0), cost_of(2, 0, 0)
     far, head = cost_of(1, _FAR, 0), cost_of(1, 0, 1)

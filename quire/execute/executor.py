@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from quire.base.errors import WorkerError
 from quire.config.machine import MachineMemory
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Rows
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.checkpoint import Checkpoint

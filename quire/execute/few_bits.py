@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.program.ops import Weight
+from quire.program.declarations import Weight
 from quire.quant.fp8 import OF_CODES, Fp8Matrix, quantize_fp8
 from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.weights.binding import Binding

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from quire.program.ops import Buffer, Rows
 from quire.program.program import Program
+from quire.program.tensors import Buffer, Rows
 
 ALIGNMENT_BYTES = 64
 

@@ -20,11 +20,14 @@ from quire.base.errors import CapacityError, ModelError, SettingError, WorkerErr
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute.executor import HEAD_ROWS, PART_ROWS, PART_TOKENS, ExecutorMemory, Progress
 from quire.execute.layout import lay_out
+from quire.execute.native_ops import encode, encode_view
 from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import FP8_CACHE, Op, OpKind, Rows, View
+from quire.program.declarations import FP8_CACHE
+from quire.program.ops import Linear, Op
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.native import choose
 from quire.sampling.native_scoring import score
@@ -35,7 +38,6 @@ from quire.weights.pack_cache import PackCache
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
-NativeOp = tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]
 
 _NO_POOL: NDArray[np.uint8] = np.empty((0, 0, 0), np.uint8)
 # Touching one byte of each makes them memory; huge pages take one of many.
@@ -48,9 +50,6 @@ FEWEST_FULL_TOKENS = 128
 FULL_STEP_TOKENS: Mapping[str, int] = MappingProxyType({"amx": 256})
 ROW_CODES: Mapping[Rows, int] = MappingProxyType(
     {Rows.TOKENS: 0, Rows.SAMPLES: 1, Rows.SEQUENCES: 2}
-)
-ACTIVATION_CODES: Mapping[str, int] = MappingProxyType(
-    {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 )
 
 
@@ -106,7 +105,7 @@ class NativeExecutor:
         self.weights_digest, self.coarse_rows = packed.digest, packed.coarse_rows
         for segment in SEGMENTS:
             self._native.add_segment(
-                [_native_op(op, packed.weights) for op in program.segments.get(segment, ())]
+                [encode(op, packed.weights) for op in program.segments.get(segment, ())]
             )
         self._native.set_poison(poison)
         self.num_layers: int = self._native.num_layers(TRUNK)
@@ -207,7 +206,7 @@ class NativeExecutor:
         """
         kept = self._outputs.get((name, num_rows))
         if kept is None:
-            kept = self._native.array(_triple(self._program.outputs[name]), num_rows)
+            kept = self._native.array(encode_view(self._program.outputs[name]), num_rows)
             self._outputs[name, num_rows] = kept
         return kept
 
@@ -261,7 +260,7 @@ class NativeExecutor:
         """Raise ModelError listing what the kernels cannot hold, before anything is packed."""
         problems = [
             *_cache_problems(program),
-            *_op_problems(program),
+            *_rope_problems(program),
             *_weight_problems(program),
         ]
         if problems:
@@ -347,11 +346,10 @@ def _int_row_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
     native/include/quire/int_rows.h."""
     most = {**max_rows, Rows.TOKENS: max(max_rows[Rows.TOKENS], PART_TOKENS)}
     sizes = [
-        most[op.inputs[0].buffer.rows] * (-(-weight.columns // 64) * 136 + 64)
+        most[op.x.buffer.rows] * (-(-weight.columns // 64) * 136 + 64)
         for ops in program.segments.values()
         for op in ops
-        if op.kind is OpKind.LINEAR
-        and (weight := program.weights[op.attrs["weight"]]).ints is not None
+        if isinstance(op, Linear) and (weight := program.weights[op.weight]).ints is not None
     ]
     return max(sizes, default=0)
 
@@ -372,15 +370,7 @@ def _cache_problems(program: Program) -> Iterator[str]:
             )
 
 
-def _op_problems(program: Program) -> Iterator[str]:
-    unknown = {
-        op.attrs["form"]
-        for ops in program.segments.values()
-        for op in ops
-        if op.kind is OpKind.ACTIVATION and op.attrs["form"] not in ACTIVATION_CODES
-    }
-    for form in sorted(unknown):
-        yield f"its activation is {form!r}; {', '.join(ACTIVATION_CODES)} are known"
+def _rope_problems(program: Program) -> Iterator[str]:
     if len(program.ropes) > MAX_ROPES:
         yield f"it has {len(program.ropes)} tables of angles; at most {MAX_ROPES} are held"
 
@@ -416,49 +406,3 @@ def _place_buffers(
                 apart=is_apart,
             )
     return native
-
-
-def _triple(view: View) -> tuple[int, int, int]:
-    return view.buffer.index, view.offset, view.width
-
-
-def _native_op(op: Op, weights: Mapping[str, _native.Weight]) -> NativeOp:
-    """The operation as numbers, in the order native/include/quire/program.h lists."""
-    attrs = op.attrs
-    views = [_triple(view) for view in _views(op)]
-    named = [attrs.get("weight"), attrs.get("bias")]
-    ints: list[int] = []
-    floats: list[float] = []
-    match op.kind:
-        case OpKind.EMBED:
-            ints = [int(attrs["ids"] == "positions")]
-        case OpKind.NORM:
-            ints = [int(attrs["form"] == "layer"), attrs["group"]]
-            floats = [attrs["eps"]]
-        case OpKind.ROPE:
-            ints = [attrs["rope"], attrs["heads"], attrs["head_dim"]]
-        case OpKind.STORE_KV:
-            ints = [attrs["layer"]]
-        case OpKind.ATTENTION:
-            ints = [attrs["layer"], attrs["heads"], attrs["window"]]
-            floats = [attrs["scale"], attrs["soft_cap"]]
-        case OpKind.ACTIVATION:
-            ints = [ACTIVATION_CODES[attrs["form"]]]
-        case OpKind.SCALE:
-            floats = [attrs["factor"]]
-        case OpKind.SOFT_CAP:
-            floats = [attrs["cap"]]
-    return str(op.kind), views, ints, floats, [weights[name] for name in named if name]
-
-
-def _views(op: Op) -> tuple[View, ...]:
-    """Views in native order: x, y, then a second input; in-place operations name x once."""
-    match op.kind:
-        case OpKind.EMBED:
-            return op.outputs
-        case OpKind.NORM | OpKind.ACTIVATION:
-            return (op.inputs[0], op.outputs[0], *op.inputs[1:])
-        case OpKind.LINEAR | OpKind.ATTENTION | OpKind.COPY | OpKind.GATHER_ROWS:
-            return (*op.inputs, *op.outputs)
-        case _:
-            return op.inputs

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.execute.executor import Progress
-from quire.program.ops import Weight, WeightPart
+from quire.program.declarations import Weight, WeightPart
 from quire.program.program import Program
 from quire.weights.binding import Binding, Piece
 from quire.weights.content import WeightsDigest

@@ -8,8 +8,8 @@ can pass unseen. Knows nothing of requests; NumPy decides how many threads its p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,24 @@ from quire.execute.few_bits import in_few_bits, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.ops import DType, Op, OpKind, Rows, View
+from quire.program.ops import (
+    Activation,
+    Add,
+    Attention,
+    Copy,
+    Embed,
+    GatherRows,
+    IdSource,
+    Linear,
+    Norm,
+    Op,
+    Rope,
+    Scale,
+    SoftCap,
+    StoreKV,
+)
 from quire.program.program import Program
+from quire.program.tensors import DType, Rows, View
 from quire.quant.fp8 import Fp8Matrix
 from quire.quant.int_weights import IntMatrix
 from quire.sampling.batch import SampleBatch, TokenChoice
@@ -255,8 +271,37 @@ class ReferenceExecutor:
     def _run(self, ops: Sequence[Op], batch: ForwardBatch, counts: Mapping[Rows, int]) -> None:
         self._counts = counts
         for op in ops:
-            RUNNERS[op.kind](self, op, batch)
+            self._run_op(op, batch)
             self.ops_done += 1
+
+    def _run_op(self, op: Op, batch: ForwardBatch) -> None:
+        match op:
+            case Embed():
+                self._embed(op, batch)
+            case Norm():
+                self._norm(op)
+            case Linear():
+                self._linear(op)
+            case Rope():
+                self._rope(op, batch)
+            case StoreKV():
+                self._store_kv(op, batch)
+            case Attention():
+                self._attention(op, batch)
+            case Activation():
+                self._activation(op)
+            case Add():
+                self._add(op)
+            case Scale():
+                self._scale(op)
+            case SoftCap():
+                self._soft_cap(op)
+            case Copy():
+                self._copy(op)
+            case GatherRows():
+                self._gather_rows(op)
+            case _:
+                assert_never(op)
 
     def _read(self, view: View) -> Float32s:
         rows = self._counts[view.buffer.rows]
@@ -269,112 +314,91 @@ class ReferenceExecutor:
     def _weight(self, name: str | None) -> Float32s | None:
         return None if name is None else self._weights[name]
 
-    def _embed(self, op: Op, batch: ForwardBatch) -> None:
-        name = op.attrs["weight"]
+    def _embed(self, op: Embed, batch: ForwardBatch) -> None:
+        name = op.weight
         table = self._few[name].dequantized() if name in self._few else self._weights[name]
-        if op.attrs["ids"] == "tokens":
+        if op.ids is IdSource.TOKENS:
             ids = batch.token_ids
         else:
             ids = batch.rope_positions
             check_range("rope_positions", ids, 0, len(table))
-        self._write(op.outputs[0], ops.embed(table, ids))
+        self._write(op.y, ops.embed(table, ids))
 
-    def _norm(self, op: Op, batch: ForwardBatch) -> None:
-        x = op.inputs[0]
-        if len(op.inputs) == 2:
-            self._write(x, ops.add(self._read(x), self._read(op.inputs[1])))
+    def _norm(self, op: Norm) -> None:
+        if op.delta is not None:
+            self._write(op.x, ops.add(self._read(op.x), self._read(op.delta)))
         y = ops.norm(
-            self._read(x),
-            self._weight(op.attrs["weight"]),
-            eps=op.attrs["eps"],
-            form=op.attrs["form"],
-            bias=self._weight(op.attrs["bias"]),
-            group=op.attrs["group"],
+            self._read(op.x),
+            self._weight(op.weight),
+            eps=op.eps,
+            form=op.form,
+            bias=self._weight(op.bias),
+            group=op.group,
         )
-        self._write(op.outputs[0], y)
+        self._write(op.y, y)
 
-    def _linear(self, op: Op, batch: ForwardBatch) -> None:
-        x, bias = self._read(op.inputs[0]), self._weight(op.attrs["bias"])
-        weight = self._few.get(op.attrs["weight"])
+    def _linear(self, op: Linear) -> None:
+        x, bias = self._read(op.x), self._weight(op.bias)
+        weight = self._few.get(op.weight)
         if isinstance(weight, Fp8Matrix):
-            return self._write(op.outputs[0], ops.fp8_linear(x, weight, bias))
+            return self._write(op.y, ops.fp8_linear(x, weight, bias))
         if weight is not None:
-            return self._write(op.outputs[0], ops.int_linear(x, weight, bias))
-        self._write(op.outputs[0], ops.linear(x, self._weights[op.attrs["weight"]], bias))
+            return self._write(op.y, ops.int_linear(x, weight, bias))
+        self._write(op.y, ops.linear(x, self._weights[op.weight], bias))
 
-    def _rope(self, op: Op, batch: ForwardBatch) -> None:
-        table = self._ropes[op.attrs["rope"]]
+    def _rope(self, op: Rope, batch: ForwardBatch) -> None:
+        table = self._ropes[op.rope]
         y = ops.rope(
-            self._read(op.inputs[0]),
+            self._read(op.x),
             table.cos[batch.rope_positions],
             table.sin[batch.rope_positions],
-            heads=op.attrs["heads"],
-            head_dim=op.attrs["head_dim"],
+            heads=op.heads,
+            head_dim=op.head_dim,
         )
-        self._write(op.outputs[0], y)
+        self._write(op.x, y)
 
-    def _store_kv(self, op: Op, batch: ForwardBatch) -> None:
+    def _store_kv(self, op: StoreKV, batch: ForwardBatch) -> None:
         spec = self._program.caches[0]
-        for cache, view in zip((self._cache_k, self._cache_v), op.inputs, strict=True):
-            rows = cache.layer(op.attrs["layer"])
+        for cache, view in zip((self._cache_k, self._cache_v), (op.k, op.v), strict=True):
+            rows = cache.layer(op.layer)
             rows.store(self._read(view), batch.kv_slots, spec.dtype, spec.scheme)
 
-    def _attention(self, op: Op, batch: ForwardBatch) -> None:
-        layer = op.attrs["layer"]
+    def _attention(self, op: Attention, batch: ForwardBatch) -> None:
+        layer = op.layer
         y = attention(
-            self._read(op.inputs[0]),
+            self._read(op.q),
             self._cache_k.layer(layer),
             self._cache_v.layer(layer),
             seq_starts=batch.seq_starts,
             positions=batch.positions,
             block_tables=batch.block_tables,
-            heads=op.attrs["heads"],
-            scale=op.attrs["scale"],
-            window=op.attrs["window"],
-            soft_cap=op.attrs["soft_cap"],
+            heads=op.heads,
+            scale=op.scale,
+            window=op.window,
+            soft_cap=op.soft_cap,
             dtype=self._program.caches[0].dtype,
         )
-        self._write(op.outputs[0], y)
+        self._write(op.y, y)
 
-    def _activation(self, op: Op, batch: ForwardBatch) -> None:
-        gate = self._read(op.inputs[0])
-        up = self._read(op.inputs[1]) if len(op.inputs) == 2 else None
-        self._write(op.outputs[0], ops.activation(gate, up, form=op.attrs["form"]))
+    def _activation(self, op: Activation) -> None:
+        up = None if op.up is None else self._read(op.up)
+        self._write(op.y, ops.activation(self._read(op.gate), up, form=op.form))
 
-    def _add(self, op: Op, batch: ForwardBatch) -> None:
-        x, y = op.inputs
-        self._write(x, ops.add(self._read(x), self._read(y)))
+    def _add(self, op: Add) -> None:
+        self._write(op.x, ops.add(self._read(op.x), self._read(op.y)))
 
-    def _scale(self, op: Op, batch: ForwardBatch) -> None:
-        self._write(op.outputs[0], ops.scale(self._read(op.inputs[0]), op.attrs["factor"]))
+    def _scale(self, op: Scale) -> None:
+        self._write(op.x, ops.scale(self._read(op.x), op.factor))
 
-    def _soft_cap(self, op: Op, batch: ForwardBatch) -> None:
-        self._write(op.outputs[0], ops.soft_cap(self._read(op.inputs[0]), op.attrs["cap"]))
+    def _soft_cap(self, op: SoftCap) -> None:
+        self._write(op.x, ops.soft_cap(self._read(op.x), op.cap))
 
-    def _copy(self, op: Op, batch: ForwardBatch) -> None:
-        self._write(op.outputs[0], ops.copy(self._read(op.inputs[0])))
+    def _copy(self, op: Copy) -> None:
+        self._write(op.y, ops.copy(self._read(op.x)))
 
-    def _gather_rows(self, op: Op, batch: ForwardBatch) -> None:
-        x = self._read(op.inputs[0])
-        self._write(op.outputs[0], ops.gather_rows(x, self._sample_rows))
-
-
-RUNNERS: Mapping[OpKind, Callable[[ReferenceExecutor, Op, ForwardBatch], None]] = MappingProxyType(
-    {
-        OpKind.EMBED: ReferenceExecutor._embed,
-        OpKind.NORM: ReferenceExecutor._norm,
-        OpKind.LINEAR: ReferenceExecutor._linear,
-        OpKind.ROPE: ReferenceExecutor._rope,
-        OpKind.STORE_KV: ReferenceExecutor._store_kv,
-        OpKind.ATTENTION: ReferenceExecutor._attention,
-        OpKind.ACTIVATION: ReferenceExecutor._activation,
-        OpKind.ADD: ReferenceExecutor._add,
-        OpKind.SCALE: ReferenceExecutor._scale,
-        OpKind.SOFT_CAP: ReferenceExecutor._soft_cap,
-        OpKind.COPY: ReferenceExecutor._copy,
-        OpKind.GATHER_ROWS: ReferenceExecutor._gather_rows,
-    }
-)
+    def _gather_rows(self, op: GatherRows) -> None:
+        x = self._read(op.x)
+        self._write(op.y, ops.gather_rows(x, self._sample_rows))
 
 
 def _counts(batch: ForwardBatch) -> dict[Rows, int]:

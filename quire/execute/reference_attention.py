@@ -18,7 +18,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.program.ops import FP8_CACHE, DType
+from quire.program.declarations import FP8_CACHE
+from quire.program.tensors import DType
 from quire.quant.fp8 import LARGEST, e4m3
 from quire.quant.int_rows import scale_and_inverse
 from quire.weights.dtypes import round_to_bf16

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.program.ops import RopeSpec
+from quire.program.declarations import RopeSpec
 from quire.program.program import Program
 
 Float32s = NDArray[np.float32]

@@ -16,8 +16,8 @@ from quire.models.gemma import (
     read_windows,
 )
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType, View
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 ATTENTION_SOFT_CAP, LOGIT_SOFT_CAP = 50.0, 30.0
 

@@ -18,8 +18,8 @@ from quire.models.gemma import (
 )
 from quire.models.rope_reader import read_rope_by_layer
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType, View
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 WINDOW_PATTERN = 6
 THETA, LOCAL_THETA = 1e6, 1e4

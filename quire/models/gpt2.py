@@ -15,8 +15,8 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import ACTIVATIONS, read_decoder
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import DType, View
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 NAMES = MappingProxyType(
     {

@@ -17,8 +17,10 @@ import numpy as np
 from quire.models.rope import rope_spec
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import CacheSpec, DType, View, WeightPart
+from quire.program.declarations import CacheSpec, WeightPart
+from quire.program.ops import ActivationForm, IdSource, NormForm
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def embed_positions(
     """Learned embeddings of the tokens' positions [T, width]; position 0's is row `first_row`."""
     rows = spec.max_positions
     part = WeightPart("positions", source, rows, first_row=first_row, of_rows=first_row + rows)
-    return p.embed(p.table("positions", part, width), ids="positions")
+    return p.embed(p.table("positions", part, width), ids=IdSource.POSITIONS)
 
 
 def norm(
@@ -113,7 +115,9 @@ def layer_norm(
         weight = p.vector(name, [WeightPart("norm", f"{source}.weight", x.width)])
     if spec.norm_bias:
         bias = p.vector(f"{name}.bias", [WeightPart("norm", f"{source}.bias", x.width)])
-    return p.norm(x, weight, eps=spec.norm_eps, delta=delta, form="layer", bias=bias, dtype=dtype)
+    return p.norm(
+        x, weight, eps=spec.norm_eps, delta=delta, form=NormForm.LAYER, bias=bias, dtype=dtype
+    )
 
 
 def rms_norm(
@@ -216,7 +220,7 @@ def gated_mlp(
             [WeightPart(n, f"{source}{n}_proj.bias", spec.intermediate_size) for n in parts],
         )
     gate, up = p.parts(p.linear(h, weight, bias=bias, out_name="gate_up"), weight)
-    activated = p.activation(gate, up, form=spec.activation)  # [T, I]
+    activated = p.activation(gate, up, form=ActivationForm(spec.activation))  # [T, I]
     name = f"layers.{layer}.down"
     down = f"{source}down_proj"
     return product(p, spec, activated, name, down, has_bias=spec.mlp_bias, dtype=dtype)
@@ -240,7 +244,9 @@ def plain_mlp(
     bias = None
     if spec.mlp_bias:
         bias = p.vector(f"{name}.bias", [WeightPart("up", f"{up}.bias", inner)])
-    activated = p.activation(p.linear(h, weight, bias=bias, out_name="up"), form=spec.activation)
+    activated = p.activation(
+        p.linear(h, weight, bias=bias, out_name="up"), form=ActivationForm(spec.activation)
+    )
     name = f"layers.{layer}.down"
     return product(p, spec, activated, name, down, has_bias=spec.mlp_bias, transposed=transposed)
 

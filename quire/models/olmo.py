@@ -18,8 +18,8 @@ from quire.models.decoder_config import (
 from quire.models.rope_reader import read_rope_by_layer
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import DType, View
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 OLMO3_THETA = 500_000.0  # where a configuration has none
 OLMO3_WINDOW = 4_096

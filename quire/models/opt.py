@@ -13,8 +13,9 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import ACTIVATIONS, read_decoder
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import DType, View, WeightPart
+from quire.program.declarations import WeightPart
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 SOURCE = "model.decoder."
 FIRST_POSITION = 2  # row of the table that is position 0's; the two before it are never read

@@ -15,8 +15,9 @@ from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decod
 from quire.models.rope_reader import KINDS, read_rope
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import DType, View
+from quire.program.ops import ActivationForm
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 # transformers reads "yarn" here as longrope; no published checkpoint says so, and it names
 # something else everywhere else.
@@ -78,6 +79,6 @@ def _fused_mlp(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
     parts = layers.parts_of(f"{source}gate_up_proj.weight", halves)
     weight = p.matrix(f"layers.{layer}.gate_up", parts, h.width)
     gate, up = p.parts(p.linear(h, weight, out_name="gate_up"), weight)
-    activated = p.activation(gate, up, form=spec.activation)  # [T, I]
+    activated = p.activation(gate, up, form=ActivationForm(spec.activation))  # [T, I]
     name = f"layers.{layer}.down"
     return layers.product(p, spec, activated, name, f"{source}down_proj", has_bias=False)

@@ -37,8 +37,8 @@ from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
 from quire.models.stablelm import read_stablelm
 from quire.models.starcoder2 import build_starcoder2, read_starcoder2
-from quire.program.ops import DType
 from quire.program.program import Program
+from quire.program.tensors import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.models.spec import RopeSettings
-from quire.program.ops import RopeSpec
+from quire.program.declarations import RopeSpec
 
 Float32s = NDArray[np.float32]
 

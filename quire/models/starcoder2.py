@@ -10,8 +10,8 @@ from quire.models import layers
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType, View
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 
 
 def read_starcoder2(config: ConfigReader, architecture: str) -> ModelSpec:

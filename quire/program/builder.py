@@ -8,22 +8,28 @@ residual stream is f32, everything that feeds a product is `dtype`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm, WeightPart
 from quire.program.ops import (
-    Buffer,
-    CacheSpec,
-    DType,
+    Activation,
+    ActivationForm,
+    Add,
+    Attention,
+    Copy,
+    Embed,
+    GatherRows,
+    IdSource,
+    Linear,
+    Norm,
+    NormForm,
     Op,
-    OpKind,
-    RopeSpec,
-    Rows,
-    View,
-    Weight,
-    WeightForm,
-    WeightPart,
+    Rope,
+    Scale,
+    SoftCap,
+    StoreKV,
 )
 from quire.program.program import Program
+from quire.program.tensors import Buffer, DType, Rows, View
 
 
 class ProgramBuilder:
@@ -73,11 +79,12 @@ class ProgramBuilder:
 
     # ---- operations
 
-    def embed(self, weight: str, *, ids: str = "tokens") -> View:
+    def embed(self, weight: str, *, ids: IdSource = IdSource.TOKENS) -> View:
         """Rows of a table by token id (or by position), into a new f32 residual stream."""
-        name = "residual" if ids == "tokens" else ids
+        name = "residual" if ids is IdSource.TOKENS else ids
         y = self._new(name, self._weights[weight].columns, DType.F32)
-        return self._emit(OpKind.EMBED, (), y, weight=weight, ids=ids)
+        self._ops.append(Embed(y=y, weight=weight, ids=ids))
+        return y
 
     def norm(
         self,
@@ -86,7 +93,7 @@ class ProgramBuilder:
         *,
         eps: float,
         delta: View | None = None,
-        form: str = "rms",
+        form: NormForm = NormForm.RMS,
         bias: str | None = None,
         dtype: DType | None = None,
         out_name: str = "normed",
@@ -96,15 +103,17 @@ class ProgramBuilder:
         Without a weight it is ones; dtype defaults to the program's.
         """
         y = self._new(out_name, x.width, dtype or self.dtype)
-        inputs, outputs = ((x,), (y,)) if delta is None else ((x, delta), (y, x))
-        attrs = {"form": form, "eps": eps, "weight": weight, "bias": bias, "group": 0}
-        self._ops.append(Op(OpKind.NORM, inputs, outputs, attrs))
+        self._ops.append(
+            Norm(x=x, delta=delta, y=y, form=form, eps=eps, group=0, weight=weight, bias=bias)
+        )
         return y
 
     def norm_heads(self, x: View, weight: str, *, eps: float, head_dim: int) -> View:
         """RMS norm of each head by itself, in place (q/k norm)."""
-        attrs = {"form": "rms", "eps": eps, "weight": weight, "bias": None, "group": head_dim}
-        self._ops.append(Op(OpKind.NORM, (x,), (x,), attrs))
+        form = NormForm.RMS
+        self._ops.append(
+            Norm(x=x, delta=None, y=x, form=form, eps=eps, group=head_dim, weight=weight, bias=None)
+        )
         return x
 
     def linear(
@@ -122,7 +131,8 @@ class ProgramBuilder:
                 f"{weight} takes {self._weights[weight].columns} columns, not {x.width}"
             )
         y = self._new(out_name, self._weights[weight].rows, dtype or self.dtype)
-        return self._emit(OpKind.LINEAR, (x,), y, weight=weight, bias=bias)
+        self._ops.append(Linear(x=x, y=y, weight=weight, bias=bias))
+        return y
 
     def parts(self, view: View, weight: str) -> tuple[View, ...]:
         """The columns of a fused linear's output that belong to each part of its weight."""
@@ -134,13 +144,12 @@ class ProgramBuilder:
 
     def rope(self, x: View, rope: int, *, heads: int, head_dim: int) -> View:
         """Rotate x in place by the angles of `rope`."""
-        attrs = {"rope": rope, "heads": heads, "head_dim": head_dim}
-        self._ops.append(Op(OpKind.ROPE, (x,), (x,), attrs))
+        self._ops.append(Rope(x=x, rope=rope, heads=heads, head_dim=head_dim))
         return x
 
     def store_kv(self, k: View, v: View, *, layer: int) -> None:
         """Write keys and values of the step's tokens into the cache."""
-        self._ops.append(Op(OpKind.STORE_KV, (k, v), (), {"layer": layer}))
+        self._ops.append(StoreKV(k=k, v=v, layer=layer))
 
     def attention(
         self,
@@ -155,45 +164,51 @@ class ProgramBuilder:
         """Causal attention of q over the cache."""
         spec = self._caches[0]
         y = self._new("attended", heads * spec.head_dim, self.dtype)
-        return self._emit(
-            OpKind.ATTENTION,
-            (q,),
-            y,
-            layer=layer,
-            heads=heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
+        self._ops.append(
+            Attention(
+                q=q,
+                y=y,
+                layer=layer,
+                heads=heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+            )
         )
+        return y
 
-    def activation(self, gate: View, up: View | None = None, *, form: str = "silu") -> View:
+    def activation(
+        self, gate: View, up: View | None = None, *, form: ActivationForm = ActivationForm.SILU
+    ) -> View:
         """form(gate) * up, or form(gate) alone."""
         y = self._new("activated", gate.width, self.dtype)
-        inputs = (gate,) if up is None else (gate, up)
-        return self._emit(OpKind.ACTIVATION, inputs, y, form=form)
+        self._ops.append(Activation(gate=gate, up=up, y=y, form=form))
+        return y
 
     def add(self, x: View, y: View) -> View:
         """x += y in place."""
-        self._ops.append(Op(OpKind.ADD, (x, y), (x,), {}))
+        self._ops.append(Add(x=x, y=y))
         return x
 
     def scale(self, x: View, factor: float) -> View:
         """x *= factor in place."""
-        self._ops.append(Op(OpKind.SCALE, (x,), (x,), {"factor": factor}))
+        self._ops.append(Scale(x=x, factor=factor))
         return x
 
     def soft_cap(self, x: View, cap: float) -> View:
         """x = cap * tanh(x / cap) in place."""
-        self._ops.append(Op(OpKind.SOFT_CAP, (x,), (x,), {"cap": cap}))
+        self._ops.append(SoftCap(x=x, cap=cap))
         return x
 
     def rounded(self, x: View) -> View:
         """x in the program's dtype, for a product: x itself where it has that dtype."""
         if x.dtype is self.dtype:
             return x
-        return self._emit(OpKind.COPY, (x,), self._new("rounded", x.width, self.dtype))
+        y = self._new("rounded", x.width, self.dtype)
+        self._ops.append(Copy(x=x, y=y))
+        return y
 
     def begin_head(self, x: View) -> View:
         """Start the head segment: the rows of x that sample."""
@@ -201,7 +216,8 @@ class ProgramBuilder:
         self._ops = self._segments.setdefault("head", [])
         self._rows = Rows.SAMPLES
         y = self._new("sampled", x.width, x.dtype)
-        return self._emit(OpKind.GATHER_ROWS, (x,), y)
+        self._ops.append(GatherRows(x=x, y=y))
+        return y
 
     def output(self, name: str, view: View) -> None:
         """Name a view so that executors can hand it out."""
@@ -235,7 +251,3 @@ class ProgramBuilder:
         )
         self._buffers.append(buffer)
         return View(buffer, 0, width)
-
-    def _emit(self, kind: OpKind, inputs: tuple[View, ...], y: View, **attrs: Any) -> View:
-        self._ops.append(Op(kind, inputs, (y,), attrs))
-        return y

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.program.ops import FP8_CACHE, INT8_CACHE, Buffer, DType, Op, OpKind, View
+from quire.program.declarations import FP8_CACHE, INT8_CACHE
+from quire.program.ops import Attention, StoreKV
 from quire.program.program import Program
 from quire.program.quantize import AUTO
+from quire.program.tensors import DType, View
 
 KV_CACHE_DTYPES = (AUTO, *(dtype.value for dtype in DType), INT8_CACHE, FP8_CACHE)
 
@@ -42,31 +44,23 @@ def _computed_in(program: Program, dtype: DType) -> Program:
         view.buffer.index
         for ops in program.segments.values()
         for op in ops
-        if op.kind in (OpKind.STORE_KV, OpKind.ATTENTION)
+        if isinstance(op, (StoreKV, Attention))
         for view in op.inputs
     }
     buffers = tuple(
         replace(buffer, dtype=dtype) if buffer.index in operands else buffer
         for buffer in program.buffers
     )
+
+    def over(view: View) -> View:
+        return replace(view, buffer=buffers[view.buffer.index])
+
     return replace(
         program,
         buffers=buffers,
         segments={
-            name: tuple(_over(op, buffers) for op in ops) for name, ops in program.segments.items()
+            name: tuple(op.with_views(over) for op in ops) for name, ops in program.segments.items()
         },
-        outputs={name: _view(view, buffers) for name, view in program.outputs.items()},
+        outputs={name: over(view) for name, view in program.outputs.items()},
         caches=tuple(replace(cache, dtype=dtype) for cache in program.caches),
     )
-
-
-def _over(op: Op, buffers: tuple[Buffer, ...]) -> Op:
-    return replace(
-        op,
-        inputs=tuple(_view(view, buffers) for view in op.inputs),
-        outputs=tuple(_view(view, buffers) for view in op.outputs),
-    )
-
-
-def _view(view: View, buffers: tuple[Buffer, ...]) -> View:
-    return replace(view, buffer=buffers[view.buffer.index])

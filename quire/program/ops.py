@@ -1,273 +1,452 @@
-"""The vocabulary of a program: dtypes, row counts, buffers, views, operations, weights, caches.
+"""The operations of a program. Each class owns its contract, checks, cost and printed text.
 
-Plain frozen records. Nothing here computes; executors give operations their meaning, and the
-table below is the contract they share (H hidden width, T/S row counts of the step).
-
-kind         inputs -> outputs                     attrs
------------  ------------------------------------  ------------------------------------------------
-embed        () -> y[T,H]                          weight (table), ids tokens|positions: row
-             batch token_ids or rope_positions (learned positions) of the table
-norm         x[, delta] -> y[, x]                  form rms|layer, eps[, weight[, bias]], group
-             with delta: x += delta (rounded to x's dtype, in place), y = norm(x). group > 0:
-             norm each run of `group` columns by itself with the same weight (q/k norm).
-             weight None: ones, and no bias.
-linear       x[R,K] -> y[R,N]                      weight[, bias]; y = x @ W.T (+ bias), rounded
-             once to y's dtype. bias is added in f32 before rounding. A weight with a scheme
-             is of integers, and x becomes int8 (quire/quant/int_rows.py), or both become fp8
-             (quire/quant/fp8.py).
-rope         x -> x (in place)                     rope (index into program.ropes), heads, head_dim
-             rotates the first ropes[i].rotary_dim columns of each head; x holds heads*head_dim
-             columns; angles by batch rope_positions; halves are rotated (i with i + rotary/2).
-store_kv     k, v -> ()                            layer; writes cache rows at batch kv_slots,
-             -1 stores nothing
-attention    q -> y                                layer, heads, kv_heads, head_dim, scale,
-             window (0 none), soft_cap (0 none)    causal, reads the cache only
-activation   gate[, up] -> y                       form silu|gelu|gelu_tanh|relu; y = f(gate)*up
-add          x, y -> x (in place)                  x += y, rounded to x's dtype
-scale        x -> x (in place)                     factor
-soft_cap     x -> x (in place)                     cap; x = cap * tanh(x / cap)
-copy         x -> y                                y = x, rounded to y's dtype
-gather_rows  x[T] -> y[S]                          rows of x at batch sample_rows
+Executors dispatch on the class and read typed fields; `Op` is the union of all of them, so a
+`match` over it is checked for completeness. H hidden width, T/S row counts of the step.
 
 Arithmetic inside an operation is f32; rounding happens when an output is stored, by the output
-buffer's dtype, and nowhere else. The one exception is named by the executor's numerics version:
-attention rounds its probabilities to the cache's dtype before the product with V (and where
-the cache holds integers or fp8, multiplies each by its value's scale before).
+buffer's dtype, and nowhere else. The one exception is named by the numerics version: attention
+rounds its probabilities to the cache's dtype before the product with V (and where the cache holds
+int8 or fp8, multiplies each by its value's scale before).
+
+The fields of an operation (`schema` in operation.py) are also its encoding for the native executor:
+native/include/quire/operations.h declares the same fields by name, and
+quire/execute/native_ops.py compares both tables when it is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from types import MappingProxyType
+from typing import get_args
 
-from quire.quant.scheme import SCHEMES, Scheme
+from quire.program.cost import Cost, StepShape
+from quire.program.declarations import CacheSpec, Declarations, WeightForm
+from quire.program.operation import Operation, WeightName, check_width
+from quire.program.tensors import Rows, View
 
-# A cache's schemes: each head's row as integers or in e4m3, its scale an f32 beside them.
-INT8_CACHE, FP8_CACHE = "int8", "fp8"
-KV_SCALE_BYTES = 4
-
-
-class DType(StrEnum):
-    """Storage types of buffers, weights and caches."""
-
-    F32 = "f32"
-    BF16 = "bf16"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element."""
-        return 4 if self is DType.F32 else 2
+# Arithmetic per element of a row that is quantized: magnitude, product, rounding, sum.
+QUANTIZING_OPS = 4
 
 
-class Rows(StrEnum):
-    """Symbolic row counts; a step gives the numbers."""
+class NormForm(StrEnum):
+    """RMS norm, or layer norm (which subtracts the mean)."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class ActivationForm(StrEnum):
+    """Functions of the feed-forward half."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+
+
+class IdSource(StrEnum):
+    """What an embedding is looked up by: token ids, or rope positions (learned positions)."""
 
     TOKENS = "tokens"
-    SAMPLES = "samples"
-    SEQUENCES = "sequences"
+    POSITIONS = "positions"
 
 
-class OpKind(StrEnum):
-    """Kinds of operation; the module docstring has their contract."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed(Operation):
+    """y[T, H] = rows of `weight` by the batch's token_ids, or by its rope_positions."""
 
-    EMBED = "embed"
-    NORM = "norm"
-    LINEAR = "linear"
-    ROPE = "rope"
-    STORE_KV = "store_kv"
-    ATTENTION = "attention"
-    ACTIVATION = "activation"
-    ADD = "add"
-    SCALE = "scale"
-    SOFT_CAP = "soft_cap"
-    COPY = "copy"
-    GATHER_ROWS = "gather_rows"
+    kind = "embed"
+    reads = ()
+    writes = ("y",)
+
+    y: View
+    weight: WeightName
+    ids: IdSource
+
+    def check(self, declared: Declarations) -> None:
+        """The table is as wide as the output, which has a row per token."""
+        check_width("y", self.y, declared.weights[self.weight].columns)
+        if self.y.buffer.rows is not Rows.TOKENS:
+            raise ValueError(f"y has {self.y.buffer.rows} rows; an embedding has one per token")
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        by = "" if self.ids is IdSource.TOKENS else f" by {self.ids}"
+        return f"{declared.weights[self.weight]}{by}"
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        weight = declared.weights[self.weight]
+        return Cost(weight_bytes=min(step.rows(Rows.TOKENS), weight.rows) * weight.row_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A [rows, width] array of the step, laid out once for the largest step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm(Operation):
+    """y = norm(x) * weight + bias, after x += delta where there is a delta.
 
-    index: int
-    name: str
-    rows: Rows
-    width: int
-    dtype: DType
+    The sum is rounded to x's dtype and stored in x. group > 0 norms each run of `group` columns by
+    itself with the same weight (q/k norm). Without a weight it is ones, and there is no bias.
+    """
 
+    kind = "norm"
+    reads = ("x", "delta")
+    writes = ("y",)
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """`width` columns of a buffer from column `offset`; the row stride is the buffer's."""
-
-    buffer: Buffer
-    offset: int
-    width: int
+    x: View
+    delta: View | None
+    y: View
+    form: NormForm
+    eps: float
+    group: int
+    weight: WeightName | None
+    bias: WeightName | None
 
     @property
-    def dtype(self) -> DType:
-        """The buffer's dtype."""
-        return self.buffer.dtype
+    def outputs(self) -> tuple[View, ...]:
+        """y, and x where a delta is added to it."""
+        return (self.y,) if self.delta is None else (self.y, self.x)
 
-    def columns(self, offset: int, width: int) -> View:
-        """A narrower view of the same rows."""
-        if offset < 0 or width <= 0 or offset + width > self.width:
+    def check(self, declared: Declarations) -> None:
+        """Views have one width, which the group divides; vectors are as long as a group."""
+        if self.weight is None and self.bias is not None:
+            raise ValueError("a bias and no weight")
+        for name, view in (("y", self.y), ("delta", self.delta)):
+            if view is not None:
+                check_width(name, view, self.x.width)
+        length = self.group or self.x.width
+        if self.group < 0 or self.x.width % length:
+            raise ValueError(f"group is {self.group}; {self.x.width} columns are no multiple of it")
+        for weight in self.weights:
+            if declared.weights[weight].rows != length:
+                raise ValueError(f"{weight} has {declared.weights[weight].rows} rows, not {length}")
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        words = [] if self.weight is None else [str(declared.weights[self.weight])]
+        words += ["+ bias"] if self.bias is not None else []
+        words += [self.form, f"each {self.group}"] if self.group else [self.form]
+        return " ".join(words)
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        per_element = 4 + (self.form is NormForm.LAYER) + (self.bias is not None)
+        per_element += self.delta is not None
+        return Cost(
+            other_ops=per_element * _elements(self.x, step),
+            weight_bytes=sum(declared.weights[name].num_bytes for name in self.weights),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Operation):
+    """y[R, N] = x[R, K] @ W.T (+ bias), rounded once to y's dtype; bias is added in f32 before.
+
+    For a weight with an integer scheme x becomes int8 (quire/quant/int_rows.py), with an fp8
+    scheme both are fp8 (quire/quant/fp8.py).
+    """
+
+    kind = "linear"
+    reads = ("x",)
+    writes = ("y",)
+    is_row_wise = False
+
+    x: View
+    y: View
+    weight: WeightName
+    bias: WeightName | None
+
+    def check(self, declared: Declarations) -> None:
+        """The weight is a matrix [y's width, x's width], the bias as long as y is wide."""
+        weight = declared.weights[self.weight]
+        if weight.form is not WeightForm.MATRIX:
+            raise ValueError(f"{weight.name} is a {weight.form}, not a matrix")
+        check_width("x", self.x, weight.columns)
+        check_width("y", self.y, weight.rows)
+        if self.bias is not None and declared.weights[self.bias].rows != weight.rows:
+            raise ValueError(f"{self.bias} has {declared.weights[self.bias].rows} rows")
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return f"{declared.weights[self.weight]}" + (" + bias" if self.bias is not None else "")
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        weight, rows = declared.weights[self.weight], step.rows(self.x.buffer.rows)
+        bias_bytes = 0 if self.bias is None else declared.weights[self.bias].num_bytes
+        return Cost(
+            product_ops=2 * rows * weight.size,
+            other_ops=(rows * weight.rows if self.bias is not None else 0)
+            + (QUANTIZING_OPS * rows * weight.columns if weight.scheme else 0),
+            weight_bytes=(weight.num_bytes if rows else 0) + bias_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope(Operation):
+    """Rotate the first columns of each head of x in place, by the batch's rope_positions.
+
+    `rope` is an index into the program's ropes. Column i turns with column i + rotary_dim / 2.
+    """
+
+    kind = "rope"
+    reads = ("x",)
+    writes = ("x",)
+
+    x: View
+    rope: int
+    heads: int
+    head_dim: int
+
+    def check(self, declared: Declarations) -> None:
+        """x holds the heads; the angles are declared and fit into one."""
+        check_width("x", self.x, self.heads * self.head_dim)
+        if not 0 <= self.rope < len(declared.ropes):
+            raise ValueError(f"rope is {self.rope}; {len(declared.ropes)} are declared")
+        if declared.ropes[self.rope].rotary_dim > self.head_dim:
             raise ValueError(
-                f"columns {offset}..{offset + width} of view {self.buffer.name} of width "
-                f"{self.width}"
+                f"{declared.ropes[self.rope].rotary_dim} columns of a head are rotated; it has "
+                f"{self.head_dim}"
             )
-        return View(self.buffer, self.offset + offset, width)
 
-    def __str__(self) -> str:
-        if self.offset == 0 and self.width == self.buffer.width:
-            return self.buffer.name
-        return f"{self.buffer.name}[{self.offset}:{self.offset + self.width}]"
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return f"{self.heads} heads of {self.head_dim}"
 
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation on named buffers; `kind` fixes the meaning of inputs, outputs and attrs."""
-
-    kind: OpKind
-    inputs: tuple[View, ...]
-    outputs: tuple[View, ...]
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        rotated = self.heads * declared.ropes[self.rope].rotary_dim
+        return Cost(other_ops=3 * rotated * step.rows(Rows.TOKENS))
 
 
-class WeightForm(StrEnum):
-    """How executors may lay a weight out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreKV(Operation):
+    """Write keys and values of the step's tokens into `layer` of the cache at the batch's kv_slots;
+    slot -1 stores nothing."""
 
-    MATRIX = "matrix"  # [N, K], packed for products (an embedding table that is also the head too)
-    TABLE = "table"  # [N, K], gathered by row only
-    VECTOR = "vector"  # [N], kept in f32
+    kind = "store_kv"
+    reads = ("k", "v")
+    writes = ()
+
+    k: View
+    v: View
+    layer: int
+
+    def check(self, declared: Declarations) -> None:
+        """Keys and values have the geometry of the cache."""
+        cache = _cache_of(declared, self.layer)
+        for name, view in (("k", self.k), ("v", self.v)):
+            check_width(name, view, cache.kv_heads * cache.head_dim)
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return f"layer {self.layer}"
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        token_bytes = declared.caches[0].layer_token_bytes
+        return Cost(kv_bytes=step.rows(Rows.TOKENS) * token_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightPart:
-    """Rows of a fused weight that come from one tensor of the checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Operation):
+    """Causal attention of q over `layer` of the cache; fresh keys are read from there too.
 
-    They are rows first_row .. first_row + rows - 1 of a tensor of `of_rows` rows, or all of it
-    where of_rows is 0. transposed: the tensor is stored [columns, rows], as GPT-2 stores its
-    products. A vector's rows are its elements.
+    window: positions a row attends to, its own included; 0 for all. soft_cap: 0 for none.
     """
 
-    name: str  # as in "q"
-    source: str  # the checkpoint's tensor name
-    rows: int
-    first_row: int = 0
-    of_rows: int = 0
-    transposed: bool = False
+    kind = "attention"
+    reads = ("q",)
+    writes = ("y",)
+    is_row_wise = False
 
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """An entry of the parameter table: what a checkpoint must hold and where it goes.
-
-    Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'.
-    `shard` says which axis tensor parallelism cuts: "rows", "columns" or "" for none.
-    `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
-    how a matrix is kept in few bits (quire.quant.scheme), "" in `dtype` as it is.
-    """
-
-    name: str
-    form: WeightForm
-    parts: tuple[WeightPart, ...]
-    columns: int
-    dtype: DType
-    shard: str = ""
-    offset: float = 0.0
-    scheme: str = ""
-
-    @property
-    def rows(self) -> int:
-        """Output features (N)."""
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return self.rows * max(self.columns, 1)
-
-    @property
-    def quantized(self) -> Scheme | None:
-        """How the weight is kept in few bits, None where it is in its dtype."""
-        return SCHEMES.get(self.scheme)
-
-    @property
-    def ints(self) -> Scheme | None:
-        """The scheme, where the weight is kept as integers."""
-        scheme = self.quantized
-        return None if scheme is None or scheme.is_float else scheme
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, of its scales too; padding is the executor's and does not count."""
-        if self.quantized is not None:
-            return self.quantized.row_bytes(self.columns)
-        return max(self.columns, 1) * self.dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all rows."""
-        return self.rows * self.row_bytes
-
-    def source_shape(self, part: WeightPart) -> tuple[int, ...]:
-        """Shape of the whole tensor that `part`, one of this weight's, is cut from."""
-        rows = part.of_rows or part.rows
-        if self.form is WeightForm.VECTOR:
-            return (rows,)
-        return (self.columns, rows) if part.transposed else (rows, self.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """A cache the program declares: layers of paged keys and values of one geometry.
-
-    dtype is that of queries, keys and values. Keys and values are kept in it, or, where `scheme`
-    is "int8" or "fp8", as integers or in e4m3, a byte each.
-    """
-
-    kind: str  # "paged"
-    layers: int
+    q: View
+    y: View
+    layer: int
+    heads: int
     kv_heads: int
     head_dim: int
-    dtype: DType
-    window: int = 0  # positions that any layer sees, the last first; 0: all
-    scheme: str = ""
+    scale: float
+    window: int
+    soft_cap: float
 
-    def __post_init__(self) -> None:
-        if self.scheme not in ("", INT8_CACHE, FP8_CACHE):
+    def check(self, declared: Declarations) -> None:
+        """Heads have the geometry of the cache and divide evenly over its KV heads."""
+        cache = _cache_of(declared, self.layer)
+        if (self.kv_heads, self.head_dim) != (cache.kv_heads, cache.head_dim):
             raise ValueError(
-                f"a cache's scheme is {self.scheme!r}; {INT8_CACHE!r} and {FP8_CACHE!r} are known"
+                f"{self.kv_heads} KV heads of {self.head_dim}; the cache has {cache.kv_heads} of "
+                f"{cache.head_dim}"
             )
+        if self.heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} KV heads")
+        for name, view in (("q", self.q), ("y", self.y)):
+            check_width(name, view, self.heads * self.head_dim)
 
-    @property
-    def precision(self) -> str:
-        """What keys and values are kept in: "f32", "bf16", "int8" or "fp8"."""
-        return self.scheme or self.dtype.value
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        words = f"{self.heads} heads over {self.kv_heads} of {self.head_dim}"
+        words += f" window {self.window}" if self.window else ""
+        words += f" capped at {self.soft_cap:g}" if self.soft_cap else ""
+        return f"{words} layer {self.layer}"
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes one token takes over all layers, keys and values with their scales."""
-        head_bytes = self.head_dim * self.dtype.itemsize
-        if self.scheme:
-            head_bytes = self.head_dim + KV_SCALE_BYTES
-        return 2 * self.layers * self.kv_heads * head_bytes
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        pairs = step.attended_positions(self.window) * self.heads
+        token_bytes = declared.caches[0].layer_token_bytes
+        return Cost(
+            attention_ops=4 * pairs * self.head_dim,
+            other_ops=4 * pairs,
+            kv_bytes=step.read_positions(self.window) * token_bytes,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary angles: position p turns pair i by p * inv_freq[i].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(Operation):
+    """y = form(gate) * up, or form(gate) alone."""
 
-    cos and sin are multiplied by `attention_scale`. inv_freq are f32 values held as floats;
-    scalings (llama3, linear, yarn) are already in them.
-    """
+    kind = "activation"
+    reads = ("gate", "up")
+    writes = ("y",)
 
-    inv_freq: tuple[float, ...]
-    attention_scale: float = 1.0
+    gate: View
+    up: View | None
+    y: View
+    form: ActivationForm
 
-    @property
-    def rotary_dim(self) -> int:
-        """Columns of a head that are rotated."""
-        return 2 * len(self.inv_freq)
+    def check(self, declared: Declarations) -> None:
+        """Views have one width, gate and up one dtype."""
+        check_width("y", self.y, self.gate.width)
+        if self.up is not None:
+            check_width("up", self.up, self.gate.width)
+            if self.up.dtype is not self.gate.dtype:
+                raise ValueError(f"up is {self.up.dtype}, gate {self.gate.dtype}")
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return self.form
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        return Cost(other_ops=(3 + len(self.inputs)) * _elements(self.gate, step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Operation):
+    """x += y in place, rounded to x's dtype."""
+
+    kind = "add"
+    reads = ("x", "y")
+    writes = ("x",)
+
+    x: View
+    y: View
+
+    def check(self, declared: Declarations) -> None:
+        """Both are as wide."""
+        check_width("y", self.y, self.x.width)
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        return Cost(other_ops=_elements(self.x, step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(Operation):
+    """x *= factor in place."""
+
+    kind = "scale"
+    reads = ("x",)
+    writes = ("x",)
+
+    x: View
+    factor: float
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return f"by {self.factor:g}"
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        return Cost(other_ops=_elements(self.x, step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCap(Operation):
+    """x = cap * tanh(x / cap) in place."""
+
+    kind = "soft_cap"
+    reads = ("x",)
+    writes = ("x",)
+
+    x: View
+    cap: float
+
+    def check(self, declared: Declarations) -> None:
+        """The cap is positive."""
+        if not self.cap > 0:
+            raise ValueError(f"cap is {self.cap}; it must be above 0")
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return f"at {self.cap:g}"
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        return Cost(other_ops=6 * _elements(self.x, step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(Operation):
+    """y = x, rounded to y's dtype."""
+
+    kind = "copy"
+    reads = ("x",)
+    writes = ("y",)
+
+    x: View
+    y: View
+
+    def check(self, declared: Declarations) -> None:
+        """Both are as wide."""
+        check_width("y", self.y, self.x.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherRows(Operation):
+    """y[S] = rows of x[T] at the batch's sample_rows."""
+
+    kind = "gather_rows"
+    reads = ("x",)
+    writes = ("y",)
+    is_row_wise = False
+
+    x: View
+    y: View
+
+    def check(self, declared: Declarations) -> None:
+        """Both are as wide and of one dtype."""
+        check_width("y", self.y, self.x.width)
+        if self.y.dtype is not self.x.dtype:
+            raise ValueError(f"y is {self.y.dtype}, x {self.x.dtype}")
+
+
+Op = (
+    Embed
+    | Norm
+    | Linear
+    | Rope
+    | StoreKV
+    | Attention
+    | Activation
+    | Add
+    | Scale
+    | SoftCap
+    | Copy
+    | GatherRows
+)
+OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
+
+
+def _cache_of(declared: Declarations, layer: int) -> CacheSpec:
+    if not declared.caches:
+        raise ValueError("no cache is declared")
+    cache = declared.caches[0]
+    if not 0 <= layer < cache.layers:
+        raise ValueError(f"layer is {layer}; the cache has {cache.layers}")
+    return cache
+
+
+def _elements(view: View, step: StepShape) -> int:
+    return step.rows(view.buffer.rows) * view.width

@@ -7,10 +7,13 @@ buffer, every weight an operation names is in the table, every buffer read was w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from quire.program.ops import Buffer, CacheSpec, Op, OpKind, RopeSpec, View, Weight, WeightForm
+from quire.program.cost import Cost, StepShape
+from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm
+from quire.program.ops import Attention, Op
+from quire.program.tensors import Buffer, View
 
 # Part of every fingerprint: raised when a recipe changes so that results differ in any bit.
 NUMERICS_VERSION = 2
@@ -41,17 +44,10 @@ class Program:
         for segment, ops in self.segments.items():
             for index, op in enumerate(ops):
                 where = f"{self.name}: {segment}[{index}] {op.kind}"
-                for view in (*op.inputs, *op.outputs):
-                    if view.offset + view.width > view.buffer.width:
-                        raise ValueError(f"{where}: {view} is wider than its buffer")
-                for view in op.inputs:
-                    if view.buffer.index not in written:
-                        raise ValueError(f"{where}: {view.buffer.name} is read before written")
-                for key in ("weight", "bias"):
-                    name = op.attrs.get(key)
-                    if name is not None and name not in self.weights:
-                        raise ValueError(f"{where}: no weight named {name!r}")
-                _check_attrs(op, where)
+                try:
+                    self._check_op(op, written)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from None
                 written.update(view.buffer.index for view in op.outputs)
 
     @property
@@ -59,12 +55,20 @@ class Program:
         """Bytes of all weights as they are kept."""
         return sum(weight.num_bytes for weight in self.weights.values())
 
+    def segment_cost(self, segment: str, step: StepShape) -> Cost:
+        """Return the sum over a segment's operations."""
+        return sum((op.cost(self, step) for op in self.segments[segment]), Cost())
+
+    def step_cost(self, step: StepShape) -> Cost:
+        """Return the sum over all segments."""
+        return sum((self.segment_cost(segment, step) for segment in self.segments), Cost())
+
     @property
     def layer_starts(self) -> tuple[int, ...]:
         """Where each layer of the trunk begins: at its attention. What comes before the first
         belongs to it."""
         trunk = self.segments["trunk"]
-        return tuple(at for at, op in enumerate(trunk) if op.kind is OpKind.ATTENTION)
+        return tuple(at for at, op in enumerate(trunk) if isinstance(op, Attention))
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor the weights come from, by its name, in the order they are named."""
@@ -73,6 +77,18 @@ class Program:
             for weight in self.weights.values()
             for part in weight.parts
         }
+
+    def _check_op(self, op: Op, written: Set[int]) -> None:
+        for view in (*op.inputs, *op.outputs):
+            if view.offset + view.width > view.buffer.width:
+                raise ValueError(f"{view} is wider than its buffer")
+        for view in op.inputs:
+            if view.buffer.index not in written:
+                raise ValueError(f"{view.buffer.name} is read before written")
+        for name in op.weights:
+            if name not in self.weights:
+                raise ValueError(f"no weight named {name!r}")
+        op.check(self)
 
     def _check_sources(self) -> None:
         shapes = self.source_shapes()
@@ -93,12 +109,3 @@ class Program:
                         f"{where}: {part.source} is {list(weight.source_shape(part))} here and "
                         f"{list(shapes[part.source])} elsewhere"
                     )
-
-
-def _check_attrs(op: Op, where: str) -> None:
-    if op.kind is OpKind.NORM and op.attrs["weight"] is None and op.attrs["bias"] is not None:
-        raise ValueError(f"{where}: a bias and no weight")
-    if op.kind is OpKind.EMBED and op.attrs["ids"] not in ("tokens", "positions"):
-        raise ValueError(f"{where}: ids is {op.attrs['ids']!r}; tokens or positions are meant")
-    if op.kind is OpKind.SOFT_CAP and not op.attrs["cap"] > 0:
-        raise ValueError(f"{where}: cap is {op.attrs['cap']}; it must be above 0")

@@ -16,7 +16,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.base.errors import SettingError
-from quire.program.ops import OpKind, Weight, WeightForm
+from quire.program.declarations import Weight, WeightForm
+from quire.program.ops import Linear
 from quire.program.program import Program
 from quire.quant.scheme import PLAIN, SCHEMES, Rule, canonical, parse_rule
 
@@ -89,12 +90,12 @@ def _heads(program: Program) -> set[str]:
     """Names of the weights whose products are the logits."""
     logits = program.outputs.get("logits")
     return {
-        op.attrs["weight"]
+        op.weight
         for ops in program.segments.values()
         for op in ops
-        if op.kind is OpKind.LINEAR
+        if isinstance(op, Linear)
         and logits is not None
-        and op.outputs[0].buffer.index == logits.buffer.index
+        and op.y.buffer.index == logits.buffer.index
     }
 
 

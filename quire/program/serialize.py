@@ -2,8 +2,7 @@
 
     from_plain(json.loads(json.dumps(to_plain(program)))) == program
 
-Workers receive programs this way. Views name their buffer by index. Knows the records of ops.py
-and nothing that runs them.
+Workers receive programs this way. Views name their buffer by index.
 """
 
 from __future__ import annotations
@@ -13,20 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.program.ops import (
-    Buffer,
-    CacheSpec,
-    DType,
-    Op,
-    OpKind,
-    RopeSpec,
-    Rows,
-    View,
-    Weight,
-    WeightForm,
-    WeightPart,
-)
+from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm, WeightPart
+from quire.program.operation import schema
+from quire.program.ops import OPERATIONS, Op
 from quire.program.program import NUMERICS_VERSION, Program
+from quire.program.tensors import Buffer, DType, Rows, View
 
 FORMAT = 4
 
@@ -98,20 +88,25 @@ def digest(program: Program) -> str:
 
 def _op_to_plain(op: Op) -> Plain:
     return {
-        "kind": op.kind.value,
+        "kind": op.kind,
         "inputs": [_view_to_plain(view) for view in op.inputs],
         "outputs": [_view_to_plain(view) for view in op.outputs],
-        "attrs": dict(op.attrs),
+        "attrs": op.parameters,
     }
 
 
 def _op_from_plain(plain: Mapping[str, Any], buffers: tuple[Buffer, ...]) -> Op:
-    return Op(
-        OpKind(plain["kind"]),
-        tuple(_view_from_plain(view, buffers) for view in plain["inputs"]),
-        tuple(_view_from_plain(view, buffers) for view in plain["outputs"]),
-        dict(plain["attrs"]),
-    )
+    operation = OPERATIONS.get(plain["kind"])
+    if operation is None:
+        raise ValueError(f"no operation is called {plain['kind']!r}: {', '.join(OPERATIONS)}")
+    values: dict[str, Any] = dict.fromkeys(operation.reads)  # optional views may be missing
+    for names, views in ((operation.reads, "inputs"), (operation.writes, "outputs")):
+        for name, view in zip(names, plain[views], strict=False):
+            values[name] = _view_from_plain(view, buffers)
+    for name, value in plain["attrs"].items():
+        choice = schema(operation)[name].choice
+        values[name] = value if choice is None else choice(value)
+    return operation(**values)
 
 
 def _view_to_plain(view: View) -> list[int]:

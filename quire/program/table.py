@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from quire.program.cost import Cost, StepShape, op_cost, segment_cost, step_cost
-from quire.program.ops import Op, OpKind, Rows, View, WeightForm
+from quire.program.cost import Cost, StepShape
+from quire.program.declarations import WeightForm
+from quire.program.ops import Op
 from quire.program.program import Program
+from quire.program.tensors import Rows, View
 
 SYMBOLS = MappingProxyType({Rows.TOKENS: "T", Rows.SAMPLES: "S", Rows.SEQUENCES: "Q"})
 HEADINGS = ("#", "operation", "reads", "writes", "with", "operations", "weights", "KV")
@@ -79,11 +81,11 @@ def _segment(program: Program, segment: str, step: StepShape, *, all_layers: boo
         lines.append(_row(program, index, ops[index], step))
         index += 1
         if repeat is not None and index == repeat.start + repeat.length:
-            cost = sum((op_cost(program, op, step) for op in ops[index : repeat.end]), Cost())
+            cost = sum((op.cost(program, step) for op in ops[index : repeat.end]), Cost())
             text = f"... the same {repeat.length} in turn, {repeat.hidden} more operations"
             lines.append(("", text, "", "", "", *_numbers(cost)))
             index = repeat.end
-    total = segment_cost(program, segment, step)
+    total = program.segment_cost(segment, step)
     lines.append(("", f"{segment}: {len(ops)} operations", "", "", "", *_numbers(total)))
     return f"segment {segment}\n" + _aligned(lines)
 
@@ -93,8 +95,8 @@ def _row(program: Program, index: int, op: Op, step: StepShape) -> tuple[str, ..
     writes = ", ".join(
         f"{view} in place" if view in op.inputs else _shape(view) for view in op.outputs
     )
-    cost = op_cost(program, op, step)
-    return (str(index), op.kind.value, reads, writes, _detail(program, op), *_numbers(cost))
+    cost = op.cost(program, step)
+    return (str(index), op.kind, reads, writes, op.detail(program), *_numbers(cost))
 
 
 def _numbers(cost: Cost) -> tuple[str, str, str]:
@@ -107,42 +109,6 @@ def _numbers(cost: Cost) -> tuple[str, str, str]:
 
 def _shape(view: View) -> str:
     return f"{view} [{SYMBOLS[view.buffer.rows]} x {view.width}] {view.dtype}"
-
-
-def _detail(program: Program, op: Op) -> str:
-    """What the operation uses beside its views: weights, layer, geometry."""
-    words = []
-    weight_name = op.attrs.get("weight")
-    if weight_name is not None:
-        weight = program.weights[weight_name]
-        size = f"{weight.rows}" if not weight.columns else f"{weight.rows} x {weight.columns}"
-        words.append(f"{weight_name} [{size}] {weight.scheme or weight.dtype}")
-    if op.attrs.get("bias") is not None:
-        words.append("+ bias")
-    if op.kind is OpKind.EMBED and op.attrs["ids"] != "tokens":
-        words.append(f"by {op.attrs['ids']}")
-    if op.kind is OpKind.NORM:
-        words.append(op.attrs["form"])
-        if op.attrs["group"]:
-            words.append(f"each {op.attrs['group']}")
-    if op.kind is OpKind.SCALE:
-        words.append(f"by {op.attrs['factor']:g}")
-    if op.kind is OpKind.SOFT_CAP:
-        words.append(f"at {op.attrs['cap']:g}")
-    if op.kind is OpKind.ACTIVATION:
-        words.append(op.attrs["form"])
-    if op.kind is OpKind.ATTENTION:
-        words.append(f"{op.attrs['heads']} heads over {op.attrs['kv_heads']}")
-        words.append(f"of {op.attrs['head_dim']}")
-        if op.attrs["window"]:
-            words.append(f"window {op.attrs['window']}")
-        if op.attrs["soft_cap"]:
-            words.append(f"capped at {op.attrs['soft_cap']:g}")
-    if op.kind is OpKind.ROPE:
-        words.append(f"{op.attrs['heads']} heads of {op.attrs['head_dim']}")
-    if "layer" in op.attrs:
-        words.append(f"layer {op.attrs['layer']}")
-    return " ".join(words)
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
@@ -165,14 +131,13 @@ def _aligned_line(line: tuple[str, ...], widths: Sequence[int]) -> str:
 
 
 def _signature(program: Program, op: Op) -> tuple[object, ...]:
-    """Equal for operations that differ in their layer only."""
-    named = ("weight", "bias")
-    attrs = {key: value for key, value in op.attrs.items() if key not in (*named, "layer")}
-    weights = [program.weights[op.attrs[key]] for key in named if op.attrs.get(key) is not None]
+    """Return a value that is equal for operations that differ only in layer and weight names."""
+    weights = [program.weights[name] for name in op.weights]
+    skipped = {"weight", "bias", "layer"}
     return (
         op.kind,
         tuple((v.buffer.rows, v.offset, v.width, v.dtype) for v in (*op.inputs, *op.outputs)),
-        tuple(sorted(attrs.items(), key=lambda item: item[0])),
+        tuple((name, value) for name, value in op.parameters.items() if name not in skipped),
         tuple((w.form, w.rows, w.columns, w.dtype, w.scheme) for w in weights),
     )
 
@@ -194,7 +159,7 @@ def _longest_repeat(signatures: Sequence[object]) -> _Repeat | None:
 
 def _summary(program: Program, step: StepShape) -> str:
     lines = []
-    total = step_cost(program, step)
+    total = program.step_cost(step)
     lines.append(
         f"step:    {amount(total.operations)} operations (products {amount(total.product_ops)}, "
         f"attention {amount(total.attention_ops)}, other {amount(total.other_ops)}); "

@@ -7,6 +7,7 @@ beams, and nobody else's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import PartLayers, StepPlan
-from quire.program.cost import Cost, StepShape, step_cost
+from quire.program.cost import Cost, StepShape
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost
 
@@ -200,7 +200,7 @@ def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
         ],
         np.float64,
     )
-    costs = [step_cost(program, step) for step in steps]
+    costs = [program.step_cost(step) for step in steps]
     prices = {}
     for field in fields(Cost):
         values = np.array([getattr(cost, field.name) for cost in costs], np.float64)

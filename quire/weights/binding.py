@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.program.ops import OpKind, WeightPart
+from quire.program.declarations import WeightPart
+from quire.program.ops import Embed, Linear
 from quire.program.program import Program
 from quire.weights.checkpoint import Checkpoint, RowReader
 from quire.weights.dtypes import NUMPY_TYPES
@@ -175,10 +176,10 @@ def _names(sources: Mapping[str, object], checkpoint: Checkpoint) -> dict[str, s
 def _tied_source(program: Program) -> str | None:
     """The source of the embedding where it is the head too."""
     ops = [op for segment in program.segments.values() for op in segment]
-    products = {op.attrs["weight"] for op in ops if op.kind is OpKind.LINEAR}
+    products = {op.weight for op in ops if isinstance(op, Linear)}
     for op in ops:
-        if op.kind is OpKind.EMBED and op.attrs["weight"] in products:
-            return program.weights[op.attrs["weight"]].parts[0].source
+        if isinstance(op, Embed) and op.weight in products:
+            return program.weights[op.weight].parts[0].source
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.scheduler import budget, layered
 from tests.exact.rig import AloneRuns, Model
 from tests.exact.workload import VOCAB_SIZE

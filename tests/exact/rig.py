@@ -36,9 +36,9 @@ from quire.execute.executor import PART_TOKENS, Executor, LateExecutor, LayeredE
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
-from quire.program.ops import DType
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.tensors import DType
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
 from quire.runner.tier_mover import TierMover

@@ -16,9 +16,9 @@ from quire.execute.gpu.stream import Stream
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
-from quire.program.ops import DType, Rows
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.tensors import DType, Rows
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import sequence_batch

@@ -15,7 +15,7 @@ from numpy.typing import NDArray  # noqa: E402
 
 from quire.base.errors import CapacityError  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from tests.gpu.opened import program_of, torch_executor  # noqa: E402
 from tests.gpu.slow_stream import SlowStream  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402

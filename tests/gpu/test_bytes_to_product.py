@@ -17,8 +17,9 @@ from quire.execute.gpu.kernels.activation import activation
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.norm import norm
 from quire.execute.gpu.products import ROW_FORMS
-from quire.program.ops import DType, Op, OpKind
+from quire.program.ops import Activation, Linear, Norm, Op
 from quire.program.program import Program
+from quire.program.tensors import DType
 from tests.gpu.launched import launched
 from tests.gpu.opened import program_of, sequence_logits, torch_executor
 from tests.gpu.tensors import Float32s, array, empty, normal, rounded, tensor, wide
@@ -114,10 +115,10 @@ def _pairs(program: Program) -> list[tuple[Op, Op]]:
     found = []
     for ops in program.segments.values():
         for maker, product in pairwise(ops):
-            is_maker = maker.kind is OpKind.ACTIVATION or (
-                maker.kind is OpKind.NORM and maker.attrs["group"] == 0
+            is_maker = isinstance(maker, Activation) or (
+                isinstance(maker, Norm) and maker.group == 0
             )
-            if is_maker and product.kind is OpKind.LINEAR and product.inputs[0] == maker.outputs[0]:
+            if is_maker and isinstance(product, Linear) and product.x == maker.outputs[0]:
                 found.append((maker, product))
     return found
 

@@ -40,8 +40,8 @@ from quire.execute.gpu.memory import (  # noqa: E402
 )
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.kv_cache import with_kv_cache_dtype  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
 from quire.program.quantize import quantize  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 

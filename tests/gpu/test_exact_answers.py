@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from quire.execute.executor import Executor  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from tests.exact.rig import AloneRuns, Model, differences, run_case  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, draw_case  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, torch_executor  # noqa: E402

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 from quire.execute.gpu import kernel_ops  # noqa: E402
 from quire.execute.gpu.fused import HeadsToCache, launches  # noqa: E402
-from quire.program.ops import DType, Op, OpKind  # noqa: E402
+from quire.program.ops import Norm, Op, Rope  # noqa: E402
 from quire.program.program import Program  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from tests.gpu.launched import launched  # noqa: E402
 from tests.gpu.opened import program_of, sequence_logits, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
@@ -37,7 +38,7 @@ def _kinds(program: Program) -> list[str]:
     """A layer's first steps."""
     found = []
     for step in launches(program, "trunk"):
-        found.append("heads" if isinstance(step, HeadsToCache) else step.kind.value)
+        found.append("heads" if isinstance(step, HeadsToCache) else step.kind)
         if found[-1] == "attention":
             break
     return found
@@ -49,8 +50,8 @@ def test_every_family_with_ropes_has_one_launch_for_its_heads(case: Case, tmp_pa
     trunk = program.segments["trunk"]
     steps = list(launches(program, "trunk"))
     together = [step for step in steps if isinstance(step, HeadsToCache)]
-    ropes = sum(op.kind is OpKind.ROPE for op in trunk)
-    by_head = sum(op.kind is OpKind.NORM and op.attrs["group"] > 0 for op in trunk)
+    ropes = sum(isinstance(op, Rope) for op in trunk)
+    by_head = sum(isinstance(op, Norm) and op.group > 0 for op in trunk)
     assert 2 * len(together) == ropes
     assert len(steps) == len(trunk) - ropes - by_head
     apart = [step for step in steps if not isinstance(step, HeadsToCache)]
@@ -61,7 +62,7 @@ def test_every_family_with_ropes_has_one_launch_for_its_heads(case: Case, tmp_pa
 def test_operations_that_do_not_suit_stay_apart(tmp_path: Path) -> None:
     program = program_of(QWEN3.write(tmp_path), DType.BF16)
     trunk = list(program.segments["trunk"])
-    at = next(index for index, op in enumerate(trunk) if op.kind is OpKind.ROPE)
+    at = next(index for index, op in enumerate(trunk) if isinstance(op, Rope))
     k = trunk[at + 1].inputs[0]
 
     def kinds(*changed: Op) -> list[str]:
@@ -72,7 +73,7 @@ def test_operations_that_do_not_suit_stay_apart(tmp_path: Path) -> None:
     assert kinds(*first, *second)[-2:] == ["heads", "attention"]
     assert kinds(*first)[-2:] == ["heads", "attention"]  # without a rope
     assert kinds(*first[::-1], *second)[-4:] == ["norm", "norm", "heads", "attention"]
-    other = replace(first[1], attrs={**first[1].attrs, "eps": 0.5})
+    other = replace(first[1], eps=0.5)
     assert kinds(first[0], other, *second)[-4:] == ["norm", "norm", "heads", "attention"]
     assert kinds(*first, *second[::-1])[-4:] == ["rope", "rope", "store_kv", "attention"]
     read = replace(program, outputs={**program.outputs, "keys": k})

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.graphs import Graphs  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, program_of, torch_executor  # noqa: E402

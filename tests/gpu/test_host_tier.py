@@ -26,7 +26,7 @@ from quire.bench.workloads import Ask  # noqa: E402
 from quire.config.machine import MachineMemory  # noqa: E402
 from quire.execute.gpu.executor_class import TorchExecutorClass  # noqa: E402
 from quire.execute.gpu.stream import CpuStream  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.runner.handle import Handle  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
 from quire.scheduler.move_cost import MoveCost  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from quire.engine.precision import with_precision  # noqa: E402
 from quire.models.registry import build_program, open_model  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.fp8_checkpoints import write_fp8_of  # noqa: E402

@@ -22,7 +22,7 @@ from quire.execute.gpu.library_fp8 import (
     product_for,
     scales_for,
 )
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.quant.fp8 import e4m3
 from tests.gpu.opened import program_of, reference_executor, sequence_logits, torch_executor
 from tests.gpu.tensors import array, normal, tensor

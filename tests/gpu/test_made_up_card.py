@@ -16,7 +16,7 @@ from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.products import pack_ints  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.ops import DType, Rows  # noqa: E402
+from quire.program.tensors import DType, Rows  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402

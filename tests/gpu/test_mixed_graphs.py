@@ -26,7 +26,7 @@ from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts, StepBuffers  # noqa: E402
 from quire.execute.gpu.step_sizes import Sizes  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.ops import DType, Rows  # noqa: E402
+from quire.program.tensors import DType, Rows  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
 from tests.gpu.launched import launched  # noqa: E402
 from tests.gpu.opened import (  # noqa: E402

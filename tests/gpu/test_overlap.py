@@ -22,7 +22,7 @@ from quire.execute.executor import Executor, LateExecutor  # noqa: E402
 from quire.execute.gpu.last_tokens import LastTokens  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts  # noqa: E402
 from quire.execute.gpu.stream import CpuStream  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from tests.exact.rig import Model, Stream, run_case  # noqa: E402
 from tests.exact.test_overlap import overlapped, plain, with_penalties  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case  # noqa: E402

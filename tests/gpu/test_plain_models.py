@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from quire.engine.precision import with_precision  # noqa: E402
 from quire.execute.few_bits import in_few_bits  # noqa: E402
 from quire.models.registry import build_program, open_model  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.fp8_checkpoints import KINDS, write_fp8_of  # noqa: E402

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.quality import Setting, measure
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.gpu

@@ -25,8 +25,8 @@ from quire.execute.gpu.step_sizes import (  # noqa: E402
 )
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.ops import DType, Rows  # noqa: E402
 from quire.program.program import Program  # noqa: E402
+from quire.program.tensors import DType, Rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

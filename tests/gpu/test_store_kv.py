@@ -19,7 +19,8 @@ from quire.execute.gpu.kernels.store_kv import (  # noqa: E402
 )
 from quire.execute.reference_attention import PagedRows  # noqa: E402
 from quire.execute.rope_table import RopeTable  # noqa: E402
-from quire.program.ops import DType, RopeSpec  # noqa: E402
+from quire.program.declarations import RopeSpec  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from tests.gpu.tensors import array, normal, same_bits, tensor, wide  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

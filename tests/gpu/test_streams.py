@@ -18,7 +18,7 @@ from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
 from quire.execute.gpu.graphs import CudaCapture, Graphs  # noqa: E402
 from quire.execute.gpu.stream import CpuStream, GpuStream  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from tests.gpu.opened import program_of, torch_executor  # noqa: E402
 from tests.gpu.test_graphs import LLAMA, Recorder, decode_batch  # noqa: E402

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.stream import CpuStream, Stream  # noqa: E402
 from quire.execute.gpu.upload import LEAST_A_THREAD, Upload  # noqa: E402
-from quire.program.ops import DType  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.gpu.opened import CPU, program_of  # noqa: E402

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.execute.reference_attention import PagedRows, attention
-from quire.program.ops import INT8_CACHE, DType
+from quire.program.declarations import INT8_CACHE
+from quire.program.tensors import DType
 from quire.weights.dtypes import bf16_bits, round_to_bf16
 
 Floats = NDArray[np.float32]
@@ -136,10 +137,19 @@ class PagedCache:
                 dtype=dtype,
             )
         q, k, v, y = self._views = [(index, 3, width) for index, width in enumerate(widths)]
-        attend_ints = [0, geometry.heads, geometry.window]
-        attend_floats = [geometry.scale, geometry.soft_cap]
-        self._program.add_segment([("store_kv", [k, v], [0], [], [])])
-        self._program.add_segment([("attention", [q, y], attend_ints, attend_floats, [])])
+        attended = {
+            "q": q,
+            "y": y,
+            "layer": 0,
+            "heads": geometry.heads,
+            "kv_heads": geometry.kv_heads,
+            "head_dim": geometry.head_dim,
+            "scale": geometry.scale,
+            "window": geometry.window,
+            "soft_cap": geometry.soft_cap,
+        }
+        self._program.add_segment([("store_kv", {"k": k, "v": v, "layer": 0})])
+        self._program.add_segment([("attention", attended)])
         self._program.allocate_cache(
             dtype=str(geometry.dtype),
             ints=bool(geometry.kept.scheme),

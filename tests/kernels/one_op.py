@@ -21,6 +21,10 @@ from quire.weights.dtypes import bf16_bits, from_bf16_bits, round_to_bf16
 Float32s = NDArray[np.float32]
 
 NO_INTS = np.empty(0, np.int32)
+# The order of operands, where it is not x, y.
+OPERANDS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"embed": ("y",), "norm": ("x", "y", "delta"), "activation": ("gate", "y", "up")}
+)
 SHIFT = 3  # columns before an operand
 BEYOND = 5  # columns after it
 
@@ -41,8 +45,9 @@ class OneOp:
     operands: Sequence[Operand]
     isa: str
     num_threads: int = 2
-    ints: Sequence[int] = ()
-    floats: Sequence[float] = ()
+    values: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields that are no views and no weights
     weights: Sequence[tuple[str, str, Float32s]] = ()  # (form, dtype or scheme, values)
     max_rows: int = 70
     shift: int = SHIFT
@@ -63,9 +68,7 @@ class OneOp:
             offset += size
         for index, (cos, sin) in enumerate(self.ropes):
             program.set_rope(index, cos, sin)
-        weights = [packed(pool, *weight) for weight in self.weights]
-        views = [(i, self.shift, operand.width) for i, operand in enumerate(self.operands)]
-        program.add_segment([(self.kind, views, list(self.ints), list(self.floats), weights)])
+        program.add_segment([(self.kind, self._fields(pool))])
         self.state["program"] = program
 
     def __call__(
@@ -95,6 +98,21 @@ class OneOp:
             block_tables=np.zeros((1, 1), np.int32),
         )
         return [self._read(index, num_rows) for index in range(len(self.operands))]
+
+    def _fields(self, pool: _native.Pool) -> dict[str, Any]:
+        """The operation's fields: operands and weights by order, None where there are fewer."""
+        operands, weight_names = OPERANDS.get(self.kind, ("x", "y")), ("weight", "bias")
+        views = [(i, self.shift, operand.width) for i, operand in enumerate(self.operands)]
+        weights = [packed(pool, *weight) for weight in self.weights]
+        fields: dict[str, Any] = dict(self.values)
+        for name, kind in _native.OPERATIONS[self.kind].items():
+            if kind.startswith("view"):
+                at = operands.index(name)
+                fields[name] = views[at] if at < len(views) else None
+            if kind.startswith("weight"):
+                at = weight_names.index(name)
+                fields[name] = weights[at] if at < len(weights) else None
+        return fields
 
     def _whole(self, index: int) -> NDArray[Any]:
         stride = _stride(self.operands[index])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from quire import _native
-from quire.program.ops import KV_SCALE_BYTES, DType
+from quire.program.declarations import KV_SCALE_BYTES
+from quire.program.tensors import DType
 from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Rows, Tokens
 from tests.kernels.isas import ISAS
 

@@ -3,6 +3,7 @@ told to, and counts what it did."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -15,6 +16,11 @@ from quire import _native
 
 WIDTH, VOCAB, BLOCK = 32, 7, 16
 ANGLES = np.ones((8, 4), np.float32)  # the program does not keep them alive
+X, Y = (0, 0, WIDTH), (1, 0, WIDTH)
+ATTENTION = {
+    "layer": 0, "heads": 1, "kv_heads": 1, "head_dim": WIDTH,
+    "scale": 1.0, "window": 0, "soft_cap": 0.0,
+}  # fmt: skip
 Int32s = NDArray[np.int32]
 
 
@@ -49,13 +55,13 @@ def program() -> _native.Program:
     x, y, sampled = (0, 0, WIDTH), (1, 0, WIDTH), (2, 0, WIDTH)
     program.add_segment(
         [
-            ("embed", [x], [0], [], [table]),
-            ("rope", [x], [0, 1, WIDTH], [], []),
-            ("store_kv", [x, x], [0], [], []),
-            ("attention", [x, y], [0, 1, 0], [1.0, 0.0], []),
+            ("embed", {"y": x, "weight": table, "ids": "tokens"}),
+            ("rope", {"x": x, "rope": 0, "heads": 1, "head_dim": WIDTH}),
+            ("store_kv", {"k": x, "v": x, "layer": 0}),
+            ("attention", {"q": x, "y": y, **ATTENTION}),
         ]
     )
-    program.add_segment([("gather_rows", [y, sampled], [], [], [])])
+    program.add_segment([("gather_rows", {"x": y, "y": sampled})])
     program.set_rope(0, ANGLES, ANGLES)
     program.allocate_cache(
         dtype="f32", kv_heads=1, head_dim=WIDTH, block_size=BLOCK, layers=1, num_blocks=2
@@ -97,7 +103,7 @@ def test_indices_outside_their_arrays_are_refused_before_anything_runs(
 
 def test_positions_past_a_table_of_positions_are_refused(program: _native.Program) -> None:
     table = _native.Weight("table", "f32", VOCAB, WIDTH)
-    program.add_segment([("embed", [(0, 0, WIDTH)], [1], [], [table])])
+    program.add_segment([("embed", {"y": (0, 0, WIDTH), "weight": table, "ids": "positions"})])
     program.run(2, **_step(token_ids=_ints(99, 99)))  # not what is looked up
     with pytest.raises(ValueError, match=r"rope_positions\[1\] is 7; allowed are 0 to 6"):
         program.run(2, **_step(rope_positions=_ints(6, 7)))
@@ -188,16 +194,33 @@ def test_malformed_operations_are_refused_when_the_program_is_built(
     view = (0, 0, WIDTH)
     matrix = _native.Weight("matrix", "f32", 5, WIDTH)
     for op, message in (
-        (("dance", [view], [], [], []), 'no operation is called "dance"'),
-        (("scale", [view], [], [], []), "too many or too few"),
-        (("add", [view, (9, 0, WIDTH)], [], [], []), "no buffer 9"),
-        (("add", [view, (1, 1, WIDTH)], [], [], []), "wider than its buffer"),
-        (("add", [view, (1, 0, 8)], [], [], []), "views differ in width"),
-        (("soft_cap", [view], [], [0.0], []), "the cap is not above zero"),
-        (("embed", [(2, 0, WIDTH)], [1], [], [matrix]), "not a row for each token"),
-        (("linear", [view, (1, 0, 6)], [], [], [matrix]), "differ in width"),
+        (("dance", {"x": view}), 'no operation is called "dance"'),
+        (("scale", {"x": view}), 'scale: field "factor" is missing'),
+        (("scale", {"x": view, "factor": "a"}), 'scale: field "factor" is no float'),
+        (("scale", {"x": view, "factor": 1.0, "cap": 1.0}), "scale: 3 fields; it has 2"),
+        (("add", {"x": view, "y": None}), 'add: field "y" is no view'),
+        (("add", {"x": view, "y": (9, 0, WIDTH)}), "no buffer 9"),
+        (("add", {"x": view, "y": (1, 1, WIDTH)}), "wider than its buffer"),
+        (("add", {"x": view, "y": (1, 0, 8)}), "views differ in width"),
+        (("soft_cap", {"x": view, "cap": 0.0}), "the cap is not above zero"),
+        (
+            ("activation", {"gate": view, "up": None, "y": view, "form": "mish"}),
+            '"form" is "mish"; allowed are silu|gelu|gelu_tanh|relu',
+        ),
+        (
+            ("embed", {"y": (2, 0, WIDTH), "weight": matrix, "ids": "positions"}),
+            "not a row for each token",
+        ),
+        (
+            ("linear", {"x": view, "y": (1, 0, 6), "weight": matrix, "bias": None}),
+            "differ in width",
+        ),
+        (
+            ("linear", {"x": view, "y": (1, 0, 5), "weight": None, "bias": None}),
+            'linear: field "weight" is None',
+        ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(message)):
             program.add_segment([op])
 
 
@@ -219,13 +242,11 @@ def test_a_block_size_that_kernels_cannot_take_is_refused(
 @pytest.mark.parametrize(
     ("op", "message"),
     [
-        (("store_kv", [(0, 0, WIDTH), (1, 0, WIDTH)], [1], [], []), "no such layer"),
-        (("store_kv", [(0, 0, 16), (1, 0, 16)], [0], [], []), "has not the heads' width"),
-        (
-            ("attention", [(0, 0, WIDTH), (1, 0, WIDTH)], [0, 2, 0], [1.0, 0.0], []),
-            "has not the heads' width",
-        ),
-        (("rope", [(0, 0, WIDTH)], [0, 8, 4], [], []), "more angles than half a head"),
+        (("store_kv", {"k": X, "v": Y, "layer": 1}), "no such layer"),
+        (("store_kv", {"k": (0, 0, 16), "v": (1, 0, 16), "layer": 0}), "has not the heads' width"),
+        (("attention", {"q": X, "y": Y, **ATTENTION, "heads": 2}), "has not the heads' width"),
+        (("attention", {"q": X, "y": Y, **ATTENTION, "kv_heads": 2}), "KV heads are not the cache"),
+        (("rope", {"x": X, "rope": 0, "heads": 8, "head_dim": 4}), "more angles than half a head"),
     ],
 )
 def test_operations_that_do_not_suit_cache_or_angles_are_refused(

@@ -103,7 +103,9 @@ def test_rows_gathered_from_integers_are_what_the_product_uses(
     scheme: str, isa: str, out: str
 ) -> None:
     w = draw(np.random.default_rng(6), 50, 77)
-    op = OneOp("embed", [Operand(77, out)], isa, ints=[0], weights=[("matrix", scheme, w)])
+    op = OneOp(
+        "embed", [Operand(77, out)], isa, values={"ids": "tokens"}, weights=[("matrix", scheme, w)]
+    )
     ids = np.array([49, 0, 31, 32, 31], np.int32)
     (found,) = op({}, num_rows=5, batch={"token_ids": ids})
     expected = quantize_matrix(w, SCHEMES[scheme]).dequantized()[ids]

@@ -92,21 +92,20 @@ def _norm(form: str, group: int, *, num_vectors: int = 1) -> Case:
         inputs={0: draw(rng, NUM_ROWS, width), 2: draw(rng, NUM_ROWS, width, dtype="bf16")},
         output=1,
         settings={
-            "ints": [form == "layer", group],
-            "floats": [1e-5],
+            "values": {"form": form, "group": group, "eps": 1e-5},
             "weights": [("vector", "f32", vector) for vector in vectors],
         },
     )
 
 
-def _activation(code: int) -> Case:
+def _activation(form: str) -> Case:
     rng = np.random.default_rng(4)
     return Case(
         kind="activation",
         operands=[Operand(97), Operand(97), Operand(97)],
         inputs={0: draw(rng, NUM_ROWS, 97), 2: draw(rng, NUM_ROWS, 97)},
         output=1,
-        settings={"ints": [code]},
+        settings={"values": {"form": form}},
     )
 
 
@@ -119,11 +118,11 @@ def _rope() -> Case:
         inputs={0: draw(rng, NUM_ROWS, 33)},
         output=0,
         batch={"rope_positions": rng.integers(0, 9, NUM_ROWS).astype(np.int32)},
-        settings={"ints": [0, 3, 11], "ropes": [(cos, sin)]},
+        settings={"values": {"rope": 0, "heads": 3, "head_dim": 11}, "ropes": [(cos, sin)]},
     )
 
 
-def _embed(form: str, dtype: str, out: str, *, ids: str = "token_ids") -> Case:
+def _embed(form: str, dtype: str, out: str, *, ids: str = "tokens") -> Case:
     rng = np.random.default_rng(6)
     table = draw(rng, 50, 37, dtype=dtype)
     return Case(
@@ -131,12 +130,16 @@ def _embed(form: str, dtype: str, out: str, *, ids: str = "token_ids") -> Case:
         operands=[Operand(37, out)],
         inputs={},
         output=0,
-        batch={ids: rng.integers(0, 50, NUM_ROWS).astype(np.int32)},
-        settings={"ints": [ids == "rope_positions"], "weights": [(form, dtype, table)]},
+        batch={
+            "token_ids" if ids == "tokens" else "rope_positions": rng.integers(
+                0, 50, NUM_ROWS
+            ).astype(np.int32)
+        },
+        settings={"values": {"ids": ids}, "weights": [(form, dtype, table)]},
     )
 
 
-def _plain(kind: str, *dtypes: str, output: int = 0, **settings: Any) -> Case:
+def _plain(kind: str, *dtypes: str, output: int = 0, **values: Any) -> Case:
     """An operation of 45 columns on one input for each dtype but those it writes only."""
     rng = np.random.default_rng(7)
     written = {output} if output else set()
@@ -150,7 +153,7 @@ def _plain(kind: str, *dtypes: str, output: int = 0, **settings: Any) -> Case:
         },
         output=output,
         counts_itself=kind == "gather_rows",
-        settings=settings,
+        settings={"values": values},
     )
 
 
@@ -172,20 +175,20 @@ CASES = {
     "layer norm with bias": _norm("layer", 0, num_vectors=2),
     "layer norm without weight": _norm("layer", 0, num_vectors=0),
     "norm of groups": _norm("rms", 24),
-    "silu": _activation(0),
-    "gelu": _activation(1),
-    "gelu_tanh": _activation(2),
-    "relu": _activation(3),
+    "silu": _activation("silu"),
+    "gelu": _activation("gelu"),
+    "gelu_tanh": _activation("gelu_tanh"),
+    "relu": _activation("relu"),
     "rope": _rope(),
     "embed from panels": _embed("matrix", "bf16", "f32"),
     "embed from a table": _embed("table", "f32", "bf16"),
-    "embed by position": _embed("table", "bf16", "f32", ids="rope_positions"),
+    "embed by position": _embed("table", "bf16", "f32", ids="positions"),
     "add": _plain("add", "f32", "f32"),
     "add bf16 to f32": _plain("add", "f32", "bf16"),
-    "scale": _plain("scale", "f32", floats=[0.3]),
-    "scale bf16": _plain("scale", "bf16", floats=[0.3]),
-    "soft_cap": _plain("soft_cap", "f32", floats=[1.5]),
-    "soft_cap bf16": _plain("soft_cap", "bf16", floats=[30.0]),
+    "scale": _plain("scale", "f32", factor=0.3),
+    "scale bf16": _plain("scale", "bf16", factor=0.3),
+    "soft_cap": _plain("soft_cap", "f32", cap=1.5),
+    "soft_cap bf16": _plain("soft_cap", "bf16", cap=30.0),
     "copy": _plain("copy", "f32", "bf16", output=1),
     "copy bf16": _plain("copy", "bf16", "f32", output=1),
     "gather_rows": _plain("gather_rows", "f32", "f32", output=1),

@@ -17,7 +17,7 @@ WIDTH, MAX_ROWS = HEADS * HEAD_DIM, 96
 X, QKV, OUT = 0, 1, 2
 ANGLES = np.random.default_rng(6).uniform(0, 6, (MAX_ROWS, HEAD_DIM // 2)).astype(np.float32)
 COS, SIN = np.cos(ANGLES), np.sin(ANGLES)  # the program does not keep them alive
-Ops = list[tuple[str, list[tuple[int, int, int]], list[int], list[float], list[_native.Weight]]]
+Ops = list[tuple[str, dict[str, Any]]]
 
 
 def _ops(pool: _native.Pool) -> Ops:
@@ -27,18 +27,20 @@ def _ops(pool: _native.Pool) -> Ops:
     wide, each = (packed(pool, "vector", "f32", draw(rng, n)) for n in (WIDTH, HEAD_DIM))
     x, out = (X, 0, WIDTH), (OUT, 0, WIDTH)
     q, k, v = ((QKV, i * WIDTH, WIDTH) for i in range(3))
+    norm = {"delta": None, "form": "rms", "eps": 1e-6, "bias": None}
+    rope = {"rope": 0, "heads": HEADS, "head_dim": HEAD_DIM}
     return [
-        ("embed", [x], [0], [], [table]),
-        ("norm", [x, q], [0, 0], [1e-6], [wide]),
-        ("norm", [x, k], [0, 0], [1e-6], [wide]),
-        ("copy", [x, v], [], [], []),
-        ("norm", [q, q], [0, HEAD_DIM], [1e-6], [each]),
-        ("rope", [q], [0, HEADS, HEAD_DIM], [], []),
-        ("rope", [k], [0, HEADS, HEAD_DIM], [], []),
-        ("store_kv", [k, v], [0], [], []),
-        ("activation", [q, out, k], [0], [], []),
-        ("scale", [out], [], [0.7], []),
-        ("add", [x, out], [], [], []),
+        ("embed", {"y": x, "weight": table, "ids": "tokens"}),
+        ("norm", {"x": x, "y": q, "group": 0, "weight": wide, **norm}),
+        ("norm", {"x": x, "y": k, "group": 0, "weight": wide, **norm}),
+        ("copy", {"x": x, "y": v}),
+        ("norm", {"x": q, "y": q, "group": HEAD_DIM, "weight": each, **norm}),
+        ("rope", {"x": q, **rope}),
+        ("rope", {"x": k, **rope}),
+        ("store_kv", {"k": k, "v": v, "layer": 0}),
+        ("activation", {"gate": q, "y": out, "up": k, "form": "silu"}),
+        ("scale", {"x": out, "factor": 0.7}),
+        ("add", {"x": x, "y": out}),
     ]
 
 

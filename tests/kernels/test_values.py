@@ -76,7 +76,8 @@ def test_norm_adds_the_delta_first(
         expected_x = x + delta
         expected_x = round_to_bf16(expected_x) if x_dtype == "bf16" else expected_x
     weights = [("vector", "f32", weight)] + ([("vector", "f32", bias)] if bias is not None else [])
-    op = OneOp("norm", operands, isa, ints=[form == "layer", 0], floats=[1e-5], weights=weights)
+    values = {"form": form, "group": 0, "eps": 1e-5}
+    op = OneOp("norm", operands, isa, values=values, weights=weights)
     new_x, y, *_ = op(inputs, num_rows=rows)
     np.testing.assert_array_equal(new_x, expected_x)
     expected = twin.norm(expected_x, weight, eps=1e-5, form=form, bias=bias, group=0)
@@ -94,8 +95,7 @@ def test_norm_of_heads_works_in_place(
         "norm",
         [Operand(heads * head_dim, dtype), Operand(heads * head_dim, dtype)],
         isa,
-        ints=[0, head_dim],
-        floats=[1e-6],
+        values={"form": "rms", "group": head_dim, "eps": 1e-6},
         weights=[("vector", "f32", weight)],
     )
     y = apart({0: x}, num_rows=4)[1]
@@ -119,7 +119,7 @@ def test_rope_turns_pairs_by_the_rows_position_to_the_bit(
         "rope",
         [Operand(heads * head_dim, dtype)],
         isa,
-        ints=[0, heads, head_dim],
+        values={"rope": 0, "heads": heads, "head_dim": head_dim},
         ropes=[(cos, sin)],
     )
     y = op({0: x}, num_rows=5, batch={"rope_positions": positions})[0]
@@ -139,9 +139,8 @@ def test_activation_is_right_from_one_end_of_the_range_to_the_other(
     gate = np.stack([magnitudes, -magnitudes])
     gate = round_to_bf16(gate) if dtype == "bf16" else gate
     up = draw(rng, *gate.shape, dtype=dtype) if gated else None
-    code = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}[form]
     operands = [Operand(gate.shape[1], dtype)] * (3 if gated else 2)
-    op = OneOp("activation", operands, isa, ints=[code])
+    op = OneOp("activation", operands, isa, values={"form": form})
     y = op({0: gate} if up is None else {0: gate, 2: up}, num_rows=2)[1]
     expected = twin.activation(gate, up, form=form)
     scale = np.abs(gate if up is None else gate * up)  # 1 + erf and 1 + tanh cancel below zero
@@ -156,7 +155,7 @@ def test_add_and_scale_round_once(
 ) -> None:
     x, y = draw(rng, 3, 45, dtype=dtype), draw(rng, 3, 45, dtype=other)
     added = OneOp("add", [Operand(45, dtype), Operand(45, other)], isa)({0: x, 1: y}, num_rows=3)
-    scaled = OneOp("scale", [Operand(45, dtype)], isa, floats=[0.3])({0: x}, num_rows=3)
+    scaled = OneOp("scale", [Operand(45, dtype)], isa, values={"factor": 0.3})({0: x}, num_rows=3)
     rounded: Any = round_to_bf16 if dtype == "bf16" else np.asarray
     np.testing.assert_array_equal(added[0], rounded(twin.add(x, y)))
     np.testing.assert_array_equal(scaled[0], rounded(twin.scale(x, 0.3)))
@@ -171,7 +170,9 @@ def test_a_soft_cap_is_right_from_one_end_of_the_range_to_the_other(
     magnitudes = np.concatenate([2.0 ** np.linspace(-30, 12, 333), [0.0, 1e30, np.inf]])
     x = np.stack([magnitudes, -magnitudes]).astype(np.float32)
     x = round_to_bf16(x) if dtype == "bf16" else x
-    y = OneOp("soft_cap", [Operand(x.shape[1], dtype)], isa, floats=[cap])({0: x}, num_rows=2)[0]
+    y = OneOp("soft_cap", [Operand(x.shape[1], dtype)], isa, values={"cap": cap})(
+        {0: x}, num_rows=2
+    )[0]
     assert_close(y, twin.soft_cap(x, cap), dtype=dtype, scale=cap / 8)
     assert (np.abs(y) <= cap * (1 + 2.0**-8)).all()
     assert np.array_equal(np.signbit(y), np.signbit(x))
@@ -180,7 +181,9 @@ def test_a_soft_cap_is_right_from_one_end_of_the_range_to_the_other(
 @each_isa
 def test_a_soft_cap_keeps_what_is_not_a_number(isa: str) -> None:
     x = np.full((1, 5), np.nan, np.float32)
-    assert np.isnan(OneOp("soft_cap", [Operand(5)], isa, floats=[2.0])({0: x}, num_rows=1)[0]).all()
+    assert np.isnan(
+        OneOp("soft_cap", [Operand(5)], isa, values={"cap": 2.0})({0: x}, num_rows=1)[0]
+    ).all()
 
 
 @each_isa
@@ -202,7 +205,7 @@ def test_a_norm_without_a_weight_has_ones(
 ) -> None:
     x = draw(rng, 3, 45, dtype=dtype)
     operands = [Operand(45, dtype), Operand(45)]
-    op = OneOp("norm", operands, isa, ints=[form == "layer", 0], floats=[1e-5])
+    op = OneOp("norm", operands, isa, values={"form": form, "group": 0, "eps": 1e-5})
     y = op({0: x}, num_rows=3)[1]
     expected = twin.norm(x, None, eps=1e-5, form=form, bias=None, group=0)
     assert_close(y, expected, dtype="f32", scale=np.abs(expected) + 1)
@@ -218,9 +221,9 @@ def test_embed_gathers_rows_of_panels_and_tables(
     table = draw(rng, 101, 37, dtype=dtype)
     ids = np.array([0, 31, 32, 100, 7, 7], np.int32)
     expected = twin.embed(table, ids)
-    for by_position, name in enumerate(("token_ids", "rope_positions")):
+    for ids_of, name in (("tokens", "token_ids"), ("positions", "rope_positions")):
         weights = [(form, dtype, table)]
-        op = OneOp("embed", [Operand(37, out)], isa, ints=[by_position], weights=weights)
+        op = OneOp("embed", [Operand(37, out)], isa, values={"ids": ids_of}, weights=weights)
         y = op({}, num_rows=6, batch={name: ids})[0]
         np.testing.assert_array_equal(y, round_to_bf16(expected) if out == "bf16" else expected)
 
@@ -246,20 +249,22 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_and_infinity(isa: str
     )  # fmt: skip
     values = np.tile(bits, 5)[None].view(np.float32)
     weights = [("table", "f32", values)]
-    op = OneOp("embed", [Operand(values.shape[1], "bf16")], isa, ints=[0], weights=weights)
+    op = OneOp(
+        "embed", [Operand(values.shape[1], "bf16")], isa, values={"ids": "tokens"}, weights=weights
+    )
     y = op({}, num_rows=1)[0]
     np.testing.assert_array_equal(y.view(np.uint32), round_to_bf16(values).view(np.uint32))
 
 
 @each_isa
-@pytest.mark.parametrize(("kind", "ints"), [("copy", []), ("activation", [3])])
+@pytest.mark.parametrize(("kind", "values"), [("copy", {}), ("activation", {"form": "relu"})])
 def test_denormals_are_rounded_to_bf16_as_all_numbers_are(
-    isa: str, kind: str, ints: list[int]
+    isa: str, kind: str, values: dict[str, str]
 ) -> None:
     """Some instructions take them for zeros. One in a vector, and all of a vector."""
     x = np.linspace(1e-40, 2e-38, 2 * 77, dtype=np.float32).reshape(2, 77)
     x[0, 1::2] = 1.0
-    op = OneOp(kind, [Operand(77), Operand(77, "bf16")], isa, ints=ints)
+    op = OneOp(kind, [Operand(77), Operand(77, "bf16")], isa, values=values)
     y = op({0: x}, num_rows=2)[1]
     assert (y != 0).all()
     np.testing.assert_array_equal(y, round_to_bf16(x))

@@ -18,7 +18,7 @@ from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.models.spec import ModelSpec
 from quire.program.batch import ForwardBatch
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 
 BLOCK_SIZE = 16

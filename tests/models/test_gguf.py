@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.models.registry import open_model
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from tests.gguf_convert import ARCHITECTURES, write_gguf_of
 from tests.models.case import Case
 from tests.models.cases import CASES

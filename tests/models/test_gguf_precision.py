@@ -14,8 +14,8 @@ from quire.engine.precision import with_precision
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
 from quire.program.quantize import precision_text
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import round_to_bf16
 from quire.weights.gguf_blocks import unpack

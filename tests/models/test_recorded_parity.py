@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from tests.models.case import Case
 from tests.models.cases import CASES
 from tests.models.generate import EXECUTORS, logits_of, open_executor

@@ -1,19 +1,5 @@
-// A program as the interpreter holds it: buffers at fixed places of one arena, operations with
-// resolved numbers. Built once from quire/program by quire/execute/native.py.
-//
-//   kind         views            ints                  floats           weights
-//   embed        y                by_position           -                weight
-//   norm         x, y[, delta]    layer, group          eps              [weight[, bias]]
-//   linear       x, y             -                     -                weight[, bias]
-//   rope         x                rope, heads, head_dim -                -
-//   store_kv     k, v             layer                 -                -
-//   attention    q, y             layer, heads, window  scale, soft_cap  -
-//   activation   gate, y[, up]    form                  -                -
-//   add          x, y             -                     -                -
-//   scale        x                -                     factor           -
-//   soft_cap     x                -                     cap              -
-//   copy         x, y             -                     -                -
-//   gather_rows  x, y             -                     -                -
+// A program as the interpreter holds it: buffers at fixed places of one arena, and segments of
+// operations (operations.h). Built once from quire/program by quire/execute/native.py.
 #pragma once
 
 #include <atomic>
@@ -25,30 +11,10 @@
 
 #include "quire/arena.h"
 #include "quire/kernels.h"
+#include "quire/operations.h"
 #include "quire/weight.h"
 
 namespace quire {
-
-struct ViewSpec {
-    int64_t buffer, offset, width;
-};
-
-// In the order of the table above.
-enum class OpKind {
-    embed, norm, linear, rope, store_kv, attention, activation, add, scale, soft_cap, copy,
-    gather_rows
-};
-const char* name_of(OpKind kind);
-// Throws std::invalid_argument.
-OpKind op_kind_named(const std::string& name);
-
-struct OpSpec {
-    OpKind kind;
-    std::vector<ViewSpec> views;
-    std::vector<int64_t> ints;
-    std::vector<double> floats;
-    std::vector<std::shared_ptr<const Weight>> weights;
-};
 
 // What one run is about; arrays as in quire/program/batch.py.
 struct StepInputs {
@@ -60,7 +26,16 @@ struct StepInputs {
     const int32_t* seq_starts = nullptr;
     const int32_t* block_tables = nullptr;
     const int32_t* sample_rows = nullptr;
+
+    // What an embedding looks up.
+    const int32_t* ids(IdSource source) const {
+        return source == IdSource::tokens ? token_ids : rope_positions;
+    }
 };
+
+// Throws std::invalid_argument unless all values are at least `low` and below `end`.
+void check_range(const char* name, const int32_t* values, int64_t count, int64_t low, int64_t end);
+
 
 // The run was told to stop between two operations.
 struct Aborted : std::runtime_error {
@@ -82,7 +57,7 @@ class Program {
     // then segments.
     void add_buffer(const BufferSpec& buffer);
     void add_buffer_apart(const BufferSpec& buffer);
-    void add_segment(std::vector<OpSpec> ops);
+    void add_segment(std::vector<Operation> ops);
     // Angles [positions, half] of rope `index`; the caller keeps them alive.
     void set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
                   int64_t half);
@@ -129,7 +104,7 @@ class Program {
         int64_t positions = 0, half = 0;
     };
     struct Segment {
-        std::vector<OpSpec> ops;
+        std::vector<Operation> ops;
         std::vector<Unit> units;  // all operations, in order
         std::vector<size_t> attentions;  // units
         std::vector<int64_t> own_buffers;  // written first here
@@ -138,15 +113,17 @@ class Program {
 
     const BufferSpec& buffer_at(int64_t index) const { return now_->at(index); }
     const Segment& segment_at(int64_t index) const;
-    std::vector<Unit> fuse(const std::vector<OpSpec>& ops) const;
+    std::vector<Unit> fuse(const std::vector<Operation>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
-    void check(const Segment& segment, const StepInputs& inputs) const;
-    void check_op(const OpSpec& op) const;        // when the program is built
-    void check_cache_op(const OpSpec& op) const;  // once there is a cache
+    // Defined in program_check.cc; each throws std::invalid_argument.
+    void check_op(const Operation& op) const;  // when the program is built
+    void check(const Segment& segment, const StepInputs& inputs) const;  // before each run
+    void check_step(const Operation& op, const StepInputs& inputs) const;
+    void check_cache(const StepInputs& inputs) const;
     void run_units(Segment& segment, size_t first, size_t end, const StepInputs& inputs);
     void run_unit(const Segment& segment, const Unit& unit, const StepInputs& inputs);
-    void run_op(const OpSpec& op, const StepInputs& inputs);
-    void run_rows(const OpSpec& op, const StepInputs& inputs, int64_t first, int64_t count,
+    void run_op(const Operation& op, const StepInputs& inputs);
+    void run_rows(const Operation& op, const StepInputs& inputs, int64_t first, int64_t count,
                   Pool* pool) const;
     void poison(const Segment& segment);
     char* layer_cache(int64_t layer) const;

@@ -28,8 +28,9 @@ from quire.execute.gpu.kernels.attention_plan import (
 )
 from quire.execute.gpu.step_sizes import Size
 from quire.program.batch import ForwardBatch
-from quire.program.ops import OpKind, Rows
+from quire.program.ops import Attention
 from quire.program.program import Program
+from quire.program.tensors import Rows
 
 Int32s = NDArray[np.int32]
 PARTIAL_BYTES = 256 * 2**20  # at most, for what pieces give before they are merged
@@ -185,15 +186,14 @@ def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
     itemsize = program.caches[0].dtype.itemsize  # of queries too
     for ops in program.segments.values():
         for op in ops:
-            if op.kind is OpKind.ATTENTION:
-                kv_heads, head_dim = op.attrs["kv_heads"], op.attrs["head_dim"]
-                group = op.attrs["heads"] // kv_heads
+            if isinstance(op, Attention):
+                group = op.heads // op.kv_heads
                 found[group] = Geometry(
                     group=group,
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
+                    kv_heads=op.kv_heads,
+                    head_dim=op.head_dim,
                     narrow=narrow_rows(group, is_exact=exact, itemsize=itemsize),
-                    wide=wide_rows(group, head_dim, itemsize=itemsize),
+                    wide=wide_rows(group, op.head_dim, itemsize=itemsize),
                 )
     return found
 

@@ -30,8 +30,8 @@ from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.gpu.step_sizes import Size, Sizes, most_mixed
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.program.batch import ForwardBatch
-from quire.program.ops import Rows
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 

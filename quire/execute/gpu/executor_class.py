@@ -22,13 +22,14 @@ from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.step_buffers import StepBuffers
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import rope_bytes
-from quire.program.ops import FP8_CACHE, OpKind, Rows
+from quire.program.declarations import FP8_CACHE
+from quire.program.ops import Embed
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.pack_cache import PackCache
 
-FORMS = ("silu", "gelu", "gelu_tanh", "relu")
 FULL_STEP_TOKENS = 2048
 
 
@@ -50,16 +51,6 @@ class TorchExecutorClass:
         problems = []
         if len(program.caches) != 1:
             problems.append(f"it has {len(program.caches)} KV caches; one is held")
-        forms = {
-            op.attrs["form"]
-            for ops in program.segments.values()
-            for op in ops
-            if op.kind is OpKind.ACTIVATION
-        }
-        problems += [
-            f"its activation is {form!r}; {', '.join(FORMS)} are known"
-            for form in sorted(forms - set(FORMS))
-        ]
         if self.device.type != "cpu" and any(_is_gathered_in_groups(program)):
             problems.append(
                 "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
@@ -182,8 +173,8 @@ def _pack(*, runs_kernels: bool) -> Pack:
 def _is_gathered_in_groups(program: Program) -> Iterator[bool]:
     for ops in program.segments.values():
         for op in ops:
-            if op.kind is OpKind.EMBED:
-                scheme = program.weights[op.attrs["weight"]].quantized
+            if isinstance(op, Embed):
+                scheme = program.weights[op.weight].quantized
                 yield scheme is not None and scheme.group != 0
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from quire.program.ops import Op, OpKind, View
+from quire.program.ops import Activation, Linear, Norm, NormForm, Op, Rope, StoreKV
 from quire.program.program import Program
+from quire.program.tensors import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +38,12 @@ class BytesToProduct:
     """A norm or an activation that makes its rows in bytes for a product, and as they are where
     `is_read`."""
 
-    maker: Op
-    product: Op
+    maker: Norm | Activation
+    product: Linear
     is_read: bool
 
 
+T = TypeVar("T", Norm, Rope)
 Step = Op | HeadsToCache | BytesToProduct
 
 
@@ -60,62 +63,54 @@ def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
     heads = _heads_at(program, ops, first)
     if heads is not None and not _is_read(program, segment, first + heads[1], heads[0].k):
         return heads
-    if _makes_bytes(program, ops[first : first + 2]):
-        maker, product = ops[first : first + 2]
-        is_read = _is_read(program, segment, first + 2, maker.outputs[0])
-        return BytesToProduct(maker=maker, product=product, is_read=is_read), 2
+    match ops[first : first + 2]:
+        case (Activation() | Norm(group=0)) as maker, Linear() as product if (
+            product.x == maker.y and program.weights[product.weight].quantized is not None
+        ):
+            is_read = _is_read(program, segment, first + 2, maker.y)
+            return BytesToProduct(maker=maker, product=product, is_read=is_read), 2
     return ops[first], 1
 
 
-def _makes_bytes(program: Program, pair: Sequence[Op]) -> bool:
-    """Is it a maker of whole rows, and a product of few bits that takes them?"""
-    if len(pair) < 2 or pair[1].kind is not OpKind.LINEAR:
-        return False
-    maker, product = pair
-    is_maker = maker.kind is OpKind.ACTIVATION or (
-        maker.kind is OpKind.NORM and not maker.attrs["group"]
-    )
-    is_few = program.weights[product.attrs["weight"]].quantized is not None
-    return is_maker and is_few and product.inputs == maker.outputs[:1]
-
-
 def _heads_at(program: Program, ops: Sequence[Op], first: int) -> tuple[HeadsToCache, int] | None:
-    """What begins at an operation, and how many operations it is."""
-    norms = _pair(ops, first, OpKind.NORM)
-    turns = _pair(ops, first + len(norms), OpKind.ROPE)
-    end = first + len(norms) + len(turns)
-    if end == first or end >= len(ops) or ops[end].kind is not OpKind.STORE_KV:
+    """Return the heads that begin at an operation, and how many operations they cover."""
+    norms = _in_place_pair(ops, first, Norm)
+    ropes = _in_place_pair(ops, first + len(norms), Rope)
+    end = first + len(norms) + len(ropes)
+    if end == first or end >= len(ops):
         return None
-    (k, v), head_dim = ops[end].inputs, program.caches[0].head_dim
-    q = ops[first].inputs[0]
-    fits = all(pair[0].inputs == (q,) and pair[1].inputs == (k,) for pair in (norms, turns) if pair)
-    if not fits or not all(_is_head_norm(op, head_dim) for op in norms):
+    store, q = ops[end], ops[first].inputs[0]
+    if not isinstance(store, StoreKV):
         return None
-    if len({op.attrs["eps"] for op in norms}) > 1 or len({op.attrs["rope"] for op in turns}) > 1:
+    pairs = [[op.x for op in pair] for pair in (norms, ropes) if pair]
+    if any(pair != [q, store.k] for pair in pairs):
         return None
+    if not all(_is_head_norm(op, program.caches[0].head_dim) for op in norms):
+        return None
+    if len({op.eps for op in norms}) > 1 or len({op.rope for op in ropes}) > 1:
+        return None
+    names = [op.weight for op in norms if op.weight is not None]
     heads = HeadsToCache(
         q=q,
-        k=k,
-        v=v,
-        layer=ops[end].attrs["layer"],
-        norms=(norms[0].attrs["weight"], norms[1].attrs["weight"]) if norms else None,
-        eps=norms[0].attrs["eps"] if norms else 0.0,
-        rope=turns[0].attrs["rope"] if turns else None,
+        k=store.k,
+        v=store.v,
+        layer=store.layer,
+        norms=(names[0], names[1]) if names else None,
+        eps=norms[0].eps if norms else 0.0,
+        rope=ropes[0].rope if ropes else None,
     )
     return heads, end + 1 - first
 
 
-def _pair(ops: Sequence[Op], first: int, kind: OpKind) -> Sequence[Op]:
+def _in_place_pair(ops: Sequence[Op], first: int, kind: type[T]) -> Sequence[T]:
     """Two operations of a kind, in place, or none."""
-    pair = ops[first : first + 2]
-    is_one = len(pair) == 2 and all(op.kind is kind and op.inputs == op.outputs for op in pair)
-    return pair if is_one else ()
+    pair = [op for op in ops[first : first + 2] if isinstance(op, kind) and op.inputs == op.outputs]
+    return pair if len(pair) == 2 else ()
 
 
-def _is_head_norm(op: Op, head_dim: int) -> bool:
-    attrs = op.attrs
-    is_plain = attrs["form"] == "rms" and attrs["weight"] is not None and attrs["bias"] is None
-    return is_plain and attrs["group"] == head_dim
+def _is_head_norm(op: Norm, head_dim: int) -> bool:
+    is_plain = op.form is NormForm.RMS and op.weight is not None and op.bias is None
+    return is_plain and op.group == head_dim
 
 
 def _is_read(program: Program, segment: str, first: int, view: View) -> bool:

@@ -15,8 +15,9 @@ from torch import Tensor
 from quire.execute.gpu.load import TORCH_TYPES
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable
-from quire.program.ops import RopeSpec, Rows
+from quire.program.declarations import RopeSpec
 from quire.program.program import Program
+from quire.program.tensors import Rows
 
 if TYPE_CHECKING:
     from quire.execute.gpu.attention_steps import AttentionSteps

@@ -8,8 +8,10 @@ of the device, so calls can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
 
 from quire.execute.gpu.attention_steps import AttentionSteps
 from quire.execute.gpu.fused import BytesToProduct, HeadsToCache, launches
@@ -22,7 +24,22 @@ from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.ops import Call, Place, num_rows
 from quire.execute.gpu.products import Products
 from quire.execute.gpu.step_buffers import Counts
-from quire.program.ops import Op, OpKind
+from quire.program.ops import (
+    Activation,
+    Add,
+    Attention,
+    Copy,
+    Embed,
+    GatherRows,
+    IdSource,
+    Linear,
+    Norm,
+    Op,
+    Rope,
+    Scale,
+    SoftCap,
+    StoreKV,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +55,50 @@ class KernelOps:
         return [self._bind(step) for step in launches(self.place.program, segment)]
 
     def _bind(self, step: Op | HeadsToCache | BytesToProduct) -> Call:
-        if isinstance(step, HeadsToCache):
-            return self._heads(step)
-        if isinstance(step, BytesToProduct):
-            return self._bytes_to_product(step)
-        if step.kind is OpKind.LINEAR:
-            return self.products.bind(step)
-        launch = LAUNCHES[step.kind]
-        return lambda counts: launch(self, step, counts)
+        match step:
+            case HeadsToCache():
+                return self._heads(step)
+            case BytesToProduct():
+                return self._bytes_to_product(step)
+            case Embed():
+                return partial(_embed, self, step)
+            case Norm():
+                return partial(_norm, self, step)
+            case Linear():
+                return self.products.bind(step)
+            case Rope():
+                return partial(_rope, self, step)
+            case StoreKV():
+                return partial(_store_kv, self, step)
+            case Attention():
+                return partial(_attention, self, step)
+            case Activation():
+                return partial(_activation, self, step)
+            case Add():
+                return partial(_add, self, step)
+            case Scale():
+                return partial(_scale, self, step)
+            case SoftCap():
+                return partial(_soft_cap, self, step)
+            case Copy():
+                return partial(_copy, self, step)
+            case GatherRows():
+                return partial(_gather_rows, self, step)
+            case _:
+                assert_never(step)
 
     def _bytes_to_product(self, step: BytesToProduct) -> Call:
-        make, rows_of = MAKERS[step.maker.kind], step.product.inputs[0].buffer.rows
+        rows_of = step.product.x.buffer.rows
         room, product = self.products.room(step.product), self.products.by_bytes(step.product)
 
+        make: Callable[..., None]
+        if isinstance(step.maker, Norm):
+            make = partial(_norm, self, step.maker)
+        else:
+            make = partial(_activation, self, step.maker)
+
         def call(counts: Counts) -> None:
-            make(self, step.maker, counts, out=room, stores_y=step.is_read)
+            make(counts, out=room, stores_y=step.is_read)
             product(room.first(num_rows(rows_of, counts)), counts)
 
         return call
@@ -81,20 +127,20 @@ class KernelOps:
         return call
 
 
-def _embed(ops: KernelOps, op: Op, counts: Counts) -> None:
+def _embed(ops: KernelOps, op: Embed, counts: Counts) -> None:
     step, weights = ops.place.step, ops.place.weights
-    ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
-    ids, y = ids[: counts.tokens], ops.place.of(op.outputs[0], counts)
-    held = weights.few.get(op.attrs["weight"])
+    ids = step.token_ids if op.ids is IdSource.TOKENS else step.rope_positions
+    ids, y = ids[: counts.tokens], ops.place.of(op.y, counts)
+    held = weights.few.get(op.weight)
     if held is None:
-        row_kernels.gather_rows(weights.plain[op.attrs["weight"]], ids, y)
+        row_kernels.gather_rows(weights.plain[op.weight], ids, y)
     else:
         row_kernels.gather_rows(held.values[:, : y.shape[1]], ids, y, scales=held.scales)
 
 
 def _norm(
     ops: KernelOps,
-    op: Op,
+    op: Norm,
     counts: Counts,
     *,
     out: ByteRows | None = None,
@@ -102,95 +148,77 @@ def _norm(
 ) -> None:
     place = ops.place
     norm_kernels.norm(
-        place.of(op.inputs[0], counts),
-        place.of(op.outputs[0], counts),
-        weight=place.vector(op.attrs["weight"]),
-        bias=place.vector(op.attrs["bias"]),
-        delta=place.of(op.inputs[1], counts) if len(op.inputs) == 2 else None,
-        eps=op.attrs["eps"],
-        form=op.attrs["form"],
-        group=op.attrs["group"],
+        place.of(op.x, counts),
+        place.of(op.y, counts),
+        weight=place.vector(op.weight),
+        bias=place.vector(op.bias),
+        delta=None if op.delta is None else place.of(op.delta, counts),
+        eps=op.eps,
+        form=op.form,
+        group=op.group,
         out=out,
         stores_y=stores_y,
     )
 
 
-def _rope(ops: KernelOps, op: Op, counts: Counts) -> None:
-    cos, sin = ops.place.ropes[op.attrs["rope"]]
+def _rope(ops: KernelOps, op: Rope, counts: Counts) -> None:
+    cos, sin = ops.place.ropes[op.rope]
     angles = head_kernels.Angles(cos, sin, ops.place.step.rope_positions[: counts.tokens])
-    head_kernels.rope(ops.place.of(op.inputs[0], counts), angles, head_dim=op.attrs["head_dim"])
+    head_kernels.rope(ops.place.of(op.x, counts), angles, head_dim=op.head_dim)
 
 
-def _store_kv(ops: KernelOps, op: Op, counts: Counts) -> None:
-    k, v = (ops.place.of(view, counts) for view in op.inputs)
-    cache = ops.place.pool().layer(op.attrs["layer"])
+def _store_kv(ops: KernelOps, op: StoreKV, counts: Counts) -> None:
+    k, v = ops.place.of(op.k, counts), ops.place.of(op.v, counts)
+    cache = ops.place.pool().layer(op.layer)
     head_kernels.store_kv(k, v, cache, ops.place.step.kv_slots[: counts.tokens])
 
 
-def _attention(ops: KernelOps, op: Op, counts: Counts) -> None:
+def _attention(ops: KernelOps, op: Attention, counts: Counts) -> None:
     place, step = ops.place, ops.place.step
-    for tiles in ops.attention.tiles(op.attrs["heads"] // op.attrs["kv_heads"]):
+    for tiles in ops.attention.tiles(op.heads // op.kv_heads):
         attention_kernels.attention(
-            place.of(op.inputs[0], counts),
-            place.pool().layer(op.attrs["layer"]),
-            place.of(op.outputs[0], counts),
+            place.of(op.q, counts),
+            place.pool().layer(op.layer),
+            place.of(op.y, counts),
             tiles=tiles,
             positions=step.positions[: counts.tokens],
             tables=step.block_tables,
-            scale=op.attrs["scale"],
-            window=op.attrs["window"],
-            soft_cap=op.attrs["soft_cap"],
+            scale=op.scale,
+            window=op.window,
+            soft_cap=op.soft_cap,
         )
 
 
 def _activation(
     ops: KernelOps,
-    op: Op,
+    op: Activation,
     counts: Counts,
     *,
     out: ByteRows | None = None,
     stores_y: bool = True,
 ) -> None:
-    gate = ops.place.of(op.inputs[0], counts)
-    up = ops.place.of(op.inputs[1], counts) if len(op.inputs) == 2 else None
-    y = ops.place.of(op.outputs[0], counts)
-    form = op.attrs["form"]
-    activation_kernels.activation(gate, up, y, form=form, out=out, stores_y=stores_y)
+    gate = ops.place.of(op.gate, counts)
+    up = None if op.up is None else ops.place.of(op.up, counts)
+    y = ops.place.of(op.y, counts)
+    activation_kernels.activation(gate, up, y, form=op.form, out=out, stores_y=stores_y)
 
 
-def _add(ops: KernelOps, op: Op, counts: Counts) -> None:
-    row_kernels.add(ops.place.of(op.inputs[0], counts), ops.place.of(op.inputs[1], counts))
+def _add(ops: KernelOps, op: Add, counts: Counts) -> None:
+    row_kernels.add(ops.place.of(op.x, counts), ops.place.of(op.y, counts))
 
 
-def _scale(ops: KernelOps, op: Op, counts: Counts) -> None:
-    row_kernels.scale(ops.place.of(op.inputs[0], counts), op.attrs["factor"])
+def _scale(ops: KernelOps, op: Scale, counts: Counts) -> None:
+    row_kernels.scale(ops.place.of(op.x, counts), op.factor)
 
 
-def _soft_cap(ops: KernelOps, op: Op, counts: Counts) -> None:
-    row_kernels.soft_cap(ops.place.of(op.inputs[0], counts), op.attrs["cap"])
+def _soft_cap(ops: KernelOps, op: SoftCap, counts: Counts) -> None:
+    row_kernels.soft_cap(ops.place.of(op.x, counts), op.cap)
 
 
-def _copy(ops: KernelOps, op: Op, counts: Counts) -> None:
-    row_kernels.copy(ops.place.of(op.inputs[0], counts), ops.place.of(op.outputs[0], counts))
+def _copy(ops: KernelOps, op: Copy, counts: Counts) -> None:
+    row_kernels.copy(ops.place.of(op.x, counts), ops.place.of(op.y, counts))
 
 
-def _gather_rows(ops: KernelOps, op: Op, counts: Counts) -> None:
-    x, y = ops.place.of(op.inputs[0], counts), ops.place.of(op.outputs[0], counts)
+def _gather_rows(ops: KernelOps, op: GatherRows, counts: Counts) -> None:
+    x, y = ops.place.of(op.x, counts), ops.place.of(op.y, counts)
     row_kernels.gather_rows(x, ops.place.step.sample_rows[: counts.samples], y)
-
-
-LAUNCHES: Mapping[OpKind, Callable[[KernelOps, Op, Counts], None]] = {
-    OpKind.EMBED: _embed,
-    OpKind.NORM: _norm,
-    OpKind.ROPE: _rope,
-    OpKind.STORE_KV: _store_kv,
-    OpKind.ATTENTION: _attention,
-    OpKind.ACTIVATION: _activation,
-    OpKind.ADD: _add,
-    OpKind.SCALE: _scale,
-    OpKind.SOFT_CAP: _soft_cap,
-    OpKind.COPY: _copy,
-    OpKind.GATHER_ROWS: _gather_rows,
-}
-# Those that make rows in bytes too.
-MAKERS: Mapping[OpKind, Callable[..., None]] = {OpKind.NORM: _norm, OpKind.ACTIVATION: _activation}

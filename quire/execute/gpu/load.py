@@ -25,8 +25,9 @@ from quire.execute.few_bits import fixed_input_scale, in_few_bits, stored_fp8, s
 from quire.execute.gpu.plain import E4M3, quantize_fp8
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.execute.gpu.upload import Bytes, Upload
-from quire.program.ops import DType, Weight, WeightForm, WeightPart
+from quire.program.declarations import Weight, WeightForm, WeightPart
 from quire.program.program import Program
+from quire.program.tensors import DType
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import Scheme
 from quire.weights.binding import Binding

@@ -8,9 +8,10 @@ Always holds: arithmetic is float32, and rounding happens where an output is sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -19,8 +20,24 @@ from quire.execute.gpu import plain, plain_attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight, Loaded
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
-from quire.program.ops import Op, OpKind, Rows, View
+from quire.program.ops import (
+    Activation,
+    Add,
+    Attention,
+    Copy,
+    Embed,
+    GatherRows,
+    IdSource,
+    Linear,
+    Norm,
+    Op,
+    Rope,
+    Scale,
+    SoftCap,
+    StoreKV,
+)
 from quire.program.program import Program
+from quire.program.tensors import Rows, View
 
 Call = Callable[[Counts], None]
 
@@ -60,37 +77,67 @@ def num_rows(rows: Rows, counts: Counts) -> int:
 def bind_plain(segment: str, place: Place) -> list[Call]:
     """A segment's operations in plain PyTorch."""
     ops = place.program.segments.get(segment, ())
-    return [partial(PLAIN[op.kind], op, place) for op in ops]
+    return [_bound(op, place) for op in ops]
 
 
-def _embed(op: Op, place: Place, counts: Counts) -> None:
-    name, step = op.attrs["weight"], place.step
-    ids = step.token_ids if op.attrs["ids"] == "tokens" else step.rope_positions
+def _bound(op: Op, place: Place) -> Call:
+    match op:
+        case Embed():
+            return partial(_embed, op, place)
+        case Norm():
+            return partial(_norm, op, place)
+        case Linear():
+            return partial(_linear, op, place)
+        case Rope():
+            return partial(_rope, op, place)
+        case StoreKV():
+            return partial(_store_kv, op, place)
+        case Attention():
+            return partial(_attention, op, place)
+        case Activation():
+            return partial(_activation, op, place)
+        case Add():
+            return partial(_add, op, place)
+        case Scale():
+            return partial(_scale, op, place)
+        case SoftCap():
+            return partial(_soft_cap, op, place)
+        case Copy():
+            return partial(_copy, op, place)
+        case GatherRows():
+            return partial(_gather_rows, op, place)
+        case _:
+            assert_never(op)
+
+
+def _embed(op: Embed, place: Place, counts: Counts) -> None:
+    step = place.step
+    ids = step.token_ids if op.ids is IdSource.TOKENS else step.rope_positions
     ids = ids[: counts.tokens].long()
-    weight = place.weights.few.get(name)
-    rows = weight.rows(ids) if weight is not None else place.weights.plain[name][ids]
-    place.of(op.outputs[0], counts).copy_(rows)
+    weight = place.weights.few.get(op.weight)
+    rows = weight.rows(ids) if weight is not None else place.weights.plain[op.weight][ids]
+    place.of(op.y, counts).copy_(rows)
 
 
-def _norm(op: Op, place: Place, counts: Counts) -> None:
-    x = place.of(op.inputs[0], counts)
-    if len(op.inputs) == 2:
-        x.copy_(x.float() + place.of(op.inputs[1], counts).float())
+def _norm(op: Norm, place: Place, counts: Counts) -> None:
+    x = place.of(op.x, counts)
+    if op.delta is not None:
+        x.copy_(x.float() + place.of(op.delta, counts).float())
     y = plain.norm(
         x,
-        place.vector(op.attrs["weight"]),
-        place.vector(op.attrs["bias"]),
-        eps=op.attrs["eps"],
-        form=op.attrs["form"],
-        group=op.attrs["group"],
+        place.vector(op.weight),
+        place.vector(op.bias),
+        eps=op.eps,
+        form=op.form,
+        group=op.group,
         by_row=place.exact,
     )
-    place.of(op.outputs[0], counts).copy_(y)
+    place.of(op.y, counts).copy_(y)
 
 
-def _linear(op: Op, place: Place, counts: Counts) -> None:
-    x, bias = place.of(op.inputs[0], counts), place.vector(op.attrs["bias"])
-    weight: IntWeight | Fp8Weight | None = place.weights.few.get(op.attrs["weight"])
+def _linear(op: Linear, place: Place, counts: Counts) -> None:
+    x, bias = place.of(op.x, counts), place.vector(op.bias)
+    weight: IntWeight | Fp8Weight | None = place.weights.few.get(op.weight)
     if isinstance(weight, Fp8Weight):
         y = plain.fp8_linear(
             x,
@@ -104,89 +151,70 @@ def _linear(op: Op, place: Place, counts: Counts) -> None:
     elif weight is not None:
         y = plain.int_linear(x, weight.values, weight.scales, weight.scheme, bias)
     else:
-        y = plain.linear(x, place.weights.plain[op.attrs["weight"]], bias, by_row=place.exact)
-    place.of(op.outputs[0], counts).copy_(y)
+        y = plain.linear(x, place.weights.plain[op.weight], bias, by_row=place.exact)
+    place.of(op.y, counts).copy_(y)
 
 
-def _rope(op: Op, place: Place, counts: Counts) -> None:
-    x = place.of(op.inputs[0], counts)
-    cos, sin = place.ropes[op.attrs["rope"]]
+def _rope(op: Rope, place: Place, counts: Counts) -> None:
+    x = place.of(op.x, counts)
+    cos, sin = place.ropes[op.rope]
     at = place.step.rope_positions[: counts.tokens].long()
-    heads, head_dim = op.attrs["heads"], op.attrs["head_dim"]
-    x.copy_(plain.rope(x, cos[at], sin[at], heads=heads, head_dim=head_dim))
+    x.copy_(plain.rope(x, cos[at], sin[at], heads=op.heads, head_dim=op.head_dim))
 
 
-def _store_kv(op: Op, place: Place, counts: Counts) -> None:
-    k, v = (place.of(view, counts) for view in op.inputs)
+def _store_kv(op: StoreKV, place: Place, counts: Counts) -> None:
     plain_attention.store(
-        place.pool().layer(op.attrs["layer"]),
-        k,
-        v,
+        place.pool().layer(op.layer),
+        place.of(op.k, counts),
+        place.of(op.v, counts),
         place.step.kv_slots[: counts.tokens],
         dtype=TORCH_TYPES[place.program.caches[0].dtype],
     )
 
 
-def _attention(op: Op, place: Place, counts: Counts) -> None:
+def _attention(op: Attention, place: Place, counts: Counts) -> None:
     y = plain_attention.attention(
-        place.of(op.inputs[0], counts),
-        place.pool().layer(op.attrs["layer"]),
+        place.of(op.q, counts),
+        place.pool().layer(op.layer),
         seq_starts=counts.batch.seq_starts.tolist(),
         positions=counts.batch.positions.tolist(),
         block_tables=place.step.block_tables,
-        heads=op.attrs["heads"],
-        scale=op.attrs["scale"],
-        window=op.attrs["window"],
-        soft_cap=op.attrs["soft_cap"],
+        heads=op.heads,
+        scale=op.scale,
+        window=op.window,
+        soft_cap=op.soft_cap,
         dtype=TORCH_TYPES[place.program.caches[0].dtype],
     )
-    place.of(op.outputs[0], counts).copy_(y)
+    place.of(op.y, counts).copy_(y)
 
 
-def _activation(op: Op, place: Place, counts: Counts) -> None:
-    gate = place.of(op.inputs[0], counts)
-    up = place.of(op.inputs[1], counts) if len(op.inputs) == 2 else None
-    y = plain.activation(gate, up, form=op.attrs["form"], by_row=place.exact)
-    place.of(op.outputs[0], counts).copy_(y)
+def _activation(op: Activation, place: Place, counts: Counts) -> None:
+    gate = place.of(op.gate, counts)
+    up = None if op.up is None else place.of(op.up, counts)
+    y = plain.activation(gate, up, form=op.form, by_row=place.exact)
+    place.of(op.y, counts).copy_(y)
 
 
-def _add(op: Op, place: Place, counts: Counts) -> None:
-    x, y = (place.of(view, counts) for view in op.inputs)
-    x.copy_(x.float() + y.float())
+def _add(op: Add, place: Place, counts: Counts) -> None:
+    x = place.of(op.x, counts)
+    x.copy_(x.float() + place.of(op.y, counts).float())
 
 
-def _scale(op: Op, place: Place, counts: Counts) -> None:
-    x = place.of(op.inputs[0], counts)
-    factor = torch.tensor(op.attrs["factor"], dtype=torch.float32, device=x.device)
-    place.of(op.outputs[0], counts).copy_(x.float() * factor)
+def _scale(op: Scale, place: Place, counts: Counts) -> None:
+    x = place.of(op.x, counts)
+    factor = torch.tensor(op.factor, dtype=torch.float32, device=x.device)
+    x.copy_(x.float() * factor)
 
 
-def _soft_cap(op: Op, place: Place, counts: Counts) -> None:
-    x = place.of(op.inputs[0], counts)
-    y = plain.soft_cap(x, op.attrs["cap"], by_row=place.exact)
-    place.of(op.outputs[0], counts).copy_(y)
+def _soft_cap(op: SoftCap, place: Place, counts: Counts) -> None:
+    x = place.of(op.x, counts)
+    x.copy_(plain.soft_cap(x, op.cap, by_row=place.exact))
 
 
-def _copy(op: Op, place: Place, counts: Counts) -> None:
-    place.of(op.outputs[0], counts).copy_(place.of(op.inputs[0], counts))
+def _copy(op: Copy, place: Place, counts: Counts) -> None:
+    place.of(op.y, counts).copy_(place.of(op.x, counts))
 
 
-def _gather_rows(op: Op, place: Place, counts: Counts) -> None:
+def _gather_rows(op: GatherRows, place: Place, counts: Counts) -> None:
     rows = place.step.sample_rows[: counts.samples].long()
-    place.of(op.outputs[0], counts).copy_(place.of(op.inputs[0], counts)[rows])
-
-
-PLAIN: Mapping[OpKind, Callable[[Op, Place, Counts], None]] = {
-    OpKind.EMBED: _embed,
-    OpKind.NORM: _norm,
-    OpKind.LINEAR: _linear,
-    OpKind.ROPE: _rope,
-    OpKind.STORE_KV: _store_kv,
-    OpKind.ATTENTION: _attention,
-    OpKind.ACTIVATION: _activation,
-    OpKind.ADD: _add,
-    OpKind.SCALE: _scale,
-    OpKind.SOFT_CAP: _soft_cap,
-    OpKind.COPY: _copy,
-    OpKind.GATHER_ROWS: _gather_rows,
-}
+    place.of(op.y, counts).copy_(place.of(op.x, counts)[rows])

@@ -24,8 +24,9 @@ from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.load import Fp8Weight
 from quire.execute.gpu.ops import Call, Place
 from quire.execute.gpu.step_buffers import Counts
-from quire.program.ops import Op, OpKind, Rows
+from quire.program.ops import Linear
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
@@ -82,16 +83,16 @@ class Products:
     place: Place
     scratch: Scratch
 
-    def bind(self, op: Op) -> Call:
+    def bind(self, op: Linear) -> Call:
         """The product, from rows as they are."""
-        if op.attrs["weight"] not in self.place.weights.few:
+        if op.weight not in self.place.weights.few:
             return self._plain(op)
-        place, view, room, product = self.place, op.inputs[0], self.room(op), self.by_bytes(op)
+        place, view, room, product = self.place, op.x, self.room(op), self.by_bytes(op)
         return lambda counts: product(quantize_rows(place.of(view, counts), room), counts)
 
-    def room(self, op: Op) -> ByteRows:
+    def room(self, op: Linear) -> ByteRows:
         """Where rows for a product of few bits become bytes."""
-        name, width = op.attrs["weight"], op.inputs[0].width
+        name, width = op.weight, op.x.width
         scheme, weight = self.place.program.weights[name].quantized, self.place.weights.few[name]
         assert scheme is not None, f"{name} is in few bits"
         room = self.scratch.rows[width, _row_form(scheme)]
@@ -99,10 +100,10 @@ class Products:
             return replace(room, scales=weight.input_scale)
         return room
 
-    def by_bytes(self, op: Op) -> ByteProduct:
+    def by_bytes(self, op: Linear) -> ByteProduct:
         """The product of few bits, from rows in bytes."""
-        place, y = self.place, op.outputs[0]
-        bias, weight = place.vector(op.attrs["bias"]), place.weights.few[op.attrs["weight"]]
+        place, y = self.place, op.y
+        bias, weight = place.vector(op.bias), place.weights.few[op.weight]
         if isinstance(weight, Fp8Weight):
             weight = ByteWeight.of(weight.values, weight.scales)
             library = library_fp8.product_for(
@@ -117,17 +118,17 @@ class Products:
         product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
         return lambda rows, counts: product(rows, weight, place.of(y, counts), bias=bias)
 
-    def _plain(self, op: Op) -> Call:
-        place, view = self.place, op.inputs[0]
-        bias, held = place.vector(op.attrs["bias"]), place.weights.plain[op.attrs["weight"]]
-        is_plain = bias is None and view.dtype == op.outputs[0].dtype
+    def _plain(self, op: Linear) -> Call:
+        place, view = self.place, op.x
+        bias, held = place.vector(op.bias), place.weights.plain[op.weight]
+        is_plain = bias is None and view.dtype == op.y.dtype
         if not place.exact and is_plain and held.device.type != "cpu":
             product = fast_product(held, self.scratch.workspace)
-            return lambda counts: product(place.of(view, counts), place.of(op.outputs[0], counts))
+            return lambda counts: product(place.of(view, counts), place.of(op.y, counts))
         return lambda counts: linear(
             place.of(view, counts),
             held,
-            place.of(op.outputs[0], counts),
+            place.of(op.y, counts),
             bias=bias,
             workspace=self.scratch.workspace,
         )
@@ -154,13 +155,13 @@ def fast_product(weight: Tensor, workspace: Workspace) -> Callable[[Tensor, Tens
     return product
 
 
-def _products(program: Program) -> list[Op]:
-    return [op for ops in program.segments.values() for op in ops if op.kind is OpKind.LINEAR]
+def _products(program: Program) -> list[Linear]:
+    return [op for ops in program.segments.values() for op in ops if isinstance(op, Linear)]
 
 
 def _byte_rows(program: Program) -> set[tuple[int, str]]:
     """Columns of products, and the forms that rows take for them."""
-    weights = [program.weights[op.attrs["weight"]] for op in _products(program)]
+    weights = [program.weights[op.weight] for op in _products(program)]
     schemes = [(weight.columns, weight.quantized) for weight in weights]
     return {(columns, _row_form(scheme)) for columns, scheme in schemes if scheme is not None}
 
@@ -171,6 +172,6 @@ def _row_form(scheme: Scheme) -> str:
 
 def _sums(program: Program, rows: int) -> int:
     """Elements of the pieces of the largest product that is split over programs."""
-    weights = (program.weights[op.attrs["weight"]] for op in _products(program))
+    weights = (program.weights[op.weight] for op in _products(program))
     plain = (weight for weight in weights if weight.quantized is None)
     return max((most_sums(weight.rows, weight.columns, rows) for weight in plain), default=0)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.program.batch import ForwardBatch
-from quire.program.cost import StepShape, segment_cost
-from quire.program.ops import Rows
+from quire.program.cost import StepShape
 from quire.program.program import Program
+from quire.program.tensors import Rows
 
 # What the host takes for one launch: Triton's launcher is Python.
 LAUNCH_S = 20e-6
@@ -59,7 +59,7 @@ def mixed_ladder(most: int) -> tuple[int, ...]:
 
 def most_mixed(program: Program, num_launches: int) -> int:
     """Tokens that a device computes while the host launches a step of so many kernels."""
-    each = segment_cost(program, "trunk", StepShape([1], [0])).product_ops
+    each = program.segment_cost("trunk", StepShape([1], [0])).product_ops
     return min(int(num_launches * LAUNCH_S * OPS_PER_S / max(each, 1)), MOST_MIXED)
 
 

@@ -25,7 +25,7 @@ from quire.bench.workloads import WORKLOADS, Lengths, Workload
 from quire.config.groups import EngineConfig
 from quire.engine.programs import engine_program
 from quire.models.registry import open_model
-from quire.program.cost import StepShape, step_cost
+from quire.program.cost import StepShape
 
 SUBJECT = Subject(shape="s", precision="bf16", threads=2, quire="abc", cpu="a processor")
 MANY = Workload(
@@ -301,7 +301,7 @@ def test_the_readme_tells_the_strongest_peer_and_nothing_that_may_not_be_told(
 def test_the_floor_of_one_request_is_its_bytes_or_its_operations() -> None:
     program = program_of("")
     work = workload_work(program, WORKLOADS["w1"], decode_only=True)
-    steps = [step_cost(program, StepShape([1], [depth])) for depth in range(128, 255)]
+    steps = [program.step_cost(StepShape([1], [depth])) for depth in range(128, 255)]
     assert work.operations == sum(step.operations for step in steps)
     assert work.num_bytes == sum(step.memory_bytes for step in steps)
     assert Work(num_bytes=8 * 10**9, operations=10**9).floor_s(4.0, 100.0) == 2.0

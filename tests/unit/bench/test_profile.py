@@ -15,7 +15,7 @@ from quire.bench.floor import program_of
 from quire.bench.limits import ARITHMETIC, FORK_JOIN, LOOPS, READ, machine_limits, peak_gflops
 from quire.bench.profile import OUTSIDE, measure_profile, profile_text
 from quire.bench.reading import ReadProbe
-from quire.program.cost import StepShape, step_cost
+from quire.program.cost import StepShape
 from tests.unit.cli.command import quire_command
 
 SETTINGS = {"num_threads": 2, "kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 64}
@@ -45,7 +45,7 @@ def test_each_step_tells_the_programs_own_counts(outcome: dict[str, Any]) -> Non
     ]
     assert [step["name"] for step in outcome["steps"]] == [name for name, _ in shapes]
     for step, (_, shape) in zip(outcome["steps"], shapes, strict=True):
-        cost, kinds = step_cost(program, shape), step["kinds"]
+        cost, kinds = program.step_cost(shape), step["kinds"]
         computed = [one for one in kinds if "operations" in one]
         assert sum(one["num_ops"] for one in computed) == num_ops
         assert sum(one["memory_bytes"] for one in computed) == cost.memory_bytes

@@ -21,7 +21,7 @@ from quire.bench.throughput import measure_throughput, throughput_text
 from quire.bench.workloads import Ask, Workload, mixed_lengths
 from quire.cli.main import main
 from quire.obs.report import Progress, table
-from quire.program.cost import StepShape, step_cost
+from quire.program.cost import StepShape
 from tests.unit.cli.command import quire_command
 
 SETTINGS = {"num_threads": 1, "kv_cache_memory_bytes": 16 << 20}
@@ -64,7 +64,7 @@ def test_a_request_longer_than_the_model_allows_is_refused_with_the_numbers() ->
 
 def test_the_floor_counts_each_step_of_the_program() -> None:
     program = program_of("")
-    wanted = sum(step_cost(program, StepShape([1], [depth])).memory_bytes for depth in (8, 9, 10))
+    wanted = sum(program.step_cost(StepShape([1], [depth])).memory_bytes for depth in (8, 9, 10))
     assert decode_bytes(program, prompt_tokens=8, output_tokens=4) == wanted
     assert decode_bytes(program, prompt_tokens=8, output_tokens=1) == 0
     assert prefill_bytes(program, prompt_tokens=8) > program.weight_bytes / 2

@@ -6,7 +6,7 @@ from quire.config.groups import ModelConfig
 from quire.engine.model_files import model_folder
 from quire.engine.prices import first_prices
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
+from quire.program.tensors import DType
 
 
 def test_each_part_of_a_step_has_a_price_and_the_weights_cost_most() -> None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import CacheSpec, DType, View, WeightPart
+from quire.program.declarations import CacheSpec, WeightPart
 from quire.program.program import Program
+from quire.program.tensors import DType, View
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import from_bf16_bits, round_to_bf16
 from tests.models.generate import sequence_batch

@@ -11,7 +11,7 @@ from quire.engine.precision import with_precision
 from quire.execute import reference_ops as ops
 from quire.execute.few_bits import in_few_bits, read_f32
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.quant.fp8 import Fp8Matrix
 from quire.quant.scheme import SCHEMES
 from quire.weights.binding import bind

@@ -9,8 +9,8 @@ from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import box_path, build_program, open_model
 from quire.program.batch import ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
-from quire.program.ops import DType
 from quire.program.quantize import quantize
+from quire.program.tensors import DType
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import open_checkpoint
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.execute.layout import Layout, lay_out
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType, Rows
 from quire.program.program import Program
+from quire.program.tensors import DType, Rows
 from tests.tiny_models import write_tiny_llama
 
 MAX_ROWS = {Rows.TOKENS: 33, Rows.SAMPLES: 5, Rows.SEQUENCES: 5}

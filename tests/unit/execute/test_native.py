@@ -14,7 +14,7 @@ from quire.base.errors import WorkerError
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import ForwardBatch
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from tests.tiny_models import write_tiny_llama
 

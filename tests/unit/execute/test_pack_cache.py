@@ -18,9 +18,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.llm import LLM
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.tensors import DType
 from quire.weights import pack_cache
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import HEAD, NO_STAMP, STAMP_AT, PackCache

@@ -11,8 +11,8 @@ import pytest
 
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
 from quire.program.quantize import quantize
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama

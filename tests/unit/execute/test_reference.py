@@ -14,7 +14,8 @@ from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import ForwardBatch
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import CacheSpec, DType, WeightPart
+from quire.program.declarations import CacheSpec, WeightPart
+from quire.program.tensors import DType
 from quire.sampling.batch import SampleBatch
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import round_to_bf16

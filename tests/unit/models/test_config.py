@@ -12,7 +12,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.models.registry import FAMILIES, box_path, build_program, open_model
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from tests.data import outside
 from tests.fp8_checkpoints import KINDS, config_of
 from tests.tiny_models import tiny_config, write_tiny_llama

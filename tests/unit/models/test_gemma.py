@@ -11,8 +11,9 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Attention, Norm, Rope, Scale
 from quire.program.program import Program
+from quire.program.tensors import DType
 from tests.unit.models.published_configs import (
     CODEGEMMA_2B,
     GEMMA_2_2B_IT,
@@ -44,7 +45,7 @@ def refused(folder: Path, config: dict[str, Any], **changes: Any) -> str:
 
 
 def windows_of(program: Program) -> list[int]:
-    return [op.attrs["window"] for op in program.segments["trunk"] if op.kind is OpKind.ATTENTION]
+    return [op.window for op in program.segments["trunk"] if isinstance(op, Attention)]
 
 
 # ---- published checkpoints
@@ -192,7 +193,7 @@ def test_a_pattern_of_another_length_is_followed(tmp_path: Path) -> None:
 def test_layers_with_a_window_turn_by_their_own_angles(tmp_path: Path) -> None:
     spec = read(tmp_path, GEMMA_3_1B_IT, num_hidden_layers=6)
     trunk = build_program(spec, dtype=DType.F32, max_positions=64).segments["trunk"]
-    ropes = [op.attrs["rope"] for op in trunk if op.kind is OpKind.ROPE]
+    ropes = [op.rope for op in trunk if isinstance(op, Rope)]
     assert ropes == [1, 1] * 5 + [0, 0]
 
 
@@ -200,9 +201,7 @@ def test_each_half_of_a_layer_has_a_norm_before_and_after_it(tmp_path: Path) -> 
     spec = read(tmp_path, GEMMA_2_2B_IT, num_hidden_layers=1)
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     norms = [
-        (op.attrs["weight"], len(op.inputs))
-        for op in program.segments["trunk"]
-        if op.kind is OpKind.NORM
+        (op.weight, len(op.inputs)) for op in program.segments["trunk"] if isinstance(op, Norm)
     ]
     assert norms == [
         ("layers.0.input_layernorm", 1),
@@ -219,8 +218,8 @@ def test_embeddings_are_scaled_by_a_factor_of_the_computing_dtype(
 ) -> None:
     spec = read_exactly(tmp_path, GEMMA_3_270M)
     trunk = build_program(spec, dtype=dtype, max_positions=64).segments["trunk"]
-    (scale,) = (op for op in trunk if op.kind is OpKind.SCALE)
-    assert scale.attrs["factor"] == pytest.approx(factor, rel=1e-7)
+    (scale,) = (op for op in trunk if isinstance(op, Scale))
+    assert scale.factor == pytest.approx(factor, rel=1e-7)
 
 
 # ---- what is refused

@@ -17,7 +17,7 @@ from quire.models.gguf_values import decimal
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.models.rope import rope_spec
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.weights.gguf_names import NAMES
 from tests.gguf_convert import gguf_of, write_gguf_of
 from tests.gguf_writer import F32, U64, Typed, write_gguf

@@ -11,7 +11,8 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Attention
+from quire.program.tensors import DType
 from tests.tiny_models import write_tiny
 from tests.unit.models.config_folder import opened, refused
 
@@ -151,7 +152,7 @@ def test_a_japanese_gpt2_gives_its_inner_width(tmp_path: Path) -> None:
 def test_attention_is_scaled_by_the_layer_where_the_configuration_says_so(tmp_path: Path) -> None:
     spec = opened(tmp_path, tiny(scale_attn_by_inverse_layer_idx=True))
     program = build_program(spec, dtype=DType.F32, max_positions=24)
-    scales = [op.attrs["scale"] for op in program.segments["trunk"] if op.kind is OpKind.ATTENTION]
+    scales = [op.scale for op in program.segments["trunk"] if isinstance(op, Attention)]
     assert scales == [10**-0.5, 10**-0.5 / 2, 10**-0.5 / 3]
 
 

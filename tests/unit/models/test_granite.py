@@ -9,7 +9,8 @@ import pytest
 
 from quire.models.registry import build_program
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Scale
+from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -95,13 +96,13 @@ def test_multipliers_that_are_absent_are_one(tmp_path: Path) -> None:
     scales = (spec.attention_scale, spec.embedding_scale, spec.residual_scale, spec.logit_scale)
     assert scales == (1.0, 1.0, 1.0, 1.0)
     program = build_program(spec, dtype=DType.F32, max_positions=10)
-    assert OpKind.SCALE not in {op.kind for ops in program.segments.values() for op in ops}
+    assert not any(isinstance(op, Scale) for ops in program.segments.values() for op in ops)
 
 
 def test_each_half_of_a_layer_is_scaled_before_it_is_added(tmp_path: Path) -> None:
     program = build_program(opened(tmp_path, GRANITE_2B), dtype=DType.F32, max_positions=10)
-    trunk = [op.attrs["factor"] for op in program.segments["trunk"] if op.kind is OpKind.SCALE]
-    head = [op.attrs["factor"] for op in program.segments["head"] if op.kind is OpKind.SCALE]
+    trunk = [op.factor for op in program.segments["trunk"] if isinstance(op, Scale)]
+    head = [op.factor for op in program.segments["head"] if isinstance(op, Scale)]
     assert trunk == [12.0] + [0.22] * 80
     assert head == [0.125]
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Attention
+from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -101,8 +102,8 @@ def test_published_checkpoints_open(
     assert spec.rope.theta == theta
     assert (spec.dtype, spec.eos_ids, spec.tied_head) == ("bf16", (2,), False)
     program = build_program(spec, dtype=DType.BF16, max_positions=4096)
-    attention = [op for op in program.segments["trunk"] if op.kind is OpKind.ATTENTION]
-    assert tuple(op.attrs["window"] for op in attention) == (windows or (0,) * spec.num_layers)
+    attention = [op for op in program.segments["trunk"] if isinstance(op, Attention)]
+    assert tuple(op.window for op in attention) == (windows or (0,) * spec.num_layers)
 
 
 def test_a_window_that_is_absent_is_the_default_one(tmp_path: Path) -> None:

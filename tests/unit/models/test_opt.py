@@ -9,7 +9,8 @@ import pytest
 
 from quire.models.registry import build_program
 from quire.models.spec import ModelSpec
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Copy, GatherRows, Linear, Norm
+from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -145,21 +146,21 @@ def test_biases_and_the_weights_of_norms_can_be_missing(tmp_path: Path) -> None:
     program = build_program(spec, dtype=DType.F32, max_positions=10)
     names = program.source_shapes()
     assert not [name for name in names if name.endswith(".bias") or "norm" in name]
-    norms = [op for ops in program.segments.values() for op in ops if op.kind is OpKind.NORM]
-    assert {op.attrs["weight"] for op in norms} == {None}
+    norms = [op for ops in program.segments.values() for op in ops if isinstance(op, Norm)]
+    assert {op.weight for op in norms} == {None}
     assert len(norms) == 25
 
 
 def test_the_last_norm_can_be_removed_and_then_the_stream_is_rounded(tmp_path: Path) -> None:
     spec = opened(tmp_path, OPT_125M, _remove_final_layer_norm=True)
     program = build_program(spec, dtype=DType.BF16, max_positions=10)
-    kinds = [op.kind for op in program.segments["head"]]
-    assert kinds == [OpKind.GATHER_ROWS, OpKind.COPY, OpKind.LINEAR]
+    kinds = [type(op) for op in program.segments["head"]]
+    assert kinds == [GatherRows, Copy, Linear]
 
 
 def test_the_stream_stays_in_f32_though_its_sums_are_normed(tmp_path: Path) -> None:
     program = build_program(opened(tmp_path, OPT_350M), dtype=DType.BF16, max_positions=10)
-    sums = [op.outputs[1] for op in program.segments["trunk"] if op.kind is OpKind.NORM]
+    sums = [op.outputs[1] for op in program.segments["trunk"] if isinstance(op, Norm)]
     assert {view.dtype for view in sums} == {DType.F32}
     assert program.outputs["hidden"].dtype is DType.F32
 

@@ -11,7 +11,8 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Attention
+from quire.program.tensors import DType
 from tests.unit.models.published_configs import (
     PHI_3_5_LONG,
     PHI_3_5_MINI,
@@ -153,7 +154,7 @@ def test_a_window_as_long_as_the_model_is_none(tmp_path: Path) -> None:
     program = build_program(
         read(tmp_path, PHI_3_MINI_4K), dtype=DType.BF16, max_positions=4096
     ).segments["trunk"]
-    assert {op.attrs["window"] for op in program if op.kind is OpKind.ATTENTION} == {2047}
+    assert {op.window for op in program if isinstance(op, Attention)} == {2047}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Embed, Linear, Norm, Rope
+from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -154,10 +155,9 @@ def test_qwen_3_opens(config: dict[str, Any], tmp_path: Path) -> None:
     spec = opened(tmp_path, config, QWEN3_GENERATION)
     assert (spec.head_dim, spec.qkv_bias, spec.head_norms) == (128, False, True)
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
-    kinds = [op.kind for op in program.segments["trunk"][:6]]
-    norm, rope = OpKind.NORM, OpKind.ROPE
-    assert kinds == [OpKind.EMBED, norm, OpKind.LINEAR, norm, norm, rope]
-    grouped = [op.attrs["group"] for op in program.segments["trunk"][:5] if op.kind is norm]
+    kinds = [type(op) for op in program.segments["trunk"][:6]]
+    assert kinds == [Embed, Norm, Linear, Norm, Norm, Rope]
+    grouped = [op.group for op in program.segments["trunk"][:5] if isinstance(op, Norm)]
     assert grouped == [0, 128, 128]
     yarn = opened(tmp_path, config | {"rope_scaling": YARN | {"rope_type": "yarn"}})
     assert yarn.max_positions == 131072

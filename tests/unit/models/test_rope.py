@@ -11,7 +11,7 @@ import pytest
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable
 from quire.models.rope import rope_spec
 from quire.models.spec import RopeSettings
-from quire.program.ops import RopeSpec
+from quire.program.declarations import RopeSpec
 
 F32_STEP = 2.0**-23
 

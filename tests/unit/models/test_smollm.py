@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Rope
+from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -108,7 +109,7 @@ def test_smollm_3_opens_with_every_fourth_layer_unrotated(tmp_path: Path) -> Non
     assert spec.unrotated_layers == frozenset(range(3, 36, 4))
     assert (spec.head_dim, spec.tied_head, spec.windows) == (128, True, ())
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
-    rotations = [op for op in program.segments["trunk"] if op.kind is OpKind.ROPE]
+    rotations = [op for op in program.segments["trunk"] if isinstance(op, Rope)]
     assert len(rotations) == 2 * 27
 
 

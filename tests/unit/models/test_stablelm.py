@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.program.ops import DType, OpKind
+from quire.program.ops import Norm
+from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
 # Sizes as published, keys as files of that time have them.
@@ -60,8 +61,8 @@ def test_published_checkpoints_open(
     assert (spec.head_dim, spec.qkv_bias, spec.output_bias) == (head_dim, biased, False)
     assert (spec.norm_form, spec.norm_bias, spec.max_positions) == ("layer", True, 4096)
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
-    norms = [op for ops in program.segments.values() for op in ops if op.kind is OpKind.NORM]
-    assert {op.attrs["form"] for op in norms} == {"layer"}
+    norms = [op for ops in program.segments.values() for op in ops if isinstance(op, Norm)]
+    assert {op.form for op in norms} == {"layer"}
     assert {"model.layers.0.input_layernorm.bias", "model.norm.bias"} <= set(
         program.source_shapes()
     )

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from quire.models.registry import build_program, open_model
+from quire.program.declarations import CacheSpec
 from quire.program.kv_cache import KV_CACHE_DTYPES, kv_cache_text, with_kv_cache_dtype
-from quire.program.ops import CacheSpec, DType, OpKind
+from quire.program.ops import Attention, StoreKV
 from quire.program.program import Program
 from quire.program.serialize import digest, from_plain, to_plain
+from quire.program.tensors import DType
 from tests.tiny_models import write_tiny_llama
 
 
@@ -39,9 +41,9 @@ def test_another_dtype_is_that_of_all_that_attention_multiplies(program: Program
     assert made.caches[0].token_bytes == program.caches[0].token_bytes // 2
     for ops in made.segments.values():
         for op in ops:
-            if op.kind in (OpKind.STORE_KV, OpKind.ATTENTION):
+            if isinstance(op, (StoreKV, Attention)):
                 assert {view.dtype for view in op.inputs} == {DType.BF16}
-            if op.kind is OpKind.ATTENTION:
+            if isinstance(op, Attention):
                 assert op.outputs[0].dtype is DType.F32
     assert made.outputs["logits"].dtype is DType.F32
 

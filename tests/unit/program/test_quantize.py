@@ -10,12 +10,13 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.models.registry import build_program, open_model
-from quire.program.cost import StepShape, step_cost
-from quire.program.ops import DType, WeightForm
+from quire.program.cost import StepShape
+from quire.program.declarations import WeightForm
 from quire.program.program import Program
 from quire.program.quantize import precision_text, quantize
 from quire.program.serialize import digest, from_plain, to_plain
 from quire.program.table import format_program
+from quire.program.tensors import DType
 from quire.quant.scheme import SCHEMES
 from tests.tiny_models import write_tiny_llama
 
@@ -109,16 +110,16 @@ def test_the_program_knows_its_bytes(program: Program) -> None:
     per_layer = sum(rows * SCHEMES["int4-g32"].row_bytes(k) for k, rows in columns.items())
     products = 2 * per_layer + 307 * (60 + 4)
     norms = 5 * 60 * 4
-    assert step_cost(made, step).weight_bytes == products + norms + 60 * 2
+    assert made.step_cost(step).weight_bytes == products + norms + 60 * 2
     assert made.weight_bytes == products + norms + 307 * 60 * 2
-    assert step_cost(made, step).product_ops == step_cost(program, step).product_ops
+    assert made.step_cost(step).product_ops == program.step_cost(step).product_ops
 
 
 def test_an_embedding_that_is_the_head_is_read_in_its_own_bytes(tmp_path: Path) -> None:
     made = quantize(make(tmp_path, tie_word_embeddings=True), "int8")
     trunk_rows = StepShape([3], [0], num_samples=0)
     plain = quantize(made, "int8", head="none")
-    less = step_cost(plain, trunk_rows).weight_bytes - step_cost(made, trunk_rows).weight_bytes
+    less = plain.step_cost(trunk_rows).weight_bytes - made.step_cost(trunk_rows).weight_bytes
     assert less == 3 * (120 - 64)
 
 

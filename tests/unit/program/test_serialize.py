@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
 from quire.program.program import Program
 from quire.program.serialize import digest, from_plain, to_plain
+from quire.program.tensors import DType
 from tests.models.case import Case
 from tests.models.cases import CASES
 from tests.tiny_models import write_tiny_llama

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quire.models.registry import build_program, open_model
-from quire.program.cost import StepShape, step_cost
-from quire.program.ops import DType
+from quire.program.cost import StepShape
 from quire.program.program import Program
 from quire.program.table import amount, format_program
+from quire.program.tensors import DType
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 
@@ -74,7 +74,7 @@ def test_a_single_layer_is_printed_whole(tmp_path: Path) -> None:
 
 def test_totals_are_those_of_the_cost_model(tmp_path: Path) -> None:
     program, step = make(tmp_path, 3), StepShape([16, 1], [0, 200])
-    cost = step_cost(program, step)
+    cost = program.step_cost(step)
     text = format_program(program, step)
     assert f"step:    {amount(cost.operations)} operations" in text
     assert f"{amount(cost.memory_bytes, 'B')} from memory" in text

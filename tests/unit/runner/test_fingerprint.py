@@ -13,8 +13,8 @@ import pytest
 import quire.text
 from quire.models.registry import build_program, open_model
 from quire.program import serialize
-from quire.program.ops import DType
 from quire.program.program import Program
+from quire.program.tensors import DType
 from quire.runner.fingerprint import FILES, block_fingerprint, system_fingerprint
 from tests.tiny_models import write_tiny_llama
 

@@ -10,8 +10,8 @@ import pytest
 from quire.base.records import PartLayers
 from quire.config.flags import engine_config
 from quire.models.registry import build_program, open_model
-from quire.program.cost import StepShape, step_cost
-from quire.program.ops import DType
+from quire.program.cost import StepShape
+from quire.program.tensors import DType
 from quire.scheduler.cost import LinearCost
 from quire.sim.cost import MeasuredCost, RooflineCost, interpolated, work_of
 from quire.sim.machine import described_machine, ridge_step_tokens
@@ -83,7 +83,7 @@ def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
     spec = open_model(write_tiny_llama(tmp_path, seed=1))
     program = build_program(spec, dtype=DType.F32, max_positions=512)
     shape = StepShape((1, 1, 30), (3, 90, 40), num_samples=3)
-    counted = step_cost(program, shape)
+    counted = program.step_cost(shape)
     plan = plan_of((3, 1), (90, 1), (40, 30))
 
     def step_ms(*, gb_per_s: float, gflop_per_s: float) -> float:
@@ -96,7 +96,7 @@ def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
     assert step_ms(gb_per_s=1e12, gflop_per_s=1) == pytest.approx(arithmetic_ms, rel=1e-6)
     layers = layers_of(40, 30, (1, 4))
     whole = RooflineCost(program, gb_per_s=1e12, gflop_per_s=1, fixed_ms=2.0)
-    alone = step_cost(program, StepShape((30,), (40,), num_samples=0))
+    alone = program.step_cost(StepShape((30,), (40,), num_samples=0))
     alone_ms = 1e3 * (alone.product_ops + alone.attention_ops) / 1e9
     more_ms = whole.step_ms(replace(plan, layers=layers)) - whole.step_ms(plan)
     assert more_ms == pytest.approx(alone_ms / 4, rel=1e-6)

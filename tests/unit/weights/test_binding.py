@@ -14,8 +14,9 @@ from quire.base.errors import WeightsError
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import CacheSpec, DType, Weight, WeightForm, WeightPart
+from quire.program.declarations import CacheSpec, Weight, WeightForm, WeightPart
 from quire.program.program import Program
+from quire.program.tensors import DType
 from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import sequence_batch

@@ -14,7 +14,7 @@ import pytest
 from quire.base.errors import WeightsError
 from quire.base.show import show
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.weights import binding
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.safetensors_writer import write_safetensors

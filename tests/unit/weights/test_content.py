@@ -13,7 +13,7 @@ from quire.cache.digest import siphash128
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.content import WeightsDigest
 from quire.weights.safetensors import StoredTensor

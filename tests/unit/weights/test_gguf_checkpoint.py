@@ -12,7 +12,7 @@ from quire.base.errors import WeightsError
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.ops import DType
+from quire.program.tensors import DType
 from quire.runner.fingerprint import files_digest
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.gguf_checkpoint import READABLE, GgufCheckpoint

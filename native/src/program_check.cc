@@ -1,0 +1,200 @@
+// Checks of a program: its operations against their buffers and weights when it is built, and a
+// step's indices before each run. Kernels trust what they are given.
+
+#include <string>
+
+#include "quire/program.h"
+
+namespace quire {
+
+namespace {
+
+[[noreturn]] void refuse(const char* kind, const char* why) {
+    throw std::invalid_argument(std::string(kind) + ": " + why);
+}
+
+void check_width(const char* kind, const ViewSpec& one, const ViewSpec& other) {
+    if (one.width != other.width) refuse(kind, "views differ in width");
+}
+
+}  // namespace
+
+void check_range(const char* name, const int32_t* values, int64_t count, int64_t low,
+                 int64_t end) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (values[i] < low || values[i] >= end) {
+            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is " +
+                                        std::to_string(values[i]) + "; allowed are " +
+                                        std::to_string(low) + " to " + std::to_string(end - 1));
+        }
+    }
+}
+
+void Program::check_op(const Operation& operation) const {
+    each_view(operation, [&](const ViewSpec& view) {
+        const BufferSpec& buffer = buffer_at(view.buffer);
+        if (view.offset < 0 || view.width < 1 || view.offset + view.width > buffer.stride) {
+            refuse(kind_of(operation), "a view is wider than its buffer");
+        }
+    });
+    const auto type_of = [&](const ViewSpec& view) { return buffer_at(view.buffer).type; };
+    const auto check_bias = [](const char* kind, const Weight& weight,
+                               const std::optional<WeightRef>& bias) {
+        if (bias && (*bias)->rows() != weight.rows()) {
+            refuse(kind, "the bias has another length than the weight has rows");
+        }
+    };
+    std::visit(
+        Overloaded{
+            [&](const EmbedOp& op) {
+                if (op.weight->columns() != op.y.width) {
+                    refuse(op.kind, "the output is not as wide as the table");
+                }
+                if (buffer_at(op.y.buffer).rows != RowCount::tokens) {
+                    refuse(op.kind, "the output has not a row for each token");
+                }
+            },
+            [&](const NormOp& op) {
+                const int64_t run = op.group > 0 ? op.group : op.x.width;
+                if (op.x.width % run != 0 || (op.weight && (*op.weight)->rows() != run)) {
+                    refuse(op.kind, "weight and group disagree");
+                }
+                if (op.bias && !op.weight) refuse(op.kind, "a bias and no weight");
+                if (op.weight) check_bias(op.kind, **op.weight, op.bias);
+                check_width(op.kind, op.x, op.y);
+                if (op.delta) check_width(op.kind, op.x, *op.delta);
+            },
+            [&](const LinearOp& op) {
+                const Weight& weight = *op.weight;
+                if (weight.form() != Form::matrix) refuse(op.kind, "the weight is not a matrix");
+                if (weight.columns() != op.x.width || weight.rows() != op.y.width) {
+                    refuse(op.kind, "views and weight differ in width");
+                }
+                if (!weight.has_ints() && type_of(op.x) != weight.type()) {
+                    refuse(op.kind, "the input's dtype is not the weight's");
+                }
+                check_bias(op.kind, weight, op.bias);
+            },
+            [&](const RopeOp& op) {
+                if (op.rope < 0) refuse(op.kind, "rope is below zero");
+                if (op.heads * op.head_dim != op.x.width) {
+                    refuse(op.kind, "the view does not hold heads * head_dim columns");
+                }
+            },
+            [&](const ActivationOp& op) {
+                check_width(op.kind, op.gate, op.y);
+                if (!op.up) return;
+                check_width(op.kind, op.gate, *op.up);
+                if (type_of(op.gate) != type_of(*op.up)) {
+                    refuse(op.kind, "gate and up differ in dtype");
+                }
+            },
+            [&](const AddOp& op) { check_width(op.kind, op.x, op.y); },
+            [&](const SoftCapOp& op) {
+                if (!(op.cap > 0.0)) refuse(op.kind, "the cap is not above zero");
+            },
+            [&](const CopyOp& op) { check_width(op.kind, op.x, op.y); },
+            [&](const GatherRowsOp& op) {
+                check_width(op.kind, op.x, op.y);
+                if (type_of(op.x) != type_of(op.y)) refuse(op.kind, "views differ in dtype");
+            },
+            // Their geometry is the cache's, which check_step knows.
+            [](const StoreKVOp&) {},
+            [](const AttentionOp&) {},
+            [](const ScaleOp&) {},
+        },
+        operation);
+}
+
+void Program::check_step(const Operation& operation, const StepInputs& inputs) const {
+    each_view(operation, [&](const ViewSpec& view) {
+        const int64_t count = count_of(view, inputs), most = buffer_at(view.buffer).max_rows;
+        if (count > most) {
+            throw std::invalid_argument(std::to_string(count) + " rows; the buffers hold " +
+                                        std::to_string(most));
+        }
+    });
+    const auto check_layer = [&](const char* kind, int64_t layer) {
+        if (num_blocks_ == 0) refuse(kind, "the cache has not been allocated");
+        if (layer < 0 || layer >= layers_) refuse(kind, "the cache has no such layer");
+    };
+    const auto check_heads = [&](const char* kind, const ViewSpec& view, int64_t heads) {
+        if (view.width != heads * shape_.head_dim) {
+            refuse(kind, "a view has not the heads' width");
+        }
+    };
+    const auto check_type = [&](const char* kind, const ViewSpec& view) {
+        if (buffer_at(view.buffer).type != shape_.type) {
+            refuse(kind, "an input's dtype is not the cache's");
+        }
+    };
+    std::visit(
+        Overloaded{
+            [&](const EmbedOp& op) {
+                check_range(op.ids == IdSource::tokens ? "token_ids" : "rope_positions",
+                            inputs.ids(op.ids), inputs.num_tokens, 0, op.weight->rows());
+            },
+            [&](const RopeOp& op) {
+                const auto index = static_cast<size_t>(op.rope);
+                const int64_t known = index < ropes_.size() ? ropes_[index].positions : 0;
+                check_range("rope_positions", inputs.rope_positions, inputs.num_tokens, 0, known);
+                if (known > 0 && 2 * ropes_[index].half > op.head_dim) {
+                    refuse(op.kind, "more angles than half a head has columns");
+                }
+            },
+            [&](const StoreKVOp& op) {
+                check_layer(op.kind, op.layer);
+                for (const ViewSpec* view : {&op.k, &op.v}) {
+                    check_heads(op.kind, *view, shape_.kv_heads);
+                    check_type(op.kind, *view);
+                }
+            },
+            [&](const AttentionOp& op) {
+                check_layer(op.kind, op.layer);
+                if (op.kv_heads != shape_.kv_heads || op.head_dim != shape_.head_dim) {
+                    refuse(op.kind, "KV heads are not the cache's");
+                }
+                if (op.heads % op.kv_heads != 0) refuse(op.kind, "heads is no multiple of kv_heads");
+                check_heads(op.kind, op.q, op.heads);
+                check_heads(op.kind, op.y, op.heads);
+                check_type(op.kind, op.q);
+            },
+            [](const auto&) {},
+        },
+        operation);
+}
+
+void Program::check(const Segment& segment, const StepInputs& inputs) const {
+    for (const Operation& op : segment.ops) check_step(op, inputs);
+    if (segment.uses_samples) {
+        check_range("sample_rows", inputs.sample_rows, inputs.num_samples, 0, inputs.num_tokens);
+    }
+    if (segment.uses_cache) check_cache(inputs);
+}
+
+// Whether slots, positions and block tables lie in the cache.
+void Program::check_cache(const StepInputs& inputs) const {
+    const int64_t block_size = shape_.block_size;
+    check_range("kv_slots", inputs.kv_slots, inputs.num_tokens, -1, num_blocks_ * block_size);
+    check_range("positions", inputs.positions, inputs.num_tokens, 0,
+                inputs.table_columns * block_size);
+    const int32_t* starts = inputs.seq_starts;
+    if (starts[0] != 0 || starts[inputs.num_sequences] != inputs.num_tokens) {
+        throw std::invalid_argument("seq_starts do not span the token rows");
+    }
+    for (int64_t s = 0; s < inputs.num_sequences; ++s) {
+        if (starts[s] > starts[s + 1]) throw std::invalid_argument("seq_starts go backwards");
+        int64_t columns = 0;  // that the sequence's positions reach
+        for (int64_t row = starts[s]; row < starts[s + 1]; ++row) {
+            const int64_t needed = inputs.positions[row] / block_size + 1;
+            columns = needed > columns ? needed : columns;
+            if (row > starts[s] && inputs.positions[row] != inputs.positions[row - 1] + 1) {
+                throw std::invalid_argument("positions of a sequence are not consecutive");
+            }
+        }
+        check_range("block_tables", inputs.block_tables + s * inputs.table_columns, columns, 0,
+                    num_blocks_);
+    }
+}
+
+}  // namespace quire
