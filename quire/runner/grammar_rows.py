@@ -1,9 +1,8 @@
-"""GrammarRows: the matchers of requests whose answers follow a grammar, by slot.
+"""GrammarRows: the matchers of grammar-constrained requests, by slot.
 
-Masks are made in a thread of its own while the trunk runs, so they may arrive late: they are needed
-when tokens are chosen. Knows no scheduler and no grammar's text. Always holds: a row's matcher has
-taken the tokens its request has, whatever was preempted or branched meanwhile; one that fails fails
-its row with its reason and touches no other; steps without such rows do nothing here.
+Masks are computed in a background thread while the model runs; they are needed when tokens are
+sampled. Invariants: a row's matcher has taken the tokens of its request, also after preemption and
+branching; a failed matcher fails its own row only; steps without such rows cost nothing here.
 """
 
 from __future__ import annotations

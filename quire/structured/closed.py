@@ -1,10 +1,9 @@
-"""Objects that list their properties and say nothing of others, closed: nothing else is written.
+"""Forbid additional properties of objects that list their properties and do not mention others.
 
-By JSON Schema such an object may have any further property, and programs that make schemas of
-classes leave it at that. A model held to it may write properties nobody asked for until it runs out
-of tokens, and a function called with them fails. Closed, a schema allows fewer values, all of which
-it allowed before. Always holds: what says that others may come (additionalProperties,
-patternProperties), or is put together of parts that each know some, stays as it is.
+JSON Schema allows such an object any further property, and generators of schemas from classes rely
+on that. A model constrained by it may write unknown properties until it runs out of tokens, and a
+function called with them fails. A closed schema allows a subset of the values. Invariant: objects
+with additionalProperties or patternProperties, and schemas composed of parts, stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from quire.structured.schema import each_schema
 
-# Keywords by which several schemas judge one value, or properties that are not listed count.
+# Keywords that apply several schemas to one value, or that depend on unlisted properties.
 _SEVERAL = frozenset(
     {
         "$dynamicRef",
@@ -31,13 +30,13 @@ _SEVERAL = frozenset(
         "unevaluatedProperties",
     }
 )
-# Each says what a value may be; two of them in one place judge it together.
+# Each describes the whole value; two of them in one schema apply together.
 _WHOLES = frozenset({"$ref", "anyOf", "oneOf", "properties"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "minProperties", "enum", "const"})
 
 
 def closed(schema: Any) -> Any:
-    """The schema with such objects closed; one that is put together of parts as it is."""
+    """Return the schema with such objects closed; a composed schema is returned unchanged."""
     places = list(each_schema(schema))
     if any(at.keys() & _SEVERAL or len(at.keys() & _WHOLES) > 1 for _, at in places):
         return schema
@@ -45,7 +44,7 @@ def closed(schema: Any) -> Any:
 
 
 def _closed(value: Any, schemas: set[int]) -> Any:
-    """value: a schema or a part of one. schemas: which objects are schemas, by identity."""
+    """Close a schema or a part of one. schemas: ids of the objects that are schemas."""
     if isinstance(value, list):
         return [_closed(entry, schemas) for entry in value]
     if not isinstance(value, Mapping):
@@ -57,7 +56,7 @@ def _closed(value: Any, schemas: set[int]) -> Any:
 
 
 def _is_silent(schema: Mapping[str, Any]) -> bool:
-    """Whether it lists properties, wants no others, and does not say whether there may be some."""
+    """Return whether it lists properties, requires no others, and does not mention others."""
     listed, wanted = schema.get("properties"), schema.get("required", [])
     if not isinstance(listed, Mapping) or not listed or schema.keys() & _OPEN:
         return False

@@ -1,12 +1,11 @@
-"""GrammarCompiler: grammars become matchers in threads of its own, and are kept by digest.
+"""GrammarCompiler: compile grammars to matchers in background threads; cache them by digest.
 
-Two lanes of threads: one for short grammars, which llguidance's own limits bound, one for those
-that are tried out first in a process that can be ended (trial.py), so that whoever sends grammars
-made to harm keeps others of that kind waiting, and nobody else. Whoever waits asks `is_settled`;
-nobody is made to wait. Knows no requests and no scheduler. Always holds: one grammar is compiled
-once while it is kept; what is kept is bounded in number and in bytes; a grammar that takes too long
-is given up, and what compiles it is ended; a failed one is remembered like a compiled one, so
-sending it again costs nothing.
+Two groups of threads: one for short grammars, whose cost llguidance's limits bound, one for
+grammars that are first compiled in a process that can be killed (trial.py). So hostile grammars
+delay only grammars of their own kind. Callers poll `is_settled`; no call blocks, except `matcher`
+for a grammar that is not cached. Invariants: a grammar is compiled once while it is cached; the
+cache is bounded in entries and bytes; a compilation that takes too long is abandoned and its
+process killed; a failure is cached like a result.
 """
 
 from __future__ import annotations
@@ -28,38 +27,39 @@ from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-# Grammars kept, compiled or failed, and the memory they may take together: within the reserve that
-# the memory plan leaves, whatever callers send.
+# Cached grammars, compiled or failed, and their total memory: within the reserve that the memory
+# plan leaves, whatever clients send.
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 128 << 20
-# Memory of a compiled grammar by its length: choices and objects of thousands took up to so much.
+# Memory of a compiled grammar per character: the most that was measured, with thousands of choices
+# and properties.
 _BYTES_A_CHAR = 210
 _LEAST_BYTES = 64 << 10
-# What is longer leaves much behind when it is compiled, which goes back to the system at once.
+# Compiling a longer grammar leaves much freed memory, which is returned to the system at once.
 _LARGE_CHARS = 32_768
 NUM_THREADS = 2  # of each lane
 # A grammar whose lexer failed is compiled again for one row only where that took at most so long.
 MAX_RECOMPILE_MS = 250.0
-# After so long without a grammar to try out, the process for it is ended.
+# Idle time after which the trial process is ended.
 _IDLE_S = 60.0
 # Milliseconds a compilation may take.
 MAX_COMPILE_MS = 10_000.0
-# llguidance's own bounds, in its units: work to build a lexer and for one mask, states, symbols.
+# llguidance's limits, in its units: work to build a lexer and for one mask, states, symbols.
 _INITIAL_FUEL = 1_000_000
 _STEP_FUEL = 200_000
 _STEP_ITEMS = 50_000
 _LEXER_STATES = 50_000
 _GRAMMAR_SYMBOLS = 500_000
-# A row's items: two for each choice, four for each property of an object, and some.
+# Items of a parser row: two for each choice, four for each property, and a margin.
 _ROW_ITEMS = 6_500
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A grammar on its way: root is set when it is compiled, error when it cannot be."""
+    """A cached grammar: root is set once it is compiled, error if it cannot be."""
 
     grammar: Grammar
-    began_ms: float | None = None  # a thread is at it
+    began_ms: float | None = None  # when a thread began to compile it
     root: Matcher | None = None
     error: QuireError | None = None
 
@@ -69,7 +69,7 @@ class _Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes, about; of one on its way, what it may come to."""
+        """Return the approximate memory; of one not compiled yet, an estimate."""
         if self.error is not None:
             return _LEAST_BYTES + len(self.grammar.text)
         written = 0 if self.root is None else self.root.num_source_chars
@@ -112,7 +112,7 @@ class GrammarCompiler:
         self._trial = new_trial()  # of those who compile in their own threads
 
     def want(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar, unless it is known."""
+        """Begin to compile a grammar, unless it is cached."""
         with self._lock:
             self._entry(grammar)
 
@@ -134,7 +134,7 @@ class GrammarCompiler:
                 self._let_go()
 
     def is_settled(self, grammar: Grammar) -> bool:
-        """Whether it is compiled or has failed; it is wanted from now on if it was not."""
+        """Return whether it is compiled or has failed; begin to compile it if it is not cached."""
         with self._lock:
             entry = self._entry(grammar)
             if entry.began_ms is not None and not entry.is_settled:
@@ -144,18 +144,18 @@ class GrammarCompiler:
             return entry.is_settled
 
     def is_ready(self, grammar: Grammar) -> bool:
-        """Whether it is compiled; one that failed never is."""
+        """Return whether it is compiled; False if it failed."""
         return self.is_settled(grammar) and self.error(grammar) is None
 
     def error(self, grammar: Grammar) -> QuireError | None:
-        """Why a settled grammar cannot be used; None where it can."""
+        """Return why a settled grammar cannot be used, or None."""
         with self._lock:
             entry = self._entries.get(grammar.digest)
             return None if entry is None else _named(entry.error, grammar)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of its answer. Compiles in the caller's thread what is not
-        there (any more). Raises InvalidParameter where the grammar cannot be used."""
+        """Return a matcher at the beginning of an answer. Compile the grammar in the calling
+        thread if it is not cached. Raises InvalidParameter if the grammar cannot be used."""
         with self._lock:
             entry = self._entry(grammar, queued=False)
         if not entry.is_settled:
@@ -185,7 +185,7 @@ class GrammarCompiler:
         return matcher
 
     def close(self) -> None:
-        """Begin nothing more; what is being tried out is ended."""
+        """Stop all threads and kill the trial processes."""
         with self._lock:
             for lane in (self._quick, self._slow):
                 lane.close()
@@ -266,19 +266,19 @@ class GrammarCompiler:
 
 
 class _Lane:
-    """Grammars that wait for some threads, and the trial of each of these. Changed under a lock."""
+    """A queue of grammars, with one trial process for each of its threads. Guarded by a lock."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self.trials: list[Trial] = []
 
     def start(self, work: Callable[[_Lane, Trial], None], trial: Trial) -> None:
-        """One more thread."""
+        """Start another thread."""
         self.trials.append(trial)
         threading.Thread(target=work, args=(self, trial), name="quire-grammar", daemon=True).start()
 
     def next_job(self, trial: Trial) -> _Entry | None:
-        """What to compile next; None at the end."""
+        """Return the next grammar to compile; None after `close`."""
         try:
             return self.jobs.get(timeout=_IDLE_S)
         except queue.Empty:
@@ -286,7 +286,7 @@ class _Lane:
             return self.jobs.get()
 
     def close(self) -> None:
-        """The threads end."""
+        """End the threads."""
         for trial in self.trials:
             self.jobs.put(None)
             trial.end()
@@ -294,10 +294,9 @@ class _Lane:
 
 
 def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -> Matcher:
-    """A matcher at the beginning of its answer. source: the grammar in llguidance's words, where
-    they are known.
+    """Compile a grammar. source: its llguidance form, if it is known already.
 
-    Raises InvalidParameter where no answer can follow it.
+    Raises InvalidParameter if no answer can follow it.
     """
     from llguidance import LLMatcher  # both only when a grammar comes
 
@@ -322,8 +321,8 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
 
 
 def _try_out(root: Matcher) -> None:
-    """Take the first step here, beside the loop: the first mask is the dearest, a grammar that
-    allows nothing shows itself, and one beyond llguidance's bounds mostly does so at once."""
+    """Compute the first masks outside the engine loop: the first is the most expensive, and
+    grammars that allow nothing or exceed llguidance's limits mostly fail there."""
     words = root.mask().nonzero()[0]
     trial, bits = root.copy(), int(root.mask()[words[0]])
     first = int(words[0]) * 32 + (bits & -bits).bit_length() - 1
@@ -348,7 +347,7 @@ def _limits() -> LLParserLimits:
 
 
 def _named(error: QuireError | None, grammar: Grammar) -> QuireError | None:
-    """The error with the field this grammar came from: another's may have failed first."""
+    """Return the error with the field of this request: the cached one may name another's."""
     if isinstance(error, InvalidParameter) and error.param and error.param != grammar.param:
         said = str(error)
         if said.startswith(f"{error.param}: "):

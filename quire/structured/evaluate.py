@@ -1,8 +1,7 @@
-"""Whether a JSON value is what a schema allows, for schemas that say so by plain means.
+"""Validate JSON values against schemas without regular expressions and remote references.
 
-Used where a schema lists its values: the list can be sifted here, whatever other keywords say.
-Knows no grammar and no tokens. Always holds: no regular expression is run and no reference is
-fetched; what cannot be decided raises Undecided, never a guess; work is bounded.
+Used to filter the values a schema lists. Invariants: no regular expression is run and no reference
+is fetched; a schema that cannot be decided raises Undecided; the work is bounded.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Schemas looked at for one question: references can multiply.
+# Subschemas evaluated by one Evaluator: references can multiply.
 MAX_LOOKS = 20_000
 MAX_DEPTH = 200
-# Values compared for one document: lists can be long, and every value is held against them.
+# Values compared for one document: every value is compared with lists that can be long.
 MAX_COMPARED = 200_000
 
 
 class Undecided(Exception):
-    """This schema is beyond what is decided here."""
+    """The schema cannot be decided here."""
 
 
 class Evaluator:
-    """Answers for one document, where references are looked up."""
+    """Validates values against schemas of one document, in which references are resolved."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -31,7 +30,7 @@ class Evaluator:
         self._compared = 0
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether two values are equal as JSON. Raises Undecided."""
+        """Return whether two values are equal as JSON. Raises Undecided."""
         self._compared += 1
         if self._compared > MAX_COMPARED:
             raise Undecided
@@ -42,7 +41,7 @@ class Evaluator:
         return equal(one, other)
 
     def allows(self, schema: Any, value: Any, depth: int = 0) -> bool:
-        """Whether `value` is valid under `schema`. Raises Undecided."""
+        """Return whether `value` is valid under `schema`. Raises Undecided."""
         self._looks += 1
         if self._looks > MAX_LOOKS or depth > MAX_DEPTH:
             raise Undecided
@@ -55,7 +54,7 @@ class Evaluator:
                 raise Undecided
         if "$ref" in schema:
             if schema.keys() - _ANNOTATIONS - {"$ref"}:
-                raise Undecided  # what stands beside a reference counts in newer drafts only
+                raise Undecided  # siblings of $ref count in newer drafts only
             return self.allows(resolved(self._root, schema["$ref"]), value, depth + 1)
         return all(
             _CHECKS[keyword](self, schema, value, depth + 1)
@@ -65,7 +64,7 @@ class Evaluator:
 
 
 def resolved(root: Any, reference: Any) -> Any:
-    """What a reference within the document names. Raises Undecided for any other."""
+    """Resolve a reference within the document. Raises Undecided for any other."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise Undecided
     at = root
@@ -83,7 +82,7 @@ def resolved(root: Any, reference: Any) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Equal as JSON: 1 is 1.0, and true is not 1."""
+    """Return whether values are equal as JSON: 1 equals 1.0, and true does not equal 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -94,7 +93,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def type_of(value: Any) -> str:
-    """JSON's word for what a value is; integers are "integer", 1.0 too."""
+    """Return the JSON type of a value; "integer" for integral numbers, also 1.0."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -150,7 +149,7 @@ def _if(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> boo
 
 
 def _properties(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
-    """properties and additionalProperties, which look at each other."""
+    """Check properties and additionalProperties, which depend on each other."""
     if not isinstance(value, Mapping):
         return True
     named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -185,7 +184,7 @@ def _dependencies(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: i
 
 
 def _items(of: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -> bool:
-    """items in both its forms, additionalItems and prefixItems."""
+    """Check items in both its forms, additionalItems and prefixItems."""
     if not isinstance(value, list):
         return True
     first, rest = schema.get("prefixItems", []), schema.get("items", True)
@@ -239,7 +238,7 @@ def _multiple(_: Evaluator, schema: Mapping[str, Any], value: Any, depth: int) -
     if type_of(value) not in ("integer", "number"):
         return True
     if not isinstance(value, int) or not isinstance(factor, int) or not factor > 0:
-        raise Undecided  # floats: who rounds how
+        raise Undecided  # the result for floats depends on rounding
     return value % factor == 0
 
 

@@ -1,8 +1,7 @@
-"""Matcher: how far one answer has come in its grammar, and which tokens may follow.
+"""Matcher: the parse state of one answer in its grammar, and the mask of allowed tokens.
 
-Wraps llguidance's matcher; knows tokens by id and no requests. Always holds: what it allows depends
-on its grammar and the tokens it has taken, on nothing else; a matcher that failed says so each time
-it is asked, and no other is touched by it.
+Wraps llguidance's matcher; knows token ids, not requests. Invariants: the mask depends only on the
+grammar and the tokens taken; a failed matcher raises each time it is used.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Words = NDArray[np.uint32]
-# How many forced tokens are given out at once: a step computes no more for one row.
+# Most forced tokens returned at once: a step computes no more for one row.
 MAX_FORCED = 64
 
 
 class MatcherError(Exception):
-    """A matcher cannot go on: its request fails, and no other."""
+    """A matcher cannot continue; its request fails."""
 
 
 class DeadEnd(MatcherError):
-    """The tokens taken so far are the beginning of no answer."""
+    """The tokens taken so far are no prefix of an answer."""
 
 
 class Matcher:
-    """Tokens go in by `take`; `mask` and `forced` tell of what may follow those taken so far."""
+    """`take` advances by tokens; `mask` and `forced` return what may or must follow."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: LoadedVocabulary) -> None:
         self._matcher = matcher
@@ -76,14 +75,14 @@ class Matcher:
             self.take([token_id])
 
     def go_back(self, num_tokens: int) -> None:
-        """Forget the last tokens."""
+        """Roll back the last tokens."""
         self._mask = None
         if num_tokens and not self._matcher.rollback(num_tokens):
             raise MatcherError(f"the grammar's state could not be taken back: {self._why()}")
 
     def mask(self) -> Words:
-        """Which ids may follow: bit i % 32 of word i // 32; end tokens where the answer is
-        complete. Read only. Raises DeadEnd where none may, MatcherError where it failed."""
+        """Return the allowed ids, bit i % 32 of word i // 32; end tokens if the answer is
+        complete. Read-only. Raises DeadEnd if there are none, MatcherError if it failed."""
         if self._mask is None:
             words = np.zeros(self._vocabulary.mask_words, np.uint32)
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -97,12 +96,12 @@ class Matcher:
         return self._mask
 
     def no_mask(self) -> Words:
-        """One that allows nothing."""
+        """Return a mask that allows nothing."""
         return np.zeros(self._vocabulary.num_words, np.uint32)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer can only end here."""
+        """Return whether the answer can only end here."""
         if self._matcher.is_stopped():
             return not self._matcher.is_error()
         if not self._matcher.is_accepting():
@@ -115,11 +114,11 @@ class Matcher:
         return self._vocabulary.eos_ids
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether this token, chosen now, ends the answer instead of going on with it."""
+        """Return whether this token, chosen now, ends the answer instead of extending it."""
         return token_id in self._vocabulary.eos_ids and self._matcher.is_accepting()
 
     def is_over_with(self, token_id: int) -> bool:
-        """Whether the answer is over once it goes on with this token, which the mask allows."""
+        """Return whether the answer is complete after this token, which the mask allows."""
         if self.ends_with(token_id):
             return True
         mask = self._mask
@@ -130,12 +129,12 @@ class Matcher:
         return is_over
 
     def forced(self, *, most: int = MAX_FORCED) -> list[int]:
-        """The tokens that must follow, as long as just one may: taken, and at most MAX_FORCED.
+        """Take and return the tokens that must follow, at most MAX_FORCED.
 
-        None of them ends the answer. They are what masks alone would leave of each step.
+        None of them ends the answer. Each is the only token its mask allows.
         """
         taken: list[int] = []
-        # Cheap where nothing is forced; what it promises the masks must confirm.
+        # Cheap if nothing is forced; the masks must confirm what it reports.
         if not self._matcher.compute_ff_tokens():
             return taken
         while len(taken) < min(most, MAX_FORCED) and not self._matcher.is_stopped():
@@ -148,13 +147,13 @@ class Matcher:
 
     def _why(self) -> str:
         said = self._matcher.get_error().partition("\n<")[0].partition("<state>")[0].strip()
-        if said == "NoExtensionBias":  # llguidance's word for a grammar that goes round in circles
+        if said == "NoExtensionBias":  # llguidance's name for a grammar that never terminates
             said = "no text ever ends it, or nothing begins it"
         return said[:200] or "no reason was given"
 
 
 def only_id(mask: Words) -> int | None:
-    """The one id a mask allows; None where it allows several."""
+    """Return the only id a mask allows; None if it allows several."""
     words = mask.nonzero()[0]
     if len(words) != 1:
         return None
@@ -165,7 +164,7 @@ def only_id(mask: Words) -> int | None:
 
 
 def without(mask: Words, token_ids: Sequence[int]) -> Words:
-    """A copy of a mask that does not allow these."""
+    """Return a copy of a mask without these ids."""
     fewer = mask.copy()
     for id_ in token_ids:
         fewer[id_ // 32] &= np.uint32(~(1 << (id_ % 32)) & 0xFFFFFFFF)

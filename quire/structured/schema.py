@@ -1,10 +1,9 @@
-"""JSON schemas on their way to llguidance: what it does not know is said by what it knows.
+"""Rewrite JSON schemas for llguidance: express keywords it lacks by keywords it supports.
 
-Rewritten where that allows exactly the same values: listed values are sifted by all that is said
-of them, dependencies and simple negations become alternatives, alternatives of which one can hold
-at most need no oneOf, and formats that no specification defines say nothing. The rest is left as
-it is, for llguidance to refuse by name. Knows JSON Schema's keywords, and where schemas stand in
-schemas; no tokens. Always holds: what comes out allows the same values as what went in.
+enum values are filtered by the other keywords; dependencies and simple negations become anyOf, and
+so does oneOf with disjoint alternatives; uniqueItems is dropped or expanded; undefined formats are
+dropped. Everything else is left for llguidance to reject by name. Invariant: the result allows
+exactly the same values.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _NAMED = frozenset(
         "properties",
     }
 )
-# Formats some draft of JSON Schema defines. Any other is a note to people.
+# Formats that some draft of JSON Schema defines. Any other is an annotation.
 DEFINED_FORMATS = frozenset(
     {
         "color",
@@ -75,7 +74,7 @@ DEFINED_FORMATS = frozenset(
         "uuid",
     }
 )
-# Keywords with which a list of values is sifted here; llguidance takes the others itself.
+# Keywords by which enum values are filtered here; llguidance applies the others itself.
 _SIFTED = frozenset({"not", "if", "contains", "uniqueItems", "oneOf", "dependencies"})
 MAX_DEPENDENCIES = 6  # each doubles the alternatives
 MAX_CHOICES = 64
@@ -85,7 +84,7 @@ MAX_ARRAYS = 2_000  # listed in one document
 
 
 def for_llguidance(schema: Any) -> Any:
-    """The schema as llguidance is to read it. One that is wrong comes back as it is."""
+    """Return the schema rewritten for llguidance; a malformed one is returned unchanged."""
     try:
         return _Rewriter(schema).rewritten(schema)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
@@ -93,8 +92,10 @@ def for_llguidance(schema: Any) -> Any:
 
 
 def path_of(schema: Any, keyword: str, value: Any = None) -> str:
-    """Where a schema has a keyword (with this value, if one is named), as "#/properties/a/not";
-    "" where it has none: the first in the order it is written."""
+    """Return the path of a keyword (with this value, if given), as "#/properties/a/not".
+
+    The first in document order; "" if there is none.
+    """
     for path, at in each_schema(schema):
         if keyword in at and (value is None or at[keyword] == value):
             return "/".join([path, _escaped(keyword)])
@@ -102,7 +103,7 @@ def path_of(schema: Any, keyword: str, value: Any = None) -> str:
 
 
 def each_schema(schema: Any, path: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All objects in a schema that are schemas themselves, with their paths; it first."""
+    """Yield the schema and all its subschemas with their paths."""
     if not isinstance(schema, Mapping):
         return
     yield path, schema
@@ -130,7 +131,7 @@ class _Rewriter:
         self._num_arrays_left = MAX_ARRAYS
 
     def rewritten(self, schema: Any) -> Any:
-        """A schema, and those within it, said in other words where that is needed."""
+        """Return a schema with its subschemas rewritten."""
         if not isinstance(schema, dict):
             return schema
         sifted = self._sifted(schema)
@@ -158,8 +159,11 @@ class _Rewriter:
         return value
 
     def _sifted(self, schema: Schema) -> Schema | None:
-        """The values a schema lists that fit all it says; None where llguidance needs no help, or
-        where there is no list or it cannot be decided."""
+        """Return an enum of the listed values that the other keywords allow.
+
+        None if llguidance applies these keywords itself, no values are listed, or the result cannot
+        be decided.
+        """
         parts = [schema, *(one for one in schema.get("allOf", ()) if isinstance(one, dict))]
         if all(_SIFTED.isdisjoint(part) for part in parts):
             return None
@@ -178,7 +182,7 @@ class _Rewriter:
         return {"enum": kept}
 
     def _without_dependencies(self, schema: Schema) -> Schema:
-        """If it has this, then also that: it has not this, or it has that."""
+        """Rewrite each dependency: the property is absent, or its requirement holds."""
         keywords = [
             name
             for name in ("dependencies", "dependentRequired", "dependentSchemas")
@@ -212,9 +216,11 @@ class _Rewriter:
         return _with(rest, [negated])
 
     def _without_one_of(self, schema: Schema) -> Schema:
-        """Of alternatives that exclude each other exactly one holds where any does. Of few values
-        those are listed that one alone allows; others exclude those they overlap with, where these
-        are easily negated."""
+        """Rewrite oneOf as anyOf if its alternatives are disjoint.
+
+        Finite alternatives become an enum of the values that exactly one allows. Others are made
+        disjoint by negating the alternatives they overlap with, if these are simple.
+        """
         choices = schema.get("oneOf")
         if not isinstance(choices, list) or len(choices) > MAX_CHOICES:
             return schema
@@ -248,8 +254,8 @@ class _Rewriter:
         return {**rest, "anyOf": choices}
 
     def _without_unique_items(self, schema: Schema) -> Schema:
-        """Entries that cannot be equal need no uniqueItems; of few values, all arrays without
-        repetition are listed."""
+        """Drop uniqueItems if no entry can repeat; list all arrays of distinct entries if the
+        entries have few values."""
         if "uniqueItems" not in schema:
             return schema
         rest = {name: value for name, value in schema.items() if name != "uniqueItems"}
@@ -266,7 +272,7 @@ class _Rewriter:
 
 
 def negation(schema: Any) -> Any:
-    """A schema for what this one forbids; None where it is not a simple one."""
+    """Return a schema for the values this one forbids; None if it is not a simple one."""
     if isinstance(schema, bool):
         return not schema
     if not isinstance(schema, dict):
@@ -276,7 +282,7 @@ def negation(schema: Any) -> Any:
         return False
     parts = [_negated(name, value) for name, value in said.items()]
     if len(parts) > 1 and not _APART.issuperset(said):
-        return None  # keywords that look at each other
+        return None  # keywords that depend on each other
     if any(part is None for part in parts):
         return None
     return parts[0] if len(parts) == 1 else {"anyOf": parts}
@@ -290,7 +296,7 @@ def _negated(keyword: str, value: Any) -> Any:
 def _not_types(value: Any) -> Any:
     types = {value} if isinstance(value, str) else set(value) if isinstance(value, list) else None
     if types is None or "integer" in types - ({"integer"} if "number" in types else set()):
-        return None  # numbers that are no integers have no type of their own
+        return None  # no type names the numbers that are not integers
     rest = [name for name in TYPES if name not in types]
     return {"type": rest} if rest else False
 
@@ -326,7 +332,7 @@ def _not_all(value: Any) -> Any:
 
 
 def _beyond(kind: str, keyword: str, step: int) -> Callable[[Any], Any]:
-    """The other side of a bound."""
+    """Return the negation of a bound."""
 
     def negate(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -355,7 +361,7 @@ _NEGATIONS: Mapping[str, Callable[[Any], Any]] = {
     "maxItems": _beyond("array", "minItems", 1),
 }
 _NOTES = frozenset({"$comment", "comment", "description", "title"})
-# Keywords that say what they say whatever stands beside them.
+# Keywords whose meaning does not depend on their siblings.
 _APART = frozenset(_NEGATIONS)
 
 
@@ -370,14 +376,14 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def _with(schema: Schema, more: list[Any]) -> Schema:
-    """A schema that also has to fit these."""
+    """Return a schema that also requires these."""
     if not more:
         return schema
     return {**schema, "allOf": [*schema.get("allOf", []), *more]}
 
 
 def _within(schema: Schema, choice: Any) -> Any:
-    """A choice with what stands beside all choices: type, what is required, and properties."""
+    """Return an alternative with the type, required names and properties of its parent."""
     if not isinstance(choice, dict):
         return choice
     required = [*schema.get("required", []), *choice.get("required", [])]
