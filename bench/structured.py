@@ -27,8 +27,8 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import json_schema
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
-from quire.engine import assemble
-from quire.engine.llm import LLM
+from quire.engine.assembly import assemble
+from quire.engine.library.llm import LLM
 from quire.models.registry import box_path
 from quire.obs.timing import percentiles
 from quire.structured.compiler import GrammarCompiler

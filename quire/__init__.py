@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.llm import LLM
+    from quire.engine.library.async_llm import AsyncLLM
+    from quire.engine.library.llm import LLM
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
@@ -28,11 +28,11 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name == "LLM":
-        from quire.engine.llm import LLM
+        from quire.engine.library.llm import LLM
 
         return LLM
     if name == "AsyncLLM":
-        from quire.engine.async_llm import AsyncLLM
+        from quire.engine.library.async_llm import AsyncLLM
 
         return AsyncLLM
     if name == "__version__":

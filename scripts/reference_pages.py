@@ -20,14 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api.auth import OPEN_PATHS, is_guarded
-from quire.api.errors import HEAD_TOO_LARGE, SHAPES
-from quire.api.foreign_fields import documented
+from quire.api.generation.foreign_fields import documented
+from quire.api.http.auth import OPEN_PATHS, is_guarded
+from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.http.paths import FOREIGN_PATHS
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
-from quire.api.paths import FOREIGN_PATHS
 from quire.cli.serve import add_arguments
 from quire.config.foreign_flags import INSTEAD, SUBCOMMANDS
 from quire.obs.metrics import Metrics

@@ -26,7 +26,7 @@ from bench.frontend.peers import measure_models
 from bench.frontend.servers import REPOSITORY, Child
 from quire.bench.machine import machine_card
 from quire.config.groups import ModelConfig
-from quire.engine.text_side import load_text_side
+from quire.engine.client.tokenizer_side import load_tokenizer_side
 
 STREAMS = 256
 TOKENS = 384
@@ -42,7 +42,7 @@ def body(max_tokens: int, *, stream: bool) -> dict[str, Any]:
 
 def digest_wanted(max_tokens: int) -> str:
     """The digest of the answer's text, as the tokenizer by itself has it."""
-    tokenizer = load_text_side(ModelConfig()).tokenizer
+    tokenizer = load_tokenizer_side(ModelConfig()).tokenizer
     prompt = tokenizer.encode(PROMPT)
     places = range(len(prompt), len(prompt) + max_tokens)
     whole = tokenizer.decode([*prompt, *map(token_at, places)], skip_special_tokens=True)

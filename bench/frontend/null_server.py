@@ -13,14 +13,15 @@ from importlib import import_module
 
 from bench.frontend.null_executor import NullExecutorClass
 from quire.cli import main as cli
-from quire.engine import launch
+from quire.engine.client import launch
 
 
 def child_main(module: str, step_ms: float) -> int:
     """A process that the server starts: an API process as it is, the engine's with our executor."""
-    if module != "quire.engine.process":
+    if module != "quire.engine.process.main":
         return int(import_module(module).main())
-    from quire.engine import assemble, process
+    from quire.engine.assembly import assemble
+    from quire.engine.process import main as process
 
     assemble._executor_class = lambda _: NullExecutorClass(step_ms / 1000)  # type: ignore[assignment]
     return process.main()
@@ -31,7 +32,9 @@ def main() -> int:
     theirs = "import_module(sys.argv.pop(1)).main()"
     ours = f"import_module('bench.frontend.null_server').child_main(sys.argv.pop(1), {step_ms})"
     if theirs not in launch._START:
-        raise SystemExit("quire/engine/launch.py starts its process in another way; change this")
+        raise SystemExit(
+            "quire/engine/client/launch.py starts its process in another way; change this"
+        )
     launch._START = launch._START.replace(theirs, ours)
     return cli.main(["serve", *sys.argv[2:]])
 

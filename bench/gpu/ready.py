@@ -20,7 +20,7 @@ import torch
 from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.models import LLAMA, TINY, executor_of, program_of
 from bench.gpu.stage import Stage
-from quire.engine.precision import with_precision
+from quire.engine.assembly.precision import with_precision
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.step_sizes import Size

@@ -22,8 +22,8 @@ from quire.base.clock import Clock
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.config.flags import engine_config
-from quire.engine.assemble import Engine, assemble
-from quire.engine.requests import make_requests
+from quire.engine.assembly.assemble import Engine, assemble
+from quire.engine.client.request_builder import make_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.config.flags import engine_config
-from quire.engine.assemble import assemble
+from quire.engine.assembly.assemble import assemble
 from quire.engine.core import EngineCore
 from quire.obs.timing import percentiles
 

@@ -18,8 +18,8 @@ from quire.base.clock import Clock
 from quire.base.report import Field
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
-from quire.engine.assemble import assemble
-from quire.engine.deciders import make_scheduler, scheduler_limits
+from quire.engine.assembly.assemble import assemble
+from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.obs.report import Progress, table
 from quire.obs.timing import Goals
 from quire.obs.trace import Arrival

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quire.api import server
+from quire.api.http import server
 from quire.cli import main as cli
 
 

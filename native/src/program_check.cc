@@ -1,5 +1,6 @@
 // Checks of a program: its operations against their buffers and weights when it is built, and a
 // step's indices before each run. Kernels trust what they are given.
+// Always holds: a check that fails names the operation and changes nothing.
 
 #include <string>
 

@@ -12,34 +12,38 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.api.admin import Admin
-from quire.api.cache import Cache
-from quire.api.chat import Chat
-from quire.api.completions import Completions
-from quire.api.edge import Edge
-from quire.api.errors import UnknownRoute
-from quire.api.health import Watch
-from quire.api.ids import Ids
-from quire.api.models import Models
+from quire.api.admin.cache import CacheRoutes
+from quire.api.admin.health import HealthRoutes
+from quire.api.admin.routes import AdminRoutes
+from quire.api.admin.version import Pointer, show_version
+from quire.api.http.errors import UnknownRoute
+from quire.api.http.middleware import RequestMiddleware
+from quire.api.http.paths import hint_for
+from quire.api.native.requests import RequestRoutes
+from quire.api.native.token_generate import TokenGenerateRoute
+from quire.api.native.tokenize import TokenizeRoutes
+from quire.api.openai.chat import ChatRoute
+from quire.api.openai.completions import CompletionsRoute
+from quire.api.openai.models import ModelsRoutes
 from quire.api.openapi.routes import Document
-from quire.api.paths import hint_for
-from quire.api.requests import Requests
-from quire.api.serving import Serving
-from quire.api.texts import Texts
-from quire.api.version import Pointer, show_version
+from quire.api.server_state import ServerState
 from quire.base.show import show
 
 
-def build_app(serving: Serving) -> ASGIApp:
+def build_app(serving: ServerState) -> ASGIApp:
     """The application a server runs."""
-    return Edge(_routed(routes_of(serving)), serving)
+    return RequestMiddleware(_routed(routes_of(serving)), serving)
 
 
-def routes_of(serving: Serving) -> list[Route]:
+def routes_of(serving: ServerState) -> list[Route]:
     """All that is served where callers ask; openapi/operations.py says what each is for."""
-    completions, chat, ids = Completions(serving), Chat(serving), Ids(serving)
-    requests, texts = Requests(serving, serving.peers), Texts(serving)
-    models, watch = Models(serving), Watch(serving)
+    completions, chat, ids = (
+        CompletionsRoute(serving),
+        ChatRoute(serving),
+        TokenGenerateRoute(serving),
+    )
+    requests, texts = RequestRoutes(serving, serving.peers), TokenizeRoutes(serving)
+    models, watch = ModelsRoutes(serving), HealthRoutes(serving)
     document, pointer = Document(serving), Pointer(serving.config.root_path)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
@@ -65,9 +69,9 @@ def routes_of(serving: Serving) -> list[Route]:
     return routes
 
 
-def build_admin_app(serving: Serving) -> ASGIApp:
+def build_admin_app(serving: ServerState) -> ASGIApp:
     """The application at --admin-port."""
-    watch, document = Watch(serving), Document(serving)
+    watch, document = HealthRoutes(serving), Document(serving)
     routes = [
         *_admin_routes(serving),
         Route("/health", watch.health, methods=["GET"]),
@@ -76,12 +80,12 @@ def build_admin_app(serving: Serving) -> ASGIApp:
         Route("/openapi.json", document.get, methods=["GET"]),
         Route("/docs", document.page, methods=["GET"]),
     ]
-    return Edge(_routed(routes), serving, for_admins=True)
+    return RequestMiddleware(_routed(routes), serving, for_admins=True)
 
 
-def _admin_routes(serving: Serving) -> list[Route]:
+def _admin_routes(serving: ServerState) -> list[Route]:
     """What auth.ADMIN_PATHS guards."""
-    cache, admin = Cache(serving), Admin(serving)
+    cache, admin = CacheRoutes(serving), AdminRoutes(serving)
     return [
         Route("/v1/cache", cache.get, methods=["GET"]),
         Route("/v1/cache/flush", cache.flush, methods=["POST"]),

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
-from quire.base.cache_use import CacheUse
+from quire.base.cache_usage import CacheUsage
 from quire.base.sampling_params import SamplingParams
 
 Int32s = NDArray[np.int32]
@@ -326,7 +326,7 @@ class RequestOutput:
     stop_id: int | None = None
     error: str | None = None
     cached_tokens: int = 0
-    cache_use: CacheUse | None = None
+    cache_use: CacheUsage | None = None
     num_preemptions: int = 0
     times: RequestTimes | None = None
     score: float | None = None

@@ -14,8 +14,8 @@ from typing import Any
 from quire.base.errors import SettingError
 from quire.bench.limits import READ, peak_gflops
 from quire.config.flags import engine_config
-from quire.engine.model_files import model_folder
-from quire.engine.programs import engine_program
+from quire.engine.assembly.model_files import model_folder
+from quire.engine.assembly.programs import engine_program
 from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
 from quire.program.ops import Linear, Op

@@ -21,7 +21,7 @@ from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.bench.foreign import rss_bytes
 from quire.bench.workloads import Ask, batches
-from quire.engine.async_llm import AsyncLLM
+from quire.engine.library.async_llm import AsyncLLM
 from quire.obs.timing import RequestTimes
 
 # A result names no paths of whoever measured, only what a folder is called.

@@ -31,8 +31,8 @@ from quire.bench.reading import ReadProbe
 from quire.bench.report import result
 from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
-from quire.engine.assemble import assemble
-from quire.engine.warm_up import made_up_plan
+from quire.engine.assembly.assemble import assemble
+from quire.engine.assembly.warm_up import made_up_plan
 from quire.execute.native import SEGMENTS, NativeExecutor
 from quire.obs.report import Progress, table
 from quire.program.cost import Cost, StepShape

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from quire.base.block_copies import Tier
-from quire.base.cache_use import CacheReport, Miss, MissReason, OwnerUse, PrefixUse
+from quire.base.cache_usage import CacheReport, Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
 from quire.cache.owners import EVERYBODY_ELSE, Owner
@@ -96,16 +96,16 @@ def _is_under_another_salt(cache: CacheManager, owner: Owner, token_ids: Int32s)
     )
 
 
-def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUse, ...]:
+def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUsage, ...]:
     lineage, owners = cache.lineage, cache.owners.by_number()
-    found: list[PrefixUse] = []
+    found: list[PrefixUsage] = []
     for block in lineage.most_found(cache.pool.findable, count).tolist():
         key = cache.index.key_of(block)
         if key is None:
             continue
         owner = owners.get(int(lineage.owners[block]))
         found.append(
-            PrefixUse(
+            PrefixUsage(
                 digest=key.hex(),
                 tokens=int(lineage.depths[block]) * cache.block_size,
                 hits=int(lineage.hits[block]),
@@ -117,19 +117,19 @@ def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUse, ...]:
     return tuple(found)
 
 
-def _owners(cache: CacheManager) -> tuple[OwnerUse, ...]:
+def _owners(cache: CacheManager) -> tuple[OwnerUsage, ...]:
     """Those who have something, most first."""
     numbers = cache.lineage.owners[cache.pool.findable]
     counts = np.bincount(numbers, minlength=1)
     owners = cache.owners.by_number()
     held = [
-        OwnerUse(tenant=owner.tenant, salt=_salt_name(owner), blocks=int(counts[number]))
+        OwnerUsage(tenant=owner.tenant, salt=_salt_name(owner), blocks=int(counts[number]))
         for number, owner in owners.items()
         if number < len(counts) and counts[number]
     ]
     if counts[EVERYBODY_ELSE]:
         blocks = int(counts[EVERYBODY_ELSE])
-        held.append(OwnerUse(tenant=_NOBODY, salt=_NOBODY, blocks=blocks))
+        held.append(OwnerUsage(tenant=_NOBODY, salt=_NOBODY, blocks=blocks))
     return tuple(sorted(held, key=lambda use: -use.blocks))
 
 

@@ -24,9 +24,9 @@ from quire.cli.options import (
 
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.output import TextDelta
-    from quire.engine.token_text import TokenText
+    from quire.engine.library.async_llm import AsyncLLM
+    from quire.engine.output.output_stream import TextDelta
+    from quire.engine.output.token_text import TokenText
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _complete(arguments: argparse.Namespace, prompt: str) -> int:
-    from quire.engine.async_llm import AsyncLLM  # NumPy and the kernels: --help needs none
+    from quire.engine.library.async_llm import AsyncLLM  # NumPy and the kernels: --help needs none
 
     begin_s = time.perf_counter()
     async with AsyncLLM(arguments.model, **engine_settings(arguments)) as llm:

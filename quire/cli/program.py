@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.base.errors import InvalidParameter
 from quire.config.groups import DTYPE_NAMES
-from quire.engine.precision import weights_if_there, with_precision
+from quire.engine.assembly.precision import weights_if_there, with_precision
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype

@@ -37,10 +37,10 @@ from quire.config.groups import (
 from quire.config.tenants import Tenant, read_tenants_of_server
 
 if TYPE_CHECKING:
-    from quire.engine.card import ModelCard
-    from quire.engine.client import EngineClient
-    from quire.engine.launch import EngineProcess
-    from quire.engine.messages import Ready
+    from quire.engine.client.engine_client import EngineClient
+    from quire.engine.client.launch import EngineProcess
+    from quire.engine.model_card import ModelCard
+    from quire.engine.process.messages import Ready
 
 _PROGRESS_S = 0.2
 
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped; the exit code. Raises SettingError, ModelError or CapacityError."""
-    from quire.api.listen import SocketFile, check_tls, listen, listen_for_admins, url_of
-    from quire.engine.launch import EngineProcess
+    from quire.api.http.sockets import SocketFile, check_tls, listen, listen_for_admins, url_of
+    from quire.engine.client.launch import EngineProcess
 
     # A reload (SIGHUP) while we start ends nothing; run_server says what it means from then on.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -131,8 +131,8 @@ def _serve(
     log = Log("server")
     listening, for_admins = sockets
     # Only now, while the engine's own imports run beside ours.
-    from quire.api.server import run as run_server
-    from quire.engine.client import EngineClient
+    from quire.api.http.server import run as run_server
+    from quire.engine.client.engine_client import EngineClient
 
     client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
     announced = threading.Event()
@@ -168,7 +168,7 @@ def _keep(
     urls: Sequence[str],
 ) -> int:
     """Serve by several API processes, which this one only keeps."""
-    from quire.api.keeper import keep
+    from quire.api.workers.supervisor import supervise
 
     log, loading, announced = Log("server"), [(0, 0)], threading.Event()
     _start_progress(lambda: loading[0], announced)
@@ -182,7 +182,7 @@ def _keep(
 
     listening, for_admins = sockets
     try:
-        return keep(
+        return supervise(
             process,
             config,
             server,

@@ -27,7 +27,7 @@ from quire.base.errors import (
 )
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.library.async_llm import AsyncLLM
 
 Message = Mapping[str, str]
 _TIMEOUT_S = 600.0
@@ -53,7 +53,7 @@ class LocalSpeaker:
     def __init__(
         self, model: str, settings: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> None:
-        from quire.engine.async_llm import (
+        from quire.engine.library.async_llm import (
             AsyncLLM,  # NumPy and the kernels: a remote chat needs none
         )
 

@@ -25,7 +25,7 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 # The names of quire/scheduler/policies.py, which a room of this row does not read.
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
-# The names of quire/dialects/table.py, which a room of this row does not read.
+# The names of quire/output_parsers/registry.py, which a room of this row does not read.
 TOOL_PARSERS = (
     *("auto", "none", "hermes", "qwen3_coder", "glm", "llama3_json", "pythonic", "mistral"),
     *("deepseek", "kimi", "granite", "phi", "harmony", "json"),

@@ -19,9 +19,9 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.parameter_checks import listed, number, texts, whole
+from quire.base.scheduling_params import MAX_PRIORITY, MAX_TENANT_CHARS
 from quire.base.show import show
 from quire.base.strict_json import parse_object
-from quire.base.terms import MAX_PRIORITY, MAX_TENANT_CHARS
 
 # Who asks where there are no tenants, or with a key of --api-key.
 DEFAULT_TENANT = "default"

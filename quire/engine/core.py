@@ -28,23 +28,23 @@ from quire.base.records import (
 )
 from quire.base.report import Field, Report
 from quire.engine.grammars import Grammars
-from quire.engine.messages import (
+from quire.engine.process.messages import (
     Abort,
-    AskCache,
-    CacheTold,
+    CacheReported,
     FromEngine,
     Hold,
     Leave,
     Outputs,
+    QueryCache,
     Refused,
     Stop,
     Submit,
     ToEngine,
     fault_of,
 )
-from quire.engine.routing import id_prefix
+from quire.engine.process.routing import id_prefix
 from quire.runner.handle import Handle
-from quire.runner.touch_ahead import TouchAhead
+from quire.runner.prefault import Prefault
 from quire.scheduler.scheduler import Scheduler
 
 # A step that fails is its requests' misfortune; this many in a row are the engine's.
@@ -105,7 +105,7 @@ class EngineCore:
         plans_in_flight: int,
         report: Report,
         tier: TierEnd | None = None,
-        touch_ahead: TouchAhead | None = None,
+        touch_ahead: Prefault | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -189,13 +189,13 @@ class EngineCore:
         """Counters and gauges as of now."""
         return self.scheduler.stats()
 
-    def ask_cache(self, ask: AskCache) -> CacheTold:
+    def ask_cache(self, ask: QueryCache) -> CacheReported:
         """What the prefix cache holds; flushed first where that is asked for."""
         flushed_blocks = self.scheduler.flush_cache() if ask.flush else 0
         if ask.flush and self.tier is not None:
             self.tier.clear()  # nor after a restart
         report = self.scheduler.cache_report(num_prefixes=ask.num_prefixes)
-        return CacheTold(ask_id=ask.ask_id, report=report, flushed_blocks=flushed_blocks)
+        return CacheReported(ask_id=ask.ask_id, report=report, flushed_blocks=flushed_blocks)
 
     def audit(self, *, quick: bool = False) -> None:
         """Compare the books, put right what can be, and report. quick: while there is work, which
@@ -210,7 +210,7 @@ class EngineCore:
             result = self.runner.collect(handle)
         except Exception as error:  # whatever an executor raises fails this step, not the engine
             self._failed_steps += 1
-            self.report("step failed", step=plan.step, **told(error))
+            self.report("step failed", step=plan.step, **error_fields(error))
             if isinstance(error, DeviceLost):  # nor will any later one be computed
                 raise
             if self._failed_steps >= MAX_FAILED_STEPS:
@@ -223,7 +223,7 @@ class EngineCore:
         return result
 
 
-def told(error: Exception) -> dict[str, Field]:
+def error_fields(error: Exception) -> dict[str, Field]:
     """An error as fields of a report; one nobody expected with the place it comes from."""
     fields: dict[str, Field] = {"error": f"{type(error).__name__}: {error}"}
     if not isinstance(error, QuireError):
@@ -285,7 +285,7 @@ def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], No
     elif isinstance(message, Leave):
         core.abort(core.scheduler.ids_that_begin(id_prefix(message.client)))
         emit(Outputs(outputs=None, stats=core.stats()))
-    elif isinstance(message, AskCache):
+    elif isinstance(message, QueryCache):
         emit(core.ask_cache(message))
     elif isinstance(message, Submit):
         try:

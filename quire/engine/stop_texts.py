@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import QuireError, WorkerError
 from quire.base.records import Admission
-from quire.engine.text_reader import text_reader
+from quire.engine.output.text_reader import text_reader
 from quire.text.stop_watch import StopWatch
 from quire.text.stops import StopStrings
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quire.base.records import EngineStats, RequestTimes
-from quire.base.terms import DEFAULT_TERMS, OBJECTIVES, Terms
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, OBJECTIVES, SchedulingParams
 from quire.obs.engine_metrics import EngineCollector, TenantCollector
 
 # A tiny model answers in a millisecond, a long prompt on a CPU takes minutes.
@@ -183,7 +183,7 @@ class Metrics:
         times: RequestTimes | None,
         prompt_tokens: int,
         output_tokens: int,
-        terms: Terms = DEFAULT_TERMS,
+        terms: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> None:
         """A choice ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
         tenant = terms.tenant or "default"
@@ -272,7 +272,7 @@ def restarts_counter() -> Counter:
 
 
 def missed_objectives(
-    terms: Terms, times: RequestTimes | None, output_tokens: int, finish_reason: str
+    terms: SchedulingParams, times: RequestTimes | None, output_tokens: int, finish_reason: str
 ) -> list[str]:
     """Which of its objectives a choice that ended has not met: all, where it was not completed."""
     asked = [name for name in OBJECTIVES if getattr(terms, name) is not None]

@@ -1,4 +1,7 @@
-"""What a program declares for its operations to name: weights, KV caches and rotary angles."""
+"""What a program declares for its operations to name: weights, KV caches and rotary angles.
+
+Knows no operation and no model family. Always holds: records are frozen and compare by value.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dtypes, symbolic row counts, buffers and views: what operations read and write."""
+"""Dtypes, symbolic row counts, buffers and views: what operations read and write.
+
+Knows no operation. Always holds: a row count is a symbol, never a number of one batch.
+"""
 
 from __future__ import annotations
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 from quire.base.errors import WorkerError
 from quire.base.records import StepPlan, StepResult
 from quire.execute.executor import Executor, LateExecutor, StepMemoryError
-from quire.runner.batches import KeptSampleBatch
-from quire.runner.beam_ends import WatchSource
+from quire.runner.async_steps import AsyncSteps
+from quire.runner.batch_builder import KeptSampleBatch
+from quire.runner.beam_stops import WatchSource
 from quire.runner.grammar_rows import MatcherSource
 from quire.runner.handle import Handle
-from quire.runner.in_parts import computed_in_parts
-from quire.runner.overlap import Overlap
-from quire.runner.part_run import PartLost, PartRun
+from quire.runner.layered_prefill import LayeredPrefillLost, LayeredPrefillRun
 from quire.runner.slot_tables import SlotTables
+from quire.runner.split_step import computed_by_halves
 from quire.runner.step_result import Computed, no_rows, step_result, without_part
-from quire.runner.step_run import Means, StepRun
+from quire.runner.step_run import RunnerResources, StepRun
 from quire.runner.tier_mover import TierMover
-from quire.runner.worker_thread import Job, WorkerThread
+from quire.runner.worker_thread import WorkerTask, WorkerThread
 
 
 class ModelRunner:
@@ -63,17 +63,17 @@ class ModelRunner:
             jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover
-        self._means = Means(
+        self._means = RunnerResources(
             executor=executor,
             tables=self.tables,
             sampling=KeptSampleBatch(self.tables),
             max_samples=max_samples,
         )
-        self._part = PartRun(executor, self.tables)
-        self._overlap: Overlap | None = None
+        self._part = LayeredPrefillRun(executor, self.tables)
+        self._overlap: AsyncSteps | None = None
         self._thread: WorkerThread | None = None
         if overlap and isinstance(executor, LateExecutor):
-            self._overlap = Overlap(self._means, self._apply)
+            self._overlap = AsyncSteps(self._means, self._apply)
         elif overlap:
             self._thread = WorkerThread("quire-runner")
 
@@ -81,7 +81,7 @@ class ModelRunner:
         """Hand in the next plan. Never raises for what computing it does; `collect` does."""
         if self._overlap is not None:
             return self._overlap.submit(plan)
-        job = Job(lambda: self._run(plan))
+        job = WorkerTask(lambda: self._run(plan))
         if self._thread is None:
             job.run()
         else:
@@ -110,7 +110,7 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             self._apply(plan)
-        except PartLost as error:  # all else of the plan was taken over before
+        except LayeredPrefillLost as error:  # all else of the plan was taken over before
             return without_part(plan, self._rows_result(plan), str(error))
         return self._rows_result(plan)
 
@@ -126,7 +126,7 @@ class ModelRunner:
             run.choose()
             return run.computed()
         except StepMemoryError:
-            return computed_in_parts(plan, self._means)
+            return computed_by_halves(plan, self._means)
 
     def _apply(self, plan: StepPlan) -> None:
         """Take the plan over, up to its rows."""

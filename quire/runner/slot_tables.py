@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
-from quire.runner.beam_ends import BeamEnds, WatchSource
+from quire.runner.beam_stops import BeamStops, WatchSource
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
-from quire.runner.rare_tables import RareTables
+from quire.runner.rare_params import RareParamsTables
 
 Int32s = NDArray[np.int32]
 # The least of a top_p: it keeps the likeliest token alone, as 0 means it.
@@ -42,9 +42,9 @@ class SlotTables:
         self.changes = 0  # how often somebody came, went or branched off
         self.tenancy = np.zeros(num_slots, np.int64)  # grows whenever a slot is given or given back
         self.tokens = TokenTable(num_slots, max_model_len)
-        self.rare = RareTables(num_slots)
+        self.rare = RareParamsTables(num_slots)
         self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
-        self.ends = BeamEnds(num_slots, self.tokens, self.grammars, watches)
+        self.ends = BeamStops(num_slots, self.tokens, self.grammars, watches)
         self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)

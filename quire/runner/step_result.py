@@ -25,7 +25,7 @@ from quire.base.records import (
     no_candidates,
 )
 from quire.runner.grammar_rows import Follow
-from quire.runner.scoring import ScoredRows, joined_scores, stacked
+from quire.runner.logprobs import ScoredRows, joined_scores, stacked
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import TokenChoice
 

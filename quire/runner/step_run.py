@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
 from quire.execute.executor import Executor, LateExecutor
-from quire.runner.batches import KeptSampleBatch, forward_batch, num_unknown
+from quire.runner.batch_builder import KeptSampleBatch, forward_batch, num_unknown
 from quire.runner.grammar_rows import NO_MASK, Masks
-from quire.runner.scoring import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
+from quire.runner.logprobs import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
 from quire.runner.slot_tables import SlotTables
 from quire.runner.step_result import Computed, joined_choices
 from quire.sampling.batch import TokenChoice
@@ -29,7 +29,7 @@ Float32s = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class RunnerResources:
     """What all steps of a runner share. max_samples: the head's largest slice."""
 
     executor: Executor
@@ -43,7 +43,12 @@ class StepRun:
     finished; is_late: whether tokens stay on the device until they are waited for."""
 
     def __init__(
-        self, plan: StepPlan, means: Means, *, knows_tokens: bool = True, is_late: bool = False
+        self,
+        plan: StepPlan,
+        means: RunnerResources,
+        *,
+        knows_tokens: bool = True,
+        is_late: bool = False,
     ) -> None:
         tables = means.tables
         self.slots = plan.slots[plan.samples]  # [R]

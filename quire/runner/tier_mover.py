@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from quire.base.block_copies import BlockCopies, CopiesEnded, Tier
 from quire.base.report import Report
 from quire.execute.executor import Executor
-from quire.runner.block_way import BlockWay, nothing
+from quire.runner.block_transport import BlockTransport, nothing
 from quire.transfer.store import BlockStore
 
 Bytes = NDArray[np.uint8]
@@ -93,7 +93,7 @@ class TierMover:
         self.wake = wake
         self._now_ms, self._report = now_ms, report
         count = num_buffers(executor.block_bytes, store.tier)
-        self._way = BlockWay(executor, most=count)
+        self._way = BlockTransport(executor, most=count)
         self._most_fetched = count  # in one run
         self._is_memory = store.room(0) is not None
         # Where the tier is not memory itself: one for what comes, the others for what leaves.

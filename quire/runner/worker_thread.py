@@ -12,7 +12,7 @@ from collections.abc import Callable
 from quire.base.records import StepResult
 
 
-class Job:
+class WorkerTask:
     """A call that will have an outcome: what it returned or what it raised."""
 
     def __init__(self, call: Callable[[], StepResult]) -> None:
@@ -42,11 +42,11 @@ class WorkerThread:
     """Runs jobs one by one. Not a daemon's queue: close() lets what was put in finish."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[WorkerTask | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: WorkerTask) -> None:
         """Queue a job."""
         self._jobs.put(job)
 

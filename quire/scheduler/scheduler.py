@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from quire.base.block_copies import CopiesEnded, Tier
-from quire.base.cache_use import CacheReport
+from quire.base.cache_usage import CacheReport
 from quire.base.errors import InvalidParameter
 from quire.base.records import (
     EngineStats,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.base.block_copies import Tier
-from quire.base.cache_use import CacheUse, Miss, MissReason
+from quire.base.cache_usage import CacheUsage, Miss, MissReason
 from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.draft import PlanDraft
@@ -96,7 +96,7 @@ class Seating:
         store_from = np.maximum(starts, state.stored[index])
         draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
 
-    def _cache_use(self, ticket: Ticket, placement: Placement) -> CacheUse:
+    def _cache_use(self, ticket: Ticket, placement: Placement) -> CacheUsage:
         """Where the stored tokens of `placement` were found, and why no more were."""
         cache = self._cache
         found = placement.match.num_blocks if placement.match is not None else 0
@@ -105,7 +105,7 @@ class Seating:
         else:
             miss = miss_of(cache, ticket.chain, found, ticket.token_ids)
         fetched = min(ticket.num_fetched_blocks, found)  # they are in the pool by now
-        return CacheUse(
+        return CacheUsage(
             pool_tokens=(found - fetched) * cache.block_size,
             host_tokens=fetched * cache.block_size if self._tier is Tier.HOST else 0,
             disk_tokens=fetched * cache.block_size if self._tier is Tier.DISK else 0,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.cache_use import CacheUse
+from quire.base.cache_usage import CacheUsage
 from quire.base.errors import WorkerError
 from quire.base.records import (
     NO_FLOATS,
@@ -81,7 +81,7 @@ class Ticket:
     is_held: bool = False
     was_admitted: bool = False
     cached_tokens: int = 0
-    cache_use: CacheUse | None = None
+    cache_use: CacheUsage | None = None
     num_preemptions: int = 0
     num_fetched_blocks: int = 0  # that a tier had for it, since it entered the queue
     had_computed: int = 0  # tokens, when it was preempted; 0 since it runs again

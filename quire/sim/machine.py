@@ -14,9 +14,9 @@ from typing import Any
 from quire.base.errors import SettingError
 from quire.config.groups import EngineConfig
 from quire.config.memory import mib
-from quire.engine.model_files import model_folder, model_name
-from quire.engine.precision import weights_if_there
-from quire.engine.programs import engine_program
+from quire.engine.assembly.model_files import model_folder, model_name
+from quire.engine.assembly.precision import weights_if_there
+from quire.engine.assembly.programs import engine_program
 from quire.models.registry import open_model
 from quire.program.program import Program
 from quire.scheduler.cost import LinearCost

@@ -23,9 +23,9 @@ from quire.base.records import NO_INTS, Request, StepPlan, StepResult
 from quire.base.report import Field
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig
-from quire.engine.assemble import Engine, assemble
+from quire.engine.assembly.assemble import Engine, assemble
+from quire.engine.assembly.warm_up import made_up_plan, measure_cost
 from quire.engine.core import EngineCore, Runner
-from quire.engine.warm_up import made_up_plan, measure_cost
 from quire.obs.report import Progress
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.base.records import StepPlan, StepResult
-from quire.engine.assemble import Engine
+from quire.engine.assembly.assemble import Engine
 from quire.engine.core import EngineCore, Runner
 from quire.runner.handle import Handle
 from quire.scheduler.scheduler import Scheduler

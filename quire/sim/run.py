@@ -18,8 +18,8 @@ from quire.base.records import EngineStats, RequestOutput, StepPlan
 from quire.base.report import Field
 from quire.cache.digest import FIXED_KEY
 from quire.config.groups import EngineConfig
+from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.engine.core import RETRY_AFTER_S, EngineCore
-from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.sim.clock import VirtualClock
 from quire.sim.load import Asks, Job, Requests
 from quire.sim.machine import Machine

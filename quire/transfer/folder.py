@@ -20,7 +20,7 @@ import stat
 from pathlib import Path
 
 from quire.base.errors import SettingError
-from quire.base.own_folder import danger
+from quire.base.file_ownership import danger
 
 MAGIC = b"QuireKey"
 KEY_BYTES = 16

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.own_folder import danger
+from quire.base.file_ownership import danger
 
 Bytes = NDArray[np.uint8]
 

@@ -43,8 +43,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
+from quire.base.file_ownership import danger
 from quire.base.log import Log
-from quire.base.own_folder import danger
 from quire.base.strict_json import parse_object
 
 Bytes = NDArray[np.uint8]

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from quire.engine.precision import with_precision  # noqa: E402
+from quire.engine.assembly.precision import with_precision  # noqa: E402
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from quire.engine.precision import with_precision  # noqa: E402
+from quire.engine.assembly.precision import with_precision  # noqa: E402
 from quire.execute.few_bits import in_few_bits  # noqa: E402
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402

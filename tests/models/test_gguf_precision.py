@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.gguf_types import TYPES
-from quire.engine.precision import with_precision
+from quire.engine.assembly.precision import with_precision
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model

@@ -24,7 +24,7 @@ def _num_lines(page: Path) -> int:
 
 
 def _named(page: Path) -> list[str]:
-    """Return the file names in the first column of the page's table."""
+    """Return the files in the first column of the page's table, relative to the package."""
     cells = _FIRST_CELL.findall(page.read_text(encoding="utf-8"))
     return [name for cell in cells for name in _NAME.findall(cell)]
 
@@ -42,7 +42,7 @@ def test_every_package_has_a_short_page_and_every_page_is_linked() -> None:
 def test_the_page_of_a_package_lists_its_files(package: str) -> None:
     inner = [ROOT / folder for name, folder in INNER.items() if name != package]
     files = {
-        file.name
+        file.relative_to(ROOT / PACKAGES[package]).as_posix()
         for file in code_files(PACKAGES[package])
         if file.name != "__init__.py" and not any(file.is_relative_to(folder) for folder in inner)
     }

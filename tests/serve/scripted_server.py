@@ -17,8 +17,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from quire.api.server import _server
-from quire.api.serving import Serving
+from quire.api.http.server import _server
+from quire.api.server_state import ServerState
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
 from quire.obs.metrics import Metrics
@@ -71,7 +71,7 @@ class ScriptedServer:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.engine = TurningEngine(*self._made)
-        serving = Serving(ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO()))
+        serving = ServerState(ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO()))
         serving.start(self.engine)
         server = _server(serving)
         self._stop = lambda: setattr(server, "should_exit", True)

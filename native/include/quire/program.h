@@ -1,5 +1,6 @@
 // A program as the interpreter holds it: buffers at fixed places of one arena, and segments of
 // operations (operations.h). Built once from quire/program by quire/execute/native.py.
+// Always holds: a step's counts scale the places; no place depends on a batch.
 #pragma once
 
 #include <atomic>

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.api.answers import Speeds, Timings
-from quire.api.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.generation.choice_streams import Speeds, Timings
+from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
-from quire.base.cache_use import Miss, MissReason, OwnerUse, PrefixUse
+from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.base.log import LEVELS
 from quire.base.records import FinishReason
-from quire.engine.card import Health
+from quire.engine.model_card import Health
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
@@ -325,14 +325,14 @@ def _cache() -> Schema:
             found_total=_whole(pool=COUNT, host=COUNT, disk=COUNT),
             hit_rate=_whole(all=share, pool=share, host=share, disk=share),
         ),
-        prefixes=list_of(_ref("PrefixUse")),
-        owners=list_of(_ref("OwnerUse")),
+        prefixes=list_of(_ref("PrefixUsage")),
+        owners=list_of(_ref("OwnerUsage")),
     )
 
 
 def _records() -> dict[str, Schema]:
     """Records that are told as they are, read from their types."""
-    records = (Health, Speeds, Timings, Miss, PrefixUse, OwnerUse)
+    records = (Health, Speeds, Timings, Miss, PrefixUsage, OwnerUsage)
     _, found = msgspec.json.schema_components(
         [*records, MissReason], ref_template="#/components/schemas/{name}"
     )

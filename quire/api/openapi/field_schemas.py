@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.completions import MAX_CHOICES
-from quire.api.conversations import EFFORTS, MAX_MESSAGES
-from quire.api.fields import CHAT, GENERATE
-from quire.api.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.generation import STREAM_OPTIONS
+from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
+from quire.api.generation.fields import CHAT, GENERATE
+from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.generation.generate import STREAM_OPTIONS
+from quire.api.generation.grammar_fields import FORMAT_TYPES
+from quire.api.generation.scheduling_fields import MAX_SALT_CHARS
+from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
+from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
-from quire.api.structured import FORMAT_TYPES
-from quire.api.terms import MAX_SALT_CHARS
-from quire.api.tools import MAX_TOOLS, TOOL_NAME
 from quire.base import sampling_params as sampling
 from quire.base.beam_checks import EARLY_STOPPING
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
 from quire.base.parameter_checks import MAX_TOKEN_ID
 from quire.base.sampling_params import FLAGS, MUST_BE_ABOVE, NUMBERS, WHOLE_NUMBERS, SamplingParams
-from quire.base.terms import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
+from quire.base.scheduling_params import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
 from quire.text.messages import ROLES
 
 Schema = dict[str, Any]

@@ -10,8 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.api.cache import MAX_PREFIXES, NUM_PREFIXES
-from quire.api.errors import (
+from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
+from quire.api.generation.fields import (
+    APPLY_TEMPLATE,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    GENERATE,
+    TOKENIZE,
+)
+from quire.api.http.errors import (
     Aborted,
     NotAdmin,
     NothingToChoose,
@@ -19,14 +27,6 @@ from quire.api.errors import (
     ResumeGone,
     UnknownRequest,
     UnsupportedEncoding,
-)
-from quire.api.fields import (
-    APPLY_TEMPLATE,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    GENERATE,
-    TOKENIZE,
 )
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.base.errors import (

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.serving import Serving
+from quire.api.server_state import ServerState
 
 if TYPE_CHECKING:
     from quire.api.openapi.field_schemas import Known
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
 class Document:
     """The two routes."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._written: dict[tuple[str, str], bytes] = {}
 

@@ -16,18 +16,18 @@ from typing import Any
 from msgspec import structs
 
 from quire.api.app import build_app
-from quire.api.serving import Serving
-from quire.base.cache_use import CacheReport, CacheUse
+from quire.api.server_state import ServerState
+from quire.base.cache_usage import CacheReport, CacheUsage
 from quire.base.log import Log
 from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
-from quire.base.terms import DEFAULT_TERMS, Terms
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
-from quire.engine.card import Health, ModelCard
-from quire.engine.output import PLAIN_TEXT, TextDelta, TextRules
-from quire.engine.requests import make_requests
-from quire.engine.token_text import TokenText
+from quire.engine.client.request_builder import make_requests
+from quire.engine.model_card import Health, ModelCard
+from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.output.token_text import TokenText
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_work import Limits
@@ -105,7 +105,7 @@ class Asked:
     sampling: SamplingParams
     request_id: str
     cache_salt: str
-    terms: Terms = DEFAULT_TERMS
+    terms: SchedulingParams = DEFAULT_SCHEDULING
     text_rules: TextRules = PLAIN_TEXT
 
 
@@ -146,7 +146,7 @@ class FakeEngine:
             queried_tokens_total=0,
             hit_tokens_total=0,
         )
-        self.cache_use: CacheUse | None = None
+        self.cache_use: CacheUsage | None = None
         self.num_prefixes_asked: list[int] = []
         self.num_flushes = 0
 
@@ -185,7 +185,7 @@ class FakeEngine:
         request_id: str,
         first_stream: int = 0,
         cache_salt: str = "",
-        terms: Terms = DEFAULT_TERMS,
+        terms: SchedulingParams = DEFAULT_SCHEDULING,
         text_rules: TextRules = PLAIN_TEXT,
     ) -> AsyncIterator[TextDelta]:
         self.asked.append(
@@ -293,7 +293,7 @@ class Site:
         self.engine = engine or FakeEngine()
         self.log = io.StringIO()
         log = Log("test", self.log)
-        self.serving = Serving(ServerConfig(**settings), Metrics(), log, tenants)
+        self.serving = ServerState(ServerConfig(**settings), Metrics(), log, tenants)
         self.serving.start(self.engine)
         self.app = build_app(self.serving)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.prompts import most_text_bytes
+from quire.api.generation.prompts import most_text_bytes
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 MIB = 1 << 20

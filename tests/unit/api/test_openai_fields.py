@@ -14,8 +14,8 @@ import pytest
 from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
 
-from quire.api.fields import CHAT, COMPLETIONS
-from quire.api.foreign_fields import HINTS, NO_EFFECT, UNSERVED
+from quire.api.generation.fields import CHAT, COMPLETIONS
+from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, UNSERVED
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "stream"}

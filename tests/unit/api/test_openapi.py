@@ -14,8 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from quire.api.app import build_admin_app, routes_of
-from quire.api.auth import OPEN_PATHS, is_guarded
-from quire.api.fields import (
+from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
     COMPLETIONS,
@@ -23,14 +22,15 @@ from quire.api.fields import (
     GENERATE,
     TOKENIZE,
 )
-from quire.api.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.http.auth import OPEN_PATHS, is_guarded
 from quire.api.openapi.document import document, served
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from quire.config.tenants import Tenant, key_digest
-from quire.engine.output import TextDelta
+from quire.engine.output.output_stream import TextDelta
 from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from quire.engine.output import PromptProgress, TextDelta
+from quire.engine.output.output_stream import PromptProgress, TextDelta
 from tests.unit.api.fake_engine import FakeEngine, Reply, Site
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from quire.api.fields import (
+from quire.api.generation.fields import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     TOKENIZE,
     known_fields,
 )
-from quire.api.foreign_fields import OTHER_NAMES
-from quire.api.sampling import sampling_of
+from quire.api.generation.foreign_fields import OTHER_NAMES
+from quire.api.generation.sampling_fields import sampling_of
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import FILTERS_OFF, SamplingParams
 from tests.unit.api.fake_engine import FakeEngine

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.api.reread import reread
+from quire.api.admin.reload import reload_tenants
 from quire.base.errors import SettingError
-from quire.base.terms import Terms
+from quire.base.scheduling_params import SchedulingParams
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 from tests.unit.api.fake_engine import Reply, Site
 
@@ -47,13 +47,13 @@ def asked(as_key: str, **fields: Any) -> tuple[Reply, Site]:
 @pytest.mark.parametrize(
     ("as_key", "terms"),
     [
-        ("s1", Terms(tenant="search")),
-        ("s2", Terms(tenant="search")),
-        ("b", Terms(tenant="batch", priority=7)),
-        ("root", Terms()),
+        ("s1", SchedulingParams(tenant="search")),
+        ("s2", SchedulingParams(tenant="search")),
+        ("b", SchedulingParams(tenant="batch", priority=7)),
+        ("root", SchedulingParams()),
     ],
 )
-def test_a_key_says_who_asks(as_key: str, terms: Terms) -> None:
+def test_a_key_says_who_asks(as_key: str, terms: SchedulingParams) -> None:
     reply, site = asked(as_key)
     assert reply.status == 200
     assert site.engine.asked[0].terms == terms
@@ -74,7 +74,7 @@ def test_an_unknown_key_is_nobodys(as_key: str) -> None:
 def test_terms_reach_the_engine_as_they_were_asked_for() -> None:
     reply, site = asked("s1", priority=-5, deadline_ms=900, ttft_slo_ms=100.5, tpot_slo_ms=20)
     assert reply.status == 200
-    assert site.engine.asked[0].terms == Terms(
+    assert site.engine.asked[0].terms == SchedulingParams(
         tenant="search", priority=-5, deadline_ms=900.0, ttft_slo_ms=100.5, tpot_slo_ms=20.0
     )
 
@@ -101,7 +101,7 @@ def test_a_priority_beyond_the_tenants_bounds_is_refused_with_them(
 
 def test_null_asks_for_the_tenants_own_priority() -> None:
     _, site = asked("b", priority=None, deadline_ms=None)
-    assert site.engine.asked[0].terms == Terms(tenant="batch", priority=7)
+    assert site.engine.asked[0].terms == SchedulingParams(tenant="batch", priority=7)
 
 
 def test_an_isolated_tenants_salt_is_one_nobody_else_can_send() -> None:
@@ -150,7 +150,7 @@ def after_reading_again(read: Any) -> tuple[list[int], str]:
 
     async def exchange() -> tuple[list[int], str]:
         site = Site(tenants=TENANTS, api_key=("root",))
-        await reread(site.serving, read)
+        await reload_tenants(site.serving, read)
         body = {"prompt": "a", "priority": 4}
         replies = [await site.post(PATH, body, headers=key(name)) for name in ("b", "new")]
         return [reply.status for reply in replies], site.log.getvalue()

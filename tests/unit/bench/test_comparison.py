@@ -23,7 +23,7 @@ from quire.bench.limits import peak_gflops
 from quire.bench.reading import ReadProbe
 from quire.bench.workloads import WORKLOADS, Lengths, Workload
 from quire.config.groups import EngineConfig
-from quire.engine.programs import engine_program
+from quire.engine.assembly.programs import engine_program
 from quire.models.registry import open_model
 from quire.program.cost import StepShape
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.quality import GOALS, Setting, measure, story_ids
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 from quire.models.registry import box_path
 from quire.program.tensors import DType
 from tests.data import outside

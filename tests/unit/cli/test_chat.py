@@ -11,7 +11,7 @@ import pytest
 from quire.base.errors import ContextTooLong, OverloadedError, StepRowError, WorkerError
 from quire.base.sampling_params import SamplingParams
 from quire.cli.chat import HELP, Conversation
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.command import Terminal, quire_command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.sampling_params import SamplingParams
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 from tests.data import outside
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.command import quire_command

@@ -14,14 +14,23 @@ from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
 from quire.engine.core import AUDIT_AFTER_S, MAX_FAILED_STEPS, RETRY_AFTER_S, EngineCore, serve
-from quire.engine.messages import Abort, FromEngine, Hold, Outputs, Refused, Stop, Submit, ToEngine
+from quire.engine.process.messages import (
+    Abort,
+    FromEngine,
+    Hold,
+    Outputs,
+    Refused,
+    Stop,
+    Submit,
+    ToEngine,
+)
 from quire.runner.model_runner import ModelRunner
-from quire.runner.touch_ahead import PIECE_BYTES, TouchAhead
+from quire.runner.prefault import PIECE_BYTES, Prefault
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.runner.scripted_executor import ScriptedExecutor
-from tests.unit.runner.test_in_parts import TOO_MUCH, Room, tight
+from tests.unit.runner.test_split_step import TOO_MUCH, Room, tight
 
 
 class Rig:
@@ -59,8 +68,8 @@ class Rig:
         self._clock = count()
         self.clock_ms = 0.0
 
-    def _touch_ahead(self, ahead_bytes: int) -> TouchAhead:
-        return TouchAhead(
+    def _touch_ahead(self, ahead_bytes: int) -> Prefault:
+        return Prefault(
             self.touched,
             num_blocks=16,
             layers=1,

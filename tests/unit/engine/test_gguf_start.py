@@ -12,9 +12,9 @@ from quire.base.clock import Clock
 from quire.base.gguf_file import GgufFile
 from quire.base.gguf_open import gguf_read_once, open_gguf
 from quire.config.flags import engine_config
-from quire.engine.assemble import assemble
-from quire.engine.llm import LLM
-from quire.engine.text_side import load_text_side
+from quire.engine.assembly.assemble import assemble
+from quire.engine.client.tokenizer_side import load_tokenizer_side
+from quire.engine.library.llm import LLM
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
@@ -46,7 +46,7 @@ def _engine(file: Path) -> None:
 
 
 def _text_side(file: Path) -> None:
-    load_text_side(engine_config({"model": str(file)}).model)
+    load_tokenizer_side(engine_config({"model": str(file)}).model)
 
 
 def _llm(file: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from quire.base.errors import ModelError, SettingError
 from quire.base.sampling_params import SamplingParams
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 from tests.tiny_models import write_tiny_llama
 
 GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=24, ignore_eos=True)

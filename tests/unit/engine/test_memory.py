@@ -31,7 +31,7 @@ LIMIT_S = 300
 CHILD = """
 import json, sys
 from quire.base.sampling_params import SamplingParams
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 
 def sampling(**more):
     return SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True, **more)
@@ -93,10 +93,10 @@ import sys
 from pathlib import Path
 from quire import _native
 from quire.config.groups import ModelConfig
-from quire.engine.text_side import load_text_side
+from quire.engine.client.tokenizer_side import load_tokenizer_side
 from tests.unit.engine.test_memory import held_bytes
 
-side = load_text_side(ModelConfig(model=sys.argv[1]))
+side = load_tokenizer_side(ModelConfig(model=sys.argv[1]))
 held = held_bytes("self")
 _native.give_back_freed_memory()
 print(held - held_bytes("self"))

@@ -21,7 +21,7 @@ from quire.base.records import (
     TokenLogprobs,
 )
 from quire.base.sampling_params import SamplingParams
-from quire.engine.output import OutputStream, TextDelta, TextRules
+from quire.engine.output.output_stream import OutputStream, TextDelta, TextRules
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
 from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_json

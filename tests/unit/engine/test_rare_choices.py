@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidParameter
-from quire.engine.token_rules import token_rules
+from quire.engine.client.token_rules import token_rules
 from quire.text.tokenizer import Tokenizer
 
 PLAIN = SamplingParams(seed=3, temperature=0.9, max_tokens=24, ignore_eos=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.base.sampling_params import SamplingParams
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 from quire.execute import native
 from tests.tiny_models import write_tiny_llama
 

@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, TokenizerError
 from quire.base.records import FinishReason, StepPlan
-from quire.engine import assemble
+from quire.engine.assembly import assemble
 from quire.engine.stop_texts import StopTexts
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner

@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, choice, grammar, json_schema, regex
 from quire.base.records import FinishReason
-from quire.engine import assemble
+from quire.engine.assembly import assemble
 from quire.structured import source as written
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher

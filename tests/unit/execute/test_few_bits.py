@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.engine.precision import with_precision
+from quire.engine.assembly.precision import with_precision
 from quire.execute import reference_ops as ops
 from quire.execute.few_bits import in_few_bits, read_f32
 from quire.models.registry import build_program, open_model

@@ -60,5 +60,5 @@ def test_every_module_of_the_numbers_rooms_needs_no_messages() -> None:
 
 
 def test_an_engine_on_a_cpu_brings_no_pytorch() -> None:
-    modules = ("quire.engine.assemble", "quire.execute.native", "quire.execute.reference")
+    modules = ("quire.engine.assembly.assemble", "quire.execute.native", "quire.execute.reference")
     assert "heavy: []" in _import(modules, ())

@@ -15,7 +15,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
-from quire.engine.llm import LLM
+from quire.engine.library.llm import LLM
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program

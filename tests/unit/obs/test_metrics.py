@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.records import PREEMPTION_COSTS_MS, EngineStats, RequestTimes
-from quire.base.terms import Terms
+from quire.base.scheduling_params import SchedulingParams
 from quire.obs.engine_metrics import BusyShare
 from quire.obs.metrics import Metrics
 
@@ -42,7 +42,7 @@ def promised(metrics: Metrics, finish_reason: str = "stop", **objectives: float)
         times=TIMES,
         prompt_tokens=7,
         output_tokens=5,
-        terms=Terms(**objectives),  # type: ignore[arg-type]
+        terms=SchedulingParams(**objectives),  # type: ignore[arg-type]
     )
 
 
@@ -253,7 +253,7 @@ def test_a_first_token_that_never_came_meets_no_objective() -> None:
         times=scored,
         prompt_tokens=1,
         output_tokens=0,
-        terms=Terms(ttft_slo_ms=100.0, deadline_ms=100.0),
+        terms=SchedulingParams(ttft_slo_ms=100.0, deadline_ms=100.0),
     )
     assert samples(metrics)["quire_missed_objectives_total{objective=ttft_slo_ms}"] == 1
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from quire.base.cache_use import CacheUse, Miss, MissReason
+from quire.base.cache_usage import CacheUsage, Miss, MissReason
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
 
-def told(harness: Harness, name: str, prompt: list[int], **settings: object) -> CacheUse | None:
+def told(harness: Harness, name: str, prompt: list[int], **settings: object) -> CacheUsage | None:
     """Run a request to its end; what its last output says."""
     harness.add(make_request(name, prompt, max_tokens=2, explain_cache=True, **settings))  # type: ignore[arg-type]
     harness.drain()
@@ -17,11 +17,11 @@ def told(harness: Harness, name: str, prompt: list[int], **settings: object) -> 
 def test_a_request_is_told_what_was_found_and_where_the_difference_begins() -> None:
     harness = Harness(Setup())
     new = Miss(reason=MissReason.NOT_SEEN, token=0)
-    assert told(harness, "a", list(range(12))) == CacheUse(pool_tokens=0, miss=new)
+    assert told(harness, "a", list(range(12))) == CacheUsage(pool_tokens=0, miss=new)
     differs = Miss(reason=MissReason.FIRST_DIFFERENCE, token=9)
     found = told(harness, "b", [*range(9), 99, 98, 97])
-    assert found == CacheUse(pool_tokens=8, miss=differs)
-    assert told(harness, "c", list(range(12))) == CacheUse(pool_tokens=12)
+    assert found == CacheUsage(pool_tokens=8, miss=differs)
+    assert told(harness, "c", list(range(12))) == CacheUsage(pool_tokens=12)
     harness.check_end()
 
 
@@ -36,12 +36,12 @@ def test_a_prompt_that_is_scored_is_told_that_this_is_why() -> None:
     harness = Harness(Setup())
     told(harness, "a", list(range(12)))
     scored = told(harness, "b", list(range(12)), prompt_logprobs=1)
-    assert scored == CacheUse(miss=Miss(reason=MissReason.SCORED, token=0))
+    assert scored == CacheUsage(miss=Miss(reason=MissReason.SCORED, token=0))
 
 
 def test_without_prefix_caching_the_reason_is_that() -> None:
     harness = Harness(Setup(prefix_caching=False))
-    disabled = CacheUse(miss=Miss(reason=MissReason.DISABLED, token=0))
+    disabled = CacheUsage(miss=Miss(reason=MissReason.DISABLED, token=0))
     assert told(harness, "a", list(range(12)), prompt_logprobs=1) == disabled
     assert told(harness, "b", list(range(12))) == disabled
 

@@ -20,9 +20,9 @@ from quire.base.clock import Clock
 from quire.base.records import Request, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig
-from quire.engine.assemble import assemble
+from quire.engine.assembly.assemble import assemble
+from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.engine.core import EngineCore, Runner
-from quire.engine.deciders import make_scheduler, scheduler_limits
 from quire.runner.handle import Handle
 from quire.scheduler import budget, layered
 from quire.sim.clock import VirtualClock

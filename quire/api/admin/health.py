@@ -1,0 +1,38 @@
+"""GET /health and /metrics: whether the server does what it should, and what it did.
+
+Health is progress, not presence: 200 only in state "ready", and only while steps advance if work
+is pending; else 503 with the state ("starting", "ready", "paused", "draining",
+"dead") and the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.server_state import ServerState
+from quire.obs.metrics import CONTENT_TYPE
+
+
+class HealthRoutes:
+    """The routes."""
+
+    def __init__(self, serving: ServerState) -> None:
+        self._serving = serving
+
+    async def health(self, request: Request) -> Response:
+        """State, reason, open streams and steps so far."""
+        health = self._serving.health()
+        return Response(
+            msgspec.json.encode(dataclasses.asdict(health)),
+            status_code=200 if health.ok else 503,
+            headers={"cache-control": "no-store"},
+            media_type="application/json",
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """All metrics in Prometheus' text format."""
+        return Response(self._serving.scrape(), headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,90 @@
+"""Answers in a form beside tool calls: what was asked for, less what begins as a call does.
+
+    words = content_beside_calls(asked, written, form, names, options=...)
+
+Llama writes a call as a JSON object, and so may an answer in a form be. What begins as a call is
+one (quire/output_parsers/calls_or_content.py), so no other answer may begin so. Compiles nothing.
+Always holds: a grammar made of these words has no text that could be both, or the request is
+refused by the name of the field that asks for the form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, GrammarKind
+from quire.base.show import show
+from quire.output_parsers.call_grammar import Form, Words, embedded
+from quire.structured.heads import may_begin
+
+# A string as llguidance writes it, as a terminal.
+_TEXT = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'
+
+
+def content_beside_calls(
+    asked: Grammar, written: str, form: Form, names: Sequence[str], *, options: Mapping[str, Any]
+) -> Words:
+    """What was asked for, less what begins as a call of one of these functions.
+
+    written: all that was asked for, as the body of a Lark rule. options: how its JSON is written,
+    as llguidance takes that. Raises InvalidParameter.
+    """
+    begins = form.begins(names)
+    if asked.kind is GrammarKind.REGEX:
+        calls = "|".join(map(_pattern, begins))
+        return Words(f"NO_CALL\nNO_CALL: {written} & ~/({calls})(.|\\n)*/")
+    if asked.kind is GrammarKind.CHOICE:
+        for text in json.loads(asked.text):
+            if text.startswith(begins):
+                raise _refusal(asked, f"the choice has {show(text)}, which begins")
+        return Words(written)
+    key = form.bare_key
+    if key is None or asked.whitespace == "":  # no JSON begins as a call does
+        return Words(written, is_json=True)
+    schema, in_list = json.loads(asked.text), bool(form.first)
+    if not may_begin(schema, names=names, key=key, in_list=in_list):
+        return Words(written, is_json=True)
+    if schema == {"type": "object"} and asked.whitespace is None:
+        return Words(_other_objects(names, key, options), is_json=True)
+    raise _refusal(asked, "the schema allows an answer that begins")
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")
+
+
+def _refusal(asked: Grammar, what: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"{asked.param}: {what} as this model's calls of the request's tools do, so that nothing "
+        "tells one from the other; have it begin with a property that must come and that calls do "
+        "not have, name the tools otherwise, or leave one of both out",
+        param=asked.param,
+    )
+
+
+def _other_objects(names: Sequence[str], key: str, options: Mapping[str, Any]) -> str:
+    """Objects in Lark, all but those that begin {"name": NAME, KEY: ..."""
+
+    def in_json(**schema: Any) -> str:
+        return f"%json {embedded({**schema, 'x-guidance': dict(options)})}"
+
+    name = f'{json.dumps(json.dumps("name"))} ": "'
+    kinds = ["object", "array", "null", "number", "boolean"]
+    rules = {
+        "first": f'NO_NAME ": " value | {name} (NO_TOOL | no_text)',
+        "second": 'NO_ARGUMENTS ": " value',
+        "more": '(", " TEXT ": " value)*',
+        "value": in_json(),
+        "no_text": in_json(type=kinds),
+        "TEXT": _TEXT,
+        "TOOL": " | ".join(json.dumps(json.dumps(tool)) for tool in names),
+        "NO_TOOL": "TEXT & ~TOOL",
+        "NO_NAME": f"TEXT & ~{json.dumps(json.dumps('name'))}",
+        "NO_ARGUMENTS": f"TEXT & ~{json.dumps(json.dumps(key))}",
+    }
+    body = f'"{{" (first more | {name} TOOL (", " second more)?)? "}}"'
+    return "\n".join([body, *(f"{rule}: {text}" for rule, text in rules.items())])

@@ -1,0 +1,198 @@
+"""tools, tool_choice and parallel_tool_calls: what a request offers its model to call.
+
+Checked here; rendered by the template (conversations.py), read out of answers by
+quire/output_parsers, enforced by a grammar where they must be (held.py). Always holds: of what a
+request may ask of tools nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.api.generation.fields import flag
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+MAX_TOOLS = 256
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The tools of a request. Empty tools: none are offered.
+
+    tools: as they were given. schemas: of the arguments, by name. mode: whether the model may
+    call, or must. callable: the names it may call. parallel: whether it may make several calls.
+    strict: the names whose arguments must follow their schema.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]]
+    mode: Mode = "auto"
+    callable: tuple[str, ...] = ()
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """What the template is given: a model that may not call is told of no tools."""
+        return list(self.tools) if self.tools and self.mode != "none" else None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether free text would not keep what was asked for."""
+        if not self.tools or self.mode == "none":
+            return False
+        restricted = len(self.callable) < len(self.tools)
+        return self.mode == "required" or not self.parallel or restricted or bool(self.strict)
+
+    @property
+    def param(self) -> str:
+        """The field that asks for what free text would not keep."""
+        if self.mode == "required" or len(self.callable) < len(self.tools):
+            return "tool_choice"
+        return "tools" if self.parallel else "parallel_tool_calls"
+
+
+def offer_of(given: Mapping[str, Any]) -> Offer:
+    """The offer of a request. Raises InvalidParameter naming the field."""
+    tools = _tools(given)
+    functions = [tool["function"] for tool in tools]
+    names = [function["name"] for function in functions]
+    mode, allowed, parallel = _choice(given.get("tool_choice", "auto"), names)
+    return Offer(
+        tools=tuple(tools),
+        schemas={function["name"]: _parameters(function) for function in functions},
+        mode=mode,
+        callable=tuple(allowed),
+        parallel=flag(given, "parallel_tool_calls", default=True) and parallel,
+        strict=frozenset(f["name"] for f in functions if f.get("strict") and f["name"] in allowed),
+    )
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; where it is left out, there are none."""
+    schema = function.get("parameters")
+    return dict(_NO_PARAMETERS if schema is None else schema)
+
+
+def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = given.get("tools", [])
+    if not isinstance(tools, list):
+        raise InvalidParameter(
+            f"tools is {show(tools)}; a list of objects is allowed", param="tools"
+        )
+    if len(tools) > MAX_TOOLS:
+        raise InvalidParameter(
+            f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools"
+        )
+    seen: set[str] = set()
+    for at, tool in enumerate(tools):
+        name = _checked(f"tools[{at}]", tool)
+        if name in seen:
+            raise InvalidParameter(
+                f"tools has two functions named {show(name)}; give each its own name",
+                param="tools",
+            )
+        seen.add(name)
+    return tools
+
+
+def _checked(place: str, tool: Any) -> str:
+    """The name of a tool's function."""
+    if not isinstance(tool, dict):
+        raise InvalidParameter(f"{place} is {show(tool)}; an object is allowed", param="tools")
+    if tool.get("type") != "function":
+        raise InvalidParameter(
+            f'{place}.type is {show(tool.get("type"))}; "function" is allowed: the model writes '
+            "calls as JSON, and there are no tools of the server's own",
+            param="tools",
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidParameter(
+            f"{place}.function is {show(function)}; an object with a name is needed", param="tools"
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise InvalidParameter(
+            f"{place}.function.name is {show(name)}; 1 to 128 letters, digits, '_', '-' and '.' "
+            "are allowed",
+            param="tools",
+        )
+    for key, kind, words in (
+        ("description", str, "a text"),
+        ("parameters", dict, "a JSON schema"),
+        ("strict", bool, "true or false"),
+    ):
+        value = function.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise InvalidParameter(
+                f"{place}.function.{key} is {show(value)}; {words} is allowed", param="tools"
+            )
+    return name
+
+
+def _choice(choice: Any, names: list[str]) -> tuple[Mode, list[str], bool]:
+    """The mode, the names that may be called, and whether there may be several calls."""
+    if choice in ("none", "auto"):
+        return choice, names, True
+    if choice == "required":
+        _check_offered(names)
+        return "required", names, True
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return "required", [_named(choice, "tool_choice", names)], False
+    if kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools", choice), names)
+    raise InvalidParameter(
+        f'tool_choice is {show(choice)}; "none", "auto", "required", '
+        '{"type": "function", "function": {"name": ...}} and {"type": "allowed_tools", ...} '
+        "are allowed",
+        param="tool_choice",
+    )
+
+
+def _allowed(choice: Any, names: list[str]) -> tuple[Mode, list[str], bool]:
+    mode = choice.get("mode", "auto") if isinstance(choice, dict) else None
+    listed = choice.get("tools") if isinstance(choice, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise InvalidParameter(
+            f"tool_choice.allowed_tools is {show(choice)}; an object with mode "
+            '("auto" or "required") and a list of tools is allowed',
+            param="tool_choice",
+        )
+    allowed = [
+        _named(tool, f"tool_choice.allowed_tools.tools[{at}]", names)
+        for at, tool in enumerate(listed)
+    ]
+    return mode, [name for name in names if name in allowed], True
+
+
+def _named(tool: Any, place: str, names: list[str]) -> str:
+    """The name in {"type": "function", "function": {"name"}}, or {"type", "name"} as is newer."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    _check_offered(names)
+    if not isinstance(name, str) or name not in names:
+        raise InvalidParameter(
+            f"{place} names {show(name)}, which is none of the request's tools "
+            f"({show(', '.join(names))}); name one of them",
+            param="tool_choice",
+        )
+    return name
+
+
+def _check_offered(names: list[str]) -> None:
+    if not names:
+        raise InvalidParameter(
+            "tool_choice asks for a call, and the request has no tools; give tools, or leave "
+            "tool_choice out",
+            param="tool_choice",
+        )

@@ -1,0 +1,287 @@
+"""One HTTP connection, with the bounds that uvicorn's protocol leaves out.
+
+Headers are bounded in bytes and lines (431) and must arrive within a time limit, after which the
+connection is closed. A second request sent before the first is answered is neither read nor
+answered: the connection is closed after the first, and the client sends it again, as HTTP allows.
+So a connection is always read from while a request runs, and a client that disconnects is noticed.
+A client that has only finished sending (a half-closed connection) is answered; a probe tells it
+from one that has left. HTTP/1.0 clients get no chunked responses: theirs end with the connection.
+Knows no route. Always holds: what one connection makes the server keep is bounded, and the
+connection is in OPEN_CONNECTIONS in the state that it is in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from typing import cast
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from quire.api.http.connection_table import OPEN_CONNECTIONS, ConnectionState
+from quire.api.http.errors import HEAD_TOO_LARGE
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+HEAD_TIME_S = 30.0
+# A refused sender may still be writing; closing at once would take our answer from it.
+_LINGER_S = 1.0
+# A client that has stopped sending is looked at again after so long, then twice that, up to the
+# limit: has it closed the connection?
+_LOOK_S, _MAX_LOOK_S = 0.01, 1.0
+# The beginning of every response; sent ahead of it to a client that has stopped sending. Where the
+# client has closed the connection, its system answers with a reset.
+_PROBE = b"HTTP/1.1 "
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, bounded. Made by uvicorn for each connection."""
+
+    _head_bytes = 0
+    _in_head = True
+    _deaf = False
+    _is_close_delimited = False
+    _head_timer: asyncio.TimerHandle | None = None
+    _look_timer: asyncio.TimerHandle | None = None
+    _gone: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The time for the first head begins."""
+        super().connection_made(transport)
+        self._await_head()
+        OPEN_CONNECTIONS.add(self, ConnectionState.HEAD)
+
+    def evict(self) -> None:
+        """Close the connection in favour of a new one."""
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        OPEN_CONNECTIONS.remove(self)
+        self._stop_timer()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        super().connection_lost(exc)
+        self._tell_gone()
+
+    def data_received(self, piece: bytes) -> None:
+        """Refuse a head that is too large before the parser has put it together."""
+        if self._deaf or self.transport.is_closing():
+            return
+        if self._in_head:
+            self._await_head()
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
+                return
+            self._head_bytes += len(piece)  # of the last piece, part may be the body
+        super().data_received(piece)
+        if not self._in_head and not self._is_answering and not self.transport.is_closing():
+            self._await_head()  # the rest of a body whose request was answered before its end
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection of a client that has only finished sending until it is answered."""
+        if not (self._is_answering and self._in_head) or self.scheme == "https":
+            return None  # the transport closes itself; TLS has no half-closed connections here
+        self._stop_timer()
+        self._deaf, self.cycle.keep_alive = True, False
+        if self._look_timer is None:
+            if not self.cycle.response_started:
+                self.transport.write(_PROBE)
+                self.cycle.transport = cast(asyncio.Transport, _BegunTransport(self.transport))
+            self._look_timer = self.loop.call_later(_LOOK_S, self._look_for_reset, _LOOK_S)
+        return True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser for each header."""
+        super().on_header(name, value)
+        if not self._deaf and len(self.headers) > MAX_HEADERS:
+            self._refuse_head()
+
+    def on_headers_complete(self) -> None:
+        """The head is there: begin its request, unless another is still being answered."""
+        num_bytes = len(self.url)
+        for name, value in self.headers:
+            num_bytes += len(name) + len(value)
+        if not self._deaf and num_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        if self._deaf:
+            return
+        self._stop_timer()
+        if self._is_answering:
+            self._deaf, self.cycle.keep_alive = True, False
+            return
+        self._in_head = False
+        OPEN_CONNECTIONS.move(self, ConnectionState.ACTIVE)
+        # How a request learns that its caller has left, without a task that waits for that.
+        self._gone = self.loop.create_future()
+        self.scope["quire.gone"] = self._gone  # type: ignore[typeddict-unknown-key]
+        # How a response ends a connection whose other end does not read: a close would wait for it.
+        self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        # How a stream writes an event without a message through every layer.
+        self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser; a request that is not taken has no body."""
+        if not self._deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """What comes next is a head again."""
+        if not self._deaf:
+            self._in_head, self._head_bytes = True, 0
+            super().on_message_complete()
+            self.flow.resume_reading()  # a long body may have stopped it: nobody would see an end
+
+    def on_response_complete(self) -> None:
+        """Called by the cycle: the answer is written."""
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            # uvicorn's closes the connection, which waits for a client to read what is unread.
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.transport.abort
+            )
+        is_between = self._in_head and self._head_timer is None
+        state = ConnectionState.IDLE if is_between else ConnectionState.HEAD
+        OPEN_CONNECTIONS.move(self, state)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        """Called by uvicorn for each request; HTTP/1.0 has no chunked encoding."""
+        self._is_close_delimited = cycle.scope["http_version"] in ("0.9", "1.0")
+        if self._is_close_delimited:
+            cycle.keep_alive = False
+            app = _CloseDelimited(app, cycle)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's refusal of what is not HTTP, in the form of our errors."""
+        self._refuse(b"400 Bad Request", msg, code=None)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _tell_gone(self) -> None:
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+
+    def _write_part(self, body: bytes) -> bool:
+        """Write a part of the response that is under way, as `send` would; False where it would
+        wait, or do anything else than write."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        if not (cycle.response_started and body):
+            return False
+        if cycle.chunked_encoding:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        elif self._is_close_delimited:
+            self.transport.write(body)
+        else:
+            return False
+        return True
+
+    def _look_for_reset(self, waited_s: float) -> None:
+        """Abort the connection of a client that has closed it, rather than half of it."""
+        if not self._is_answering or self.transport.is_closing():
+            return
+        if _is_reset(self.transport.get_extra_info("socket").fileno()):
+            self.transport.abort()
+            return
+        wait_s = min(2 * waited_s, _MAX_LOOK_S)
+        self._look_timer = self.loop.call_later(wait_s, self._look_for_reset, wait_s)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)
+            if not self._is_answering:
+                OPEN_CONNECTIONS.move(self, ConnectionState.HEAD)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse_head(self) -> None:
+        message = (
+            f"the request's head is too large; at most {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} "
+            "headers are allowed; send less"
+        )
+        self._refuse(b"431 Request Header Fields Too Large", message, code=HEAD_TOO_LARGE.code)
+
+    def _refuse(self, status: bytes, message: str, *, code: str | None) -> None:
+        """Answer, then hear nothing more of this connection."""
+        self._deaf = True
+        if self._is_answering:
+            if self._in_head or self.cycle.response_started:
+                # the request before it: nothing may be said in between
+                self.cycle.keep_alive = False
+                return
+            # Its own body is broken: it ends as if its caller had left.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._tell_gone()
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = msgspec.json.encode({"error": error})
+        head = (
+            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n"
+        )
+        self.transport.write(head % (status, len(body)) + body)
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+class _BegunTransport:
+    """A transport on which the probe, the beginning of the response, is already written."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_written = len(_PROBE)
+
+    def write(self, piece: bytes) -> None:
+        """Write what follows the probe."""
+        assert self._num_written == 0 or piece.startswith(_PROBE), "a response begins with it"
+        self._transport.write(piece[self._num_written :])
+        self._num_written = 0
+
+    def is_closing(self) -> bool:
+        """Return whether the transport is closing."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the transport once what is written is sent."""
+        self._transport.close()
+
+
+class _CloseDelimited:
+    """An application whose responses end with the connection unless they state their length."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, has_length = self._cycle, False
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:  # uvicorn counts down what it expects: always this piece
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_unchunked)
+
+
+def _is_reset(descriptor: int) -> bool:
+    """Return whether the other end of a socket has closed it in both directions."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))

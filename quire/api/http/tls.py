@@ -1,0 +1,108 @@
+"""TlsListener: accepts TLS connections, with a bound on handshakes and on the time of each.
+
+asyncio's own TLS server makes a connection known only after its handshake, so that nobody could
+count or close those whose client never sends anything. Knows no HTTP. Always holds: a handshake
+takes at most HANDSHAKE_TIME_S; a failing accept ends no listener.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+
+from quire.api.http.connection_table import OPEN_CONNECTIONS, ConnectionState
+
+HANDSHAKE_TIME_S = 10.0
+_MAX_ACCEPTS = 64  # in one turn of the event loop
+# Without descriptors or memory accepting stops for so long.
+_RETRY_S = 0.1
+
+
+class TlsListener:
+    """Serves TLS at a listening socket; as much of an asyncio server as uvicorn uses."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        context: ssl.SSLContext,
+        make_protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._listening = listening
+        self._context = context
+        self._make_protocol = make_protocol
+        self._handshakes: set[_Handshake] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._fd = listening.fileno()
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._fd, self._accept)
+
+    def close(self) -> None:
+        """Accept no more connections and end the handshakes under way."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._fd)
+        for handshake in list(self._handshakes):
+            handshake.evict()
+
+    async def wait_closed(self) -> None:
+        """Return at once: nothing of the listener is left once it is closed."""
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                accepted, _ = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._loop.remove_reader(self._fd)
+                self._retry = self._loop.call_later(_RETRY_S, self._resume)
+                return
+            handshake = _Handshake(accepted, self._handshakes.discard)
+            self._handshakes.add(handshake)
+            handshake.begin(self._context, self._make_protocol)
+
+    def _resume(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._fd, self._accept)
+
+
+class _Handshake:
+    """An accepted socket, until its handshake has been done or has failed."""
+
+    def __init__(self, accepted: socket.socket, on_end: Callable[[_Handshake], None]) -> None:
+        self._socket = accepted
+        self._on_end = on_end
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Start the handshake; `make_protocol` makes what serves the connection after it."""
+        self._socket.setblocking(False)
+        with suppress(OSError):  # a Unix socket, or one whose client has already gone
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._task = asyncio.ensure_future(self._run(context, make_protocol))
+        OPEN_CONNECTIONS.add(self, ConnectionState.HANDSHAKE)
+
+    def evict(self) -> None:
+        """End the handshake; its client sees the connection closed."""
+        with suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(
+        self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.Protocol]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                make_protocol, self._socket, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIME_S
+            )
+        except (OSError, asyncio.CancelledError):  # no TLS, too late, gone, or evicted
+            self._socket.close()
+        finally:
+            OPEN_CONNECTIONS.remove(self)
+            self._on_end(self)

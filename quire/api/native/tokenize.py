@@ -1,0 +1,125 @@
+"""POST /tokenize, /detokenize and /apply_template: what text a model is given, without an answer.
+
+They show exactly what /v1/completions and /v1/chat/completions hand to the engine: the same fields,
+the same defaults, the same text and ids. Nothing is computed and no context length is enforced:
+that a text does not fit is what one may want to know; only one far beyond it is refused. Always
+holds: what takes long runs in a thread, and others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.generation.conversation import rendered
+from quire.api.generation.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
+from quire.api.generation.prompts import check_text_bytes
+from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.http.cancellation import disconnect_of, run_until_disconnect
+from quire.api.server_state import Engine, ServerState
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+Read = Callable[[RequestContext], Coroutine[Any, Any, bytes]]
+
+
+class TokenizeRoutes:
+    """The three routes."""
+
+    def __init__(self, serving: ServerState) -> None:
+        self._serving = serving
+
+    async def tokenize(self, request: Request) -> Response:
+        """Ids of a prompt or of messages."""
+        return await self._answer(request, TOKENIZE, "tokn", _tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids."""
+        return await self._answer(request, DETOKENIZE, "detok", _detokenized)
+
+    async def apply_template(self, request: Request) -> Response:
+        """The text of messages."""
+        return await self._answer(request, APPLY_TEMPLATE, "templ", _applied)
+
+    async def _answer(
+        self, request: Request, honoured: frozenset[str], prefix: str, read: Read
+    ) -> Response:
+        begun = await open_request(self._serving, request, honoured=honoured, prefix=prefix)
+        content = await run_until_disconnect(
+            read(begun),
+            disconnect_of(request.scope, request.receive),
+            over=self._serving.over,
+            deadline=begun.deadline,
+        )
+        return Response(content, headers=begun.headers(), media_type="application/json")
+
+
+async def _tokenized(request: RequestContext) -> bytes:
+    given, engine = request.given, request.engine
+    with_strings = flag(given, "return_token_strs")
+    if "messages" in given and "prompt" in given:
+        raise InvalidParameter(
+            "prompt and messages are both given; give one of them", param="messages"
+        )
+    param = "messages" if "messages" in given else "prompt"
+    if param == "messages":
+        text = (await rendered(request)).text
+        adds_special = flag(given, "add_special_tokens")
+    else:
+        text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
+    check_text_bytes(engine, text, param=param)
+    return await request.beside(_tokens_json, engine, text, adds_special, with_strings)
+
+
+def _prompt(given: Mapping[str, Any]) -> str:
+    for name in CONVERSATION:
+        if name in given:
+            raise InvalidParameter(f"{name} goes with messages; give messages", param=name)
+    prompt = given.get("prompt")
+    if not isinstance(prompt, str):
+        raise InvalidParameter(
+            f"prompt is {show(prompt)}; a text is needed, or messages", param="prompt"
+        )
+    return prompt
+
+
+def _tokens_json(engine: Engine, text: str, adds_special: bool, with_strings: bool) -> bytes:
+    tokenizer = engine.tokenizer
+    token_ids = tokenizer.encode(text, add_special_tokens=adds_special)
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": engine.card.max_model_len,
+        "tokens": token_ids,
+    }
+    if with_strings:
+        answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+    return msgspec.json.encode(answer)
+
+
+async def _detokenized(request: RequestContext) -> bytes:
+    given, engine = request.given, request.engine
+    skips = flag(given, "skip_special_tokens")
+    return await request.beside(_text_json, engine, given.get("tokens"), skips)
+
+
+def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
+    if not isinstance(tokens, list):
+        raise InvalidParameter(f"tokens is {show(tokens)}; a list of ids is needed", param="tokens")
+    vocab_size = engine.card.vocab_size
+    for token_id in tokens:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidParameter(
+                f"tokens holds {show(token_id)}; token ids from 0 to {vocab_size - 1} are allowed",
+                param="tokens",
+            )
+    return msgspec.json.encode(
+        {"prompt": engine.tokenizer.decode(tokens, skip_special_tokens=skips)}
+    )
+
+
+async def _applied(request: RequestContext) -> bytes:
+    return msgspec.json.encode({"prompt": (await rendered(request)).text})

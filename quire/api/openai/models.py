@@ -1,0 +1,78 @@
+"""GET /v1/models and /v1/models/{id}: the model served here; /tokenizer_info: its tokenizer.
+
+The model is listed once under each of its names. Beside OpenAI's fields a model has its context
+length, its dtype and precision, and the fingerprint that answers carry. /tokenizer_info has what
+programs need that tokenize over /tokenize instead of loading files of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.generation.request_context import unknown_model
+from quire.api.server_state import ServerState
+from quire.base.errors import TokenizerError
+from quire.engine.model_card import ModelCard
+from quire.text.chat_template import ChatTemplate
+
+
+class ModelsRoutes:
+    """The routes."""
+
+    def __init__(self, serving: ServerState) -> None:
+        self._serving = serving
+
+    async def list(self, request: Request) -> Response:
+        """List the model under each of its names."""
+        card = self._serving.engine().card
+        models = [self._model(card, name) for name in card.names]
+        return _json({"object": "list", "data": models})
+
+    async def one(self, request: Request) -> Response:
+        """A model by name. Raises UnknownModel."""
+        card = self._serving.engine().card
+        name = request.path_params["name"]
+        if name not in card.names:
+            raise unknown_model(name, card)
+        return _json(self._model(card, name))
+
+    async def tokenizer(self, request: Request) -> Response:
+        """The tokens a tokenizer's configuration names, by their texts, and the chat template."""
+        engine = self._serving.engine()
+        tokenizer, template = engine.tokenizer, engine.template
+        ends = [tokenizer.token_text(id_) for id_ in engine.card.eos_ids[:1]]
+        told: dict[str, Any] = {"bos_token": None, "eos_token": ends[0] if ends else None}
+        told |= tokenizer.special_tokens
+        told["model_max_length"] = engine.card.max_model_len
+        told["chat_template"] = _source(template)
+        return _json(told)
+
+    def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": card.created_s,
+            "owned_by": "quire",
+            "max_model_len": card.max_model_len,
+            "vocab_size": card.vocab_size,
+            "dtype": card.dtype,
+            "quantization": card.quantization,
+            "kv_cache_dtype": card.kv_cache_dtype,
+            "system_fingerprint": self._serving.fingerprint(card),
+        }
+
+
+def _source(template: ChatTemplate | None) -> str | None:
+    """The text of the default template; one that cannot be used says so where it is to be used."""
+    try:
+        return None if template is None else template.source()
+    except TokenizerError:
+        return None
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,0 +1,149 @@
+"""One of several API processes: `main`, started by keeper.py, before the engine they share.
+
+Gets its job as the first line of standard input; what the keeper orders comes as further lines, and
+the end of it means that the keeper is gone, and ends this process at once. What it reports goes to
+standard output, a line of JSON each: that it serves, or why it cannot.
+Signals are for the keeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.api.http.server import run
+from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.api.workers.worker_job import (
+    ENGINE_ENDED,
+    FAILED,
+    REREAD,
+    SERVES,
+    STOP,
+    WorkerJob,
+    job_of,
+)
+from quire.base.errors import QuireError
+from quire.base.log import Log
+from quire.base.log_process import start_logging
+from quire.config.groups import ServerConfig
+from quire.config.tenants import read_tenants_of_server
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.launch import SharedEngine, config_from_json
+from quire.engine.process.messages import fault_of
+
+KEEPER_GONE = 3
+REFUSED = 2
+
+
+class WorkerSeat:
+    """A seat (server.py) whose orders come over standard input."""
+
+    def __init__(self, job: WorkerJob, engine: SharedEngine) -> None:
+        self.folder = Path(job.counts)
+        self.peers = SiblingWorkers(engine.folder, job.number)
+        self.sees_steps = job.sees_steps
+        self.replaces = job.replaces
+        self._engine = engine
+
+    def follow(self, *, stop: Callable[[], None], reread: Callable[[], None]) -> None:
+        """Listen to the keeper from now on."""
+        orders = {STOP: stop, REREAD: reread}
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=self._listen, args=(loop, orders), name="quire-keeper-watch", daemon=True
+        ).start()
+
+    def _listen(
+        self, loop: asyncio.AbstractEventLoop, orders: Mapping[str, Callable[[], None]]
+    ) -> None:
+        # The descriptor, not the buffered file: a thread that blocks in the latter holds its lock
+        # while the interpreter shuts down.
+        rest = b""
+        while piece := os.read(sys.stdin.fileno(), 4096):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                word, *details = line.decode().split()
+                if word == ENGINE_ENDED:
+                    exit_code, failure = int(details[0]), "".join(details[1:])
+                    self._engine.ended(exit_code, bytes.fromhex(failure))
+                else:
+                    loop.call_soon_threadsafe(orders[word])
+        os._exit(KEEPER_GONE)
+
+
+def main() -> int:
+    """Serve until told to stop; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    line = _first_line()
+    if not line:
+        return KEEPER_GONE
+    # What libraries print is no report.
+    reports = os.dup(1)
+    os.dup2(2, 1)
+
+    def report(what: str, value: Any) -> None:
+        os.write(reports, json.dumps({what: value}).encode() + b"\n")
+
+    try:
+        return _serve(job_of(line), report)
+    except QuireError as error:
+        fault = fault_of(error)
+        report(FAILED, [fault.kind, fault.message])
+        return REFUSED
+
+
+def _first_line() -> bytes:
+    """Read without a buffer: what follows is for somebody else."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(sys.stdin.fileno(), 1)
+        if not piece:
+            return b""
+        line += piece
+    return line
+
+
+def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
+    server = ServerConfig(**{**job.server, **_tuples(job.server)})
+    start_logging(f"server {job.number}", server.logging)
+    sys.stdout = sys.stderr  # what libraries print
+    config = config_from_json(job.engine)
+    path = config.scheduler.tenants
+
+    def read() -> Any:
+        assert path is not None, "called where there is a file"
+        return read_tenants_of_server(path, has_keys=bool(server.api_key))
+
+    engine = SharedEngine(Path(job.folder), job.number)
+    client = EngineClient.attach(engine, config, watchdog_s=server.watchdog_s)
+
+    def announce() -> None:
+        template = client.template
+        report(SERVES, [] if template is None else list(template.problems.values()))
+
+    return run(
+        client,
+        server,
+        socket.socket(fileno=job.listening),
+        Log(f"server {job.number}"),
+        announce=announce,
+        for_admins=None if job.admins is None else socket.socket(fileno=job.admins),
+        tenants=None if path is None else read(),
+        read_tenants=None if path is None else read,
+        tenants_file=path,
+        seat=WorkerSeat(job, engine),
+    )
+
+
+def _tuples(group: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists for them."""
+    return {name: tuple(value) for name, value in group.items() if isinstance(value, list)}

@@ -1,0 +1,106 @@
+"""What the prefix cache tells: what one request was given, and what the whole cache holds.
+
+Frozen records of numbers, sent as they are. Always holds: nothing here is a prompt's text or its
+tokens, and no salt is spelled out: prefixes and salts are named by keyed digests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class MissReason(StrEnum):
+    """Why the prefix that was found ends where it does."""
+
+    FIRST_DIFFERENCE = "first_difference"  # the nearest known prompt goes on with other tokens
+    NOT_SEEN = "not_seen"  # nothing known goes on from there
+    NOT_FOUND = "not_found"  # no more is told where strangers share prefixes; see for_strangers
+    EVICTED = "evicted"  # it was known, and its block was given to others
+    OTHER_SALT = "other_salt"  # the same tenant has it under another salt
+    SCORED = "prompt_is_scored"  # log-probabilities of the prompt are computed, never found
+    DISABLED = "disabled"  # the server runs without prefix caching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """The first token of a prompt that was not found, counted from 0, and why.
+
+    For FIRST_DIFFERENCE it is the first token that differs, else where a block begins.
+    """
+
+    reason: MissReason
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUsage:
+    """Prompt tokens found at first admission, by tier; miss is None where all that could be was."""
+
+    pool_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    miss: Miss | None = None
+
+
+def for_strangers(use: CacheUsage, block_size: int) -> CacheUsage:
+    """What one caller may be told where others, who are nobody to it, share its prefixes.
+
+    That is what the time to a first token tells anyway: how many blocks were found. An exact first
+    difference would let anybody read another's prompt token by token, trying what may come next
+    where 16 tokens at once cannot be tried; the other reasons tell that there was a prompt.
+    """
+    if use.miss is None or use.miss.reason in (MissReason.SCORED, MissReason.DISABLED):
+        return use
+    token = use.miss.token // block_size * block_size
+    return replace(use, miss=Miss(reason=MissReason.NOT_FOUND, token=token))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixUsage:
+    """A prefix that was found at least once. digest: of its last block, in hex."""
+
+    digest: str
+    tokens: int
+    hits: int
+    tenant: str
+    salt: str
+    protected: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerUsage:
+    """Who computed what can be found. salt: its keyed digest in hex, "" for no salt."""
+
+    tenant: str
+    salt: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReport:
+    """All there is to tell of one cache now.
+
+    The blocks of the pool are used (a live request names them), once or again (free, still
+    findable, by how often they were used) or plain (free). Counters only grow; those of tokens
+    count prompts that were looked up, those found in a tier among them.
+    """
+
+    prefix_caching: bool
+    block_size: int
+    blocks_total: int
+    blocks_used: int
+    blocks_once: int
+    blocks_again: int
+    blocks_again_most: int
+    blocks_plain: int
+    blocks_findable: int
+    ghosts: int
+    ghosts_most: int
+    queried_tokens_total: int
+    hit_tokens_total: int
+    host_hit_tokens_total: int = 0
+    disk_hit_tokens_total: int = 0
+    evicted_blocks_total: int = 0
+    prefixes: tuple[PrefixUsage, ...] = ()
+    owners: tuple[OwnerUsage, ...] = ()

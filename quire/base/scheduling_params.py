@@ -1,0 +1,69 @@
+"""Terms: on what terms a request is served; who asks, how urgently, and what it hopes for.
+
+Each value is checked where a Terms is made. Knows no policy: which of them a server's policy reads
+is in docs/scheduling.md. Always holds: nothing in it can change an answer, only when it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.base.errors import InvalidParameter
+from quire.base.parameter_checks import number, whole
+from quire.base.show import show
+
+MAX_PRIORITY = 1_000_000
+# A year: what is later than this is no deadline.
+MAX_TERM_MS = 365 * 24 * 3600 * 1000.0
+MAX_TENANT_CHARS = 64
+OBJECTIVES = ("deadline_ms", "ttft_slo_ms", "tpot_slo_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingParams:
+    """Terms of one request.
+
+    tenant: who asks, by name; "" where there is one tenant only. priority: lower is served
+    earlier, where the policy says so. deadline_ms: when the whole answer should be there;
+    ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
+    time between its tokens after the first. return_cached_tokens_details: tell where cached
+    tokens were found, and why no more were. report_progress: report each chunk of the prompt that
+    is computed. Raises InvalidParameter naming the field.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    deadline_ms: float | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    return_cached_tokens_details: bool = False
+    report_progress: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:
+            raise InvalidParameter(
+                f"tenant is {show(self.tenant)}; a name of at most {MAX_TENANT_CHARS} characters "
+                "is allowed",
+                param="tenant",
+            )
+        if not isinstance(self.return_cached_tokens_details, bool):
+            raise InvalidParameter(
+                f"return_cached_tokens_details is {show(self.return_cached_tokens_details)}; true "
+                "or false is allowed",
+                param="return_cached_tokens_details",
+            )
+        priority = whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        object.__setattr__(self, "priority", priority)
+        for name in OBJECTIVES:
+            value = getattr(self, name)
+            if value is not None:
+                checked = number(name, value, 0, MAX_TERM_MS, open_low=True)
+                object.__setattr__(self, name, checked)
+
+    @property
+    def has_objective(self) -> bool:
+        """Whether there is anything to be met or missed."""
+        return any(getattr(self, name) is not None for name in OBJECTIVES)
+
+
+DEFAULT_SCHEDULING = SchedulingParams()

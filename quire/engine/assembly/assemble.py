@@ -1,0 +1,363 @@
+"""The only wiring: from an EngineConfig to an EngineCore that is warm and ready.
+
+All "is it on" questions are asked here. The parts get what they need as arguments and know
+nothing of the config. Order: the model's configuration, then the memory sum (what does not fit
+is refused before a byte is packed), then weights, cache, and a warm-up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from quire.base.clock import Clock
+from quire.base.errors import SettingError
+from quire.base.gguf_open import gguf_read_once
+from quire.base.log import Log
+from quire.base.report import Report
+from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.config.machine import machine_memory, num_usable_cores
+from quire.config.memory import MemoryNeeds, MemoryPlan, mib, plan_memory
+from quire.engine.assembly.initial_costs import initial_step_costs
+from quire.engine.assembly.model_files import model_folder, model_name
+from quire.engine.assembly.precision import warn_of_coarse
+from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
+from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
+from quire.engine.assembly.warm_up import measure_cost, warm_up
+from quire.engine.core import EngineCore, Runner
+from quire.engine.grammars import GrammarGate, Grammars
+from quire.engine.model_card import ModelCard
+from quire.engine.process.heartbeat import HeartbeatRunner
+from quire.engine.record import RecordingRunner, open_record
+from quire.engine.stop_texts import StopTexts
+from quire.engine.timed_pool import TimedBlockPool
+from quire.execute.executor import Executor, ExecutorClass, LayeredExecutor, Progress
+from quire.models.registry import compute_dtype, open_model
+from quire.models.spec import ModelSpec
+from quire.program.kv_cache import kv_cache_text
+from quire.program.program import Program
+from quire.program.quantize import precision_text
+from quire.program.tensors import Rows
+from quire.runner.fingerprint import block_fingerprint, system_fingerprint
+from quire.runner.model_runner import ModelRunner
+from quire.runner.prefault import Prefault
+from quire.structured.compiler import GrammarCompiler
+from quire.text.template_files import source_in_force
+from quire.weights.checkpoint import open_checkpoint
+from quire.weights.pack_cache import PackCache
+
+if TYPE_CHECKING:
+    from quire.transfer.folder import TierFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A core that is ready, what it says of itself, and lines about how it came to be."""
+
+    core: EngineCore
+    card: ModelCard
+    notes: tuple[str, ...]
+    step_tokens: int  # most of one step
+    num_layers: int  # that the executor computes by themselves; 0 where it does not
+
+
+def assemble(
+    config: EngineConfig,
+    *,
+    clock: Clock,
+    report: Report,
+    progress: Progress | None = None,
+    beat: Callable[[int], None] | None = None,
+) -> Engine:
+    """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
+
+    `report` is told what goes wrong later without ending the engine. `beat` is called
+    about once a second during a long step, in a thread of its own, with the operations done.
+    """
+    with gguf_read_once(), ExitStack() as undo:
+        record = None
+        if config.executor.record_plans is not None:  # found out early: packing may take minutes
+            record = undo.enter_context(open_record(Path(config.executor.record_plans)))
+        tier_folder = None
+        if config.cache.kv_tier_path is not None:  # likewise
+            from quire.transfer.folder import TierFolder  # only where it is wanted, as executors
+
+            tier_folder = TierFolder(Path(config.cache.kv_tier_path).expanduser())
+            undo.callback(tier_folder.close)
+            tier_folder.check_room(config.cache.kv_tier_bytes)
+        engine = _assembled(
+            config,
+            clock=clock,
+            report=report,
+            progress=progress,
+            beat=beat,
+            record=record,
+            tier_folder=tier_folder,
+        )
+        undo.pop_all()
+        return engine
+
+
+def _assembled(
+    config: EngineConfig,
+    *,
+    clock: Clock,
+    report: Report,
+    progress: Progress | None,
+    beat: Callable[[int], None] | None,
+    record: BinaryIO | None,
+    tier_folder: TierFolder | None,
+) -> Engine:
+    cache_of_weights = _pack_cache(config.executor)
+    folder = model_folder(config.model)
+    spec = open_model(folder)
+    checkpoint = open_checkpoint(folder)
+    longest = engine_program(config, spec, checkpoint)
+    make = _executor_class(config.executor)
+    make.check_program(longest)
+    if config.cache.kv_tier_host_bytes is not None:
+        from quire.engine.assembly.tier import (
+            check_host_tier,  # only where there is one: a megabyte
+        )
+
+        check_host_tier(config.cache.kv_tier_host_bytes, make.available_memory(), machine_memory())
+    step_tokens = _step_tokens(config, make)
+    max_samples = make.head_rows(config.scheduler.max_num_seqs)
+    memory = _memory(config, spec, longest, make, step_tokens)
+    program = replace(longest, max_positions=memory.max_model_len)
+    executor = make(
+        program,
+        checkpoint,
+        max_tokens=step_tokens,
+        max_samples=max_samples,
+        max_sequences=config.scheduler.max_num_seqs,
+        num_threads=config.executor.num_threads or num_usable_cores(),
+        progress=progress,
+        pack_cache=cache_of_weights,
+    )
+    warn_of_coarse(Log("engine"), program, executor.coarse_rows)
+    executor.allocate_cache(memory.num_blocks, config.cache.block_size)
+    num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
+    limits = scheduler_limits(
+        config.scheduler,
+        num_layers=num_layers,
+        num_blocks=memory.num_blocks,
+        max_model_len=memory.max_model_len,
+        step_tokens=step_tokens,
+        plans_in_flight=make.plans_in_flight(),
+    )
+    of_blocks = block_fingerprint(
+        program,
+        executor=executor.name,
+        recipe=executor.recipe,
+        weights_digest=executor.weights_digest,
+        block_size=config.cache.block_size,
+        block_bytes=executor.block_bytes,
+    )
+    tier = None
+    if config.cache.has_tier:
+        from quire.engine.assembly.tier import open_tier
+
+        tier = open_tier(
+            tier_folder,
+            config.cache,
+            executor,
+            fingerprint=of_blocks,
+            clock=clock,
+            report=report,
+        )
+    texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
+    compiler = GrammarCompiler(
+        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.eos_ids), now_ms=clock.now_ms
+    )
+    model_runner = ModelRunner(
+        executor,
+        num_slots=limits.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        block_size=config.cache.block_size,
+        max_samples=max_samples,
+        overlap=limits.plans_in_flight > 1,
+        mover=None if tier is None else tier.mover,
+        matchers=compiler,
+        watches=texts,
+    )
+    warm_up(model_runner, limits, num_blocks=memory.num_blocks)
+    cost = (
+        measure_cost(model_runner, limits, memory.num_blocks, clock)
+        if limits.step_budget_ms
+        else None
+    )
+    runner: Runner = model_runner
+    if record is not None:
+        runner = RecordingRunner(model_runner, record, report=report)
+    if beat is not None:
+        runner = HeartbeatRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
+    card = _card(config, spec, program, folder, executor, memory, max_num_seqs=limits.max_num_seqs)
+    scheduler = make_scheduler(
+        config,
+        limits,
+        num_blocks=memory.num_blocks,
+        fingerprint=of_blocks.hex(),
+        hash_key=os.urandom(16) if tier is None else tier.hash_key,
+        cost=cost,
+        prices=initial_step_costs(program),
+        tier=None if tier is None else tier.tier,
+        most_saving=1 if tier is None else tier.most_saving,
+        tier_block_ms=1.0 if tier is None else tier.block_ms,
+        gates=[GrammarGate(compiler, texts)],
+        window=program.caches[0].window,
+        make_pool=TimedBlockPool,
+    )
+    core = EngineCore(
+        scheduler,
+        runner,
+        plans_in_flight=limits.plans_in_flight,
+        report=report,
+        tier=None if tier is None else tier.mover,
+        touch_ahead=Prefault(
+            executor,
+            num_blocks=memory.num_blocks,
+            layers=program.caches[0].layers,
+            block_bytes=memory.kv_bytes // memory.num_blocks,
+            ahead_bytes=config.cache.kv_touch_ahead_bytes,
+        ),
+        grammars=Grammars(compiler, texts),
+    )
+    notes = (*memory.text().splitlines(), *([] if tier is None else [tier.note]))
+    return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens, num_layers=num_layers)
+
+
+def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:
+    """As asked for; else what fills the executor, and for each running request a token and one of
+    somebody's prompt. More would only make those that run wait longer between tokens."""
+    given = config.scheduler.max_num_batched_tokens
+    return given or max(make.full_step_tokens(), 2 * config.scheduler.max_num_seqs)
+
+
+def _memory(
+    config: EngineConfig, spec: ModelSpec, program: Program, make: ExecutorClass, step_tokens: int
+) -> MemoryPlan:
+    held = make.memory_for(
+        program,
+        {
+            Rows.TOKENS: step_tokens,
+            Rows.SAMPLES: make.head_rows(config.scheduler.max_num_seqs),
+            Rows.SEQUENCES: config.scheduler.max_num_seqs,
+        },
+    )
+    memory, block_bytes = make.available_memory(), held.token_bytes * config.cache.block_size
+    buffer_bytes = 0
+    if config.cache.has_tier:
+        from quire.engine.assembly.tier import moving_bytes
+
+        buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=memory.is_own)
+    needs = MemoryNeeds(
+        weights_bytes=held.weights_bytes,
+        step_bytes=held.step_bytes + buffer_bytes,
+        token_bytes=held.token_bytes,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        model_max_len=spec.max_positions,
+        max_model_len=config.model.max_model_len,
+        kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
+    )
+    plan = plan_memory(needs, memory)
+    if memory.is_own:  # a device's, which loading may find smaller: what was counted on is known
+        told = "; ".join(f"{line.what} {mib(line.num_bytes)}" for line in plan.lines)
+        Log("engine").event("memory is planned, weights are loaded", sum=told)
+    return plan
+
+
+def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
+    if settings.pack_cache is None:
+        return None
+    return PackCache(Path(settings.pack_cache).expanduser(), Log("engine"))
+
+
+def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
+    # One of them, and only when it is wanted: start-up is felt.
+    if settings.executor == "native":
+        from quire.execute.native import NativeExecutor
+
+        return NativeExecutor
+    if settings.executor == "torch":
+        return _torch_class(settings)
+    from quire.execute.reference import ReferenceExecutor
+
+    return ReferenceExecutor
+
+
+def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
+    try:
+        from quire.execute.gpu.device import choose, has_fp8, look, reason
+        from quire.execute.gpu.executor_class import TorchExecutorClass
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            f"executor is torch and {error.name} is not installed; install it: "
+            "pip install 'torch>=2.6' 'triton>=3.4'"
+        ) from error
+    except (ImportError, OSError) as error:  # a library that it was built with is not there
+        raise SettingError(
+            f"executor is torch and PyTorch cannot be loaded ({error}); install it anew, built for "
+            "this machine's driver (pytorch.org says how)"
+        ) from error
+    machine, wanted = look(), settings.device or "auto"
+    device = choose(wanted, machine)
+    card = "" if device.type == "cpu" else machine.cards[device.index].name
+    Log("engine").event(
+        "computing on",
+        device=str(device),
+        **({"card": card} if card else {}),
+        because=reason(wanted, device, machine),
+    )
+    exact = settings.numerics != "fast"
+    return TorchExecutorClass(
+        device,
+        exact=exact,
+        has_fp8=has_fp8(device, machine),
+        captures=not settings.enforce_eager,
+    )
+
+
+def _card(
+    config: EngineConfig,
+    spec: ModelSpec,
+    program: Program,
+    folder: Path,
+    executor: Executor,
+    memory: MemoryPlan,
+    *,
+    max_num_seqs: int,
+) -> ModelCard:
+    return ModelCard(
+        name=model_name(config.model),
+        aliases=config.model.served_model_name[1:],
+        path=str(folder),
+        max_model_len=memory.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_ids=spec.eos_ids,
+        fingerprint=system_fingerprint(
+            program,
+            folder,
+            weights_digest=executor.weights_digest,
+            recipe=executor.recipe,
+            max_model_len=memory.max_model_len,
+            chat_template=source_in_force(folder, config.model.chat_template),
+        ),
+        generation_defaults=dict(spec.generation_defaults),
+        banned_sequences=spec.banned_sequences,
+        dtype=compute_dtype(spec, config.model.dtype).value,
+        quantization=precision_text(program),
+        kv_cache_dtype=kv_cache_text(program),
+        recipe=executor.recipe,
+        num_blocks=memory.num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=max_num_seqs,
+        created_s=int(time.time()),
+    )

@@ -1,0 +1,100 @@
+"""From a config to a Scheduler: which policy, gates and limits; no tensors and no clock.
+
+Apart from `assemble`, so that a simulation has the very deciders that serve: what differs there is
+the executor and the clock. Reads the config, and the file of tenants it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.cache.manager import CacheManager
+from quire.cache.pool import BlockPool
+from quire.cache.tier_map import TierMap
+from quire.config.groups import EngineConfig, SchedulerConfig
+from quire.engine.assembly.tenant_limits import read_limits
+from quire.execute.executor import PART_TOKENS
+from quire.scheduler.cost import CostModel, LinearCost
+from quire.scheduler.gate import Gate
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.move_cost import Choice
+from quire.scheduler.policies import make_policy
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speed import SpeedEstimate
+
+
+def scheduler_limits(
+    config: SchedulerConfig,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    step_tokens: int,
+    plans_in_flight: int = 1,
+    num_layers: int = 0,
+) -> SchedulerLimits:
+    """The numbers to keep to. step_tokens: most token rows of one step. plans_in_flight: where
+    nobody asked for another number. num_layers: that the executor computes by themselves."""
+    return SchedulerLimits(
+        max_num_seqs=min(config.max_num_seqs, num_blocks),
+        max_num_batched_tokens=step_tokens,
+        max_model_len=max_model_len,
+        plans_in_flight=config.plans_in_flight or plans_in_flight,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        step_budget_ms=config.step_budget_ms,
+        queue_timeout_ms=1000.0 * (config.queue_timeout_s or 0.0),
+        tpot_target_ms=config.tpot_target_ms,
+        long_prompt_tokens=config.long_prompt_tokens,
+        max_long_prompts=config.max_long_prompts,
+        max_short_prompts=config.max_short_prompts,
+        part_layers=num_layers if config.layered_prefill else 0,
+        layered_part_tokens=PART_TOKENS,
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    limits: SchedulerLimits,
+    *,
+    num_blocks: int,
+    fingerprint: str,
+    hash_key: bytes,
+    cost: CostModel | None = None,
+    tier: TierMap | None = None,
+    most_saving: int = 1,
+    tier_block_ms: float = 1.0,
+    prices: LinearCost | None = None,
+    gates: Sequence[Gate] = (),
+    window: int = 0,
+    make_pool: Callable[[int], BlockPool] = BlockPool,
+) -> Scheduler:
+    """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
+    `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
+    where there is one, with at most most_saving blocks on their way there at once, and
+    tier_block_ms for a block on its way back until that is measured. prices: what steps cost, until
+    some were timed. gates: see Scheduler; window, make_pool: see CacheManager."""
+    cache = CacheManager(
+        num_blocks,
+        config.cache.block_size,
+        prefix_caching=config.cache.enable_prefix_caching,
+        fingerprint=fingerprint,
+        hash_key=hash_key,
+        tier=tier,
+        most_saving=most_saving,
+        window=window,
+        make_pool=make_pool,
+    )
+    settings = config.scheduler
+    tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)
+    policy = make_policy(settings.scheduling_policy, aging=settings.policy_aging, weights=weights)
+    return Scheduler(
+        limits,
+        cache,
+        policy,
+        gates=gates,
+        cost=cost,
+        speed=None if prices is None else SpeedEstimate(prices),
+        tenants=tenants,
+        tier_block_ms=tier_block_ms,
+        bring_back=Choice(config.cache.kv_tier_fetch),
+    )

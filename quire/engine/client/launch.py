@@ -1,0 +1,186 @@
+"""EngineProcess: starts the engine's process, before anything heavy is imported here.
+
+    process = EngineProcess.launch(config)      # a few milliseconds; its imports overlap with ours
+    client = EngineClient.attach(process)
+
+Imports the standard library and the config records only. The engine gets its config as one line
+of JSON on its standard input, which then stays open: its end tells the engine that we are gone.
+A fresh interpreter, never a fork, that imports nothing from the current folder. The sockets lie
+in a folder that only this user can enter. Why the engine failed comes back through a pipe as well:
+unlike a message on a socket it can be read once the process has ended, however late that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from quire.base.errors import SettingError
+from quire.base.log_process import LogSettings
+from quire.config.groups import EngineConfig
+from quire.engine.client.socket_directory import SocketDirectory
+
+# Where our own package lies: installed, or a checkout that the new interpreter would not find.
+_PACKAGES = str(Path(__file__).resolve().parents[2])
+# -P: nothing is imported from the current folder, which may hold anything (a model's files). Our
+# packages' folder comes after the standard library and before whatever else is installed.
+_START = """
+import sys
+installed = (at for at, path in enumerate(sys.path) if path.endswith("-packages"))
+sys.path.insert(next(installed, len(sys.path)), sys.argv.pop(1))
+from importlib import import_module
+sys.exit(import_module(sys.argv.pop(1)).main())
+"""
+
+# The failure report must fit the pipe, which is read only once the process has ended.
+MAX_FAILURE_BYTES = 32 * 1024
+
+
+class EngineProcess:
+    """A running engine process and the directory of its sockets.
+
+    client: this process's number among its clients. is_ours: this process ends it.
+    """
+
+    client = 0
+    is_ours = True
+
+    def __init__(
+        self, popen: subprocess.Popen[bytes], sockets: SocketDirectory, failure_fd: int
+    ) -> None:
+        self._popen = popen
+        self._sockets = sockets
+        self._failure_fd: int | None = failure_fd
+        self._failure = b""
+
+    @property
+    def folder(self) -> Path:
+        """The directory of its sockets."""
+        return self._sockets.path
+
+    @classmethod
+    def launch(cls, config: EngineConfig, logging: LogSettings | None = None) -> EngineProcess:
+        """Start the process; does not wait for it. Raises SettingError where it cannot start."""
+        logging = logging or LogSettings()
+        sockets = SocketDirectory()
+        command = [*command_of("quire.engine.process.main"), "--endpoint", str(sockets.path)]
+        command += ["--log-level", logging.level, "--log-format", logging.form]
+        env = environment_of_ours()
+        failure_fd: int | None = None
+        try:
+            failure_fd, child_fd = os.pipe()
+            try:
+                popen = subprocess.Popen(
+                    [*command, "--failure-fd", str(child_fd)],
+                    stdin=subprocess.PIPE,
+                    bufsize=0,
+                    env=env,
+                    pass_fds=[child_fd],
+                )
+            finally:
+                os.close(child_fd)
+        except OSError as error:
+            if failure_fd is not None:
+                os.close(failure_fd)
+            sockets.remove()
+            raise SettingError(f"the engine process cannot be started: {error}") from error
+        os.set_blocking(failure_fd, False)
+        process = cls(popen, sockets, failure_fd)
+        assert popen.stdin is not None, "Popen was asked for a pipe"
+        with contextlib.suppress(OSError):  # it is gone already; whoever waits for it reports how
+            popen.stdin.write(config_to_json(config).encode() + b"\n")
+        return process
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's number."""
+        return self._popen.pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code (negative: the signal that ended it); None where it still runs."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def failure(self) -> bytes:
+        """Return the failure report the process left: one frame, empty if it did not fail."""
+        if self._failure_fd is not None:
+            with contextlib.suppress(BlockingIOError):  # still running, and nothing is written
+                self._failure += os.read(self._failure_fd, MAX_FAILURE_BYTES)
+        return self._failure
+
+    def end(self, timeout_s: float) -> None:
+        """Close its input, give it `timeout_s` to exit, then kill it; remove the directory."""
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it is gone, and did not read its config
+                self._popen.stdin.close()
+        if self.wait(timeout_s) is None:
+            self._popen.kill()
+            self._popen.wait()
+        if self._failure_fd is not None:
+            os.close(self._failure_fd)
+            self._failure_fd = None
+        self._sockets.remove()
+
+
+class SharedEngine:
+    """An engine process that our parent started, for several of its processes: the same face, but
+    that it goes on when we end. When it has ended the parent knows, who tells us (`ended`)."""
+
+    is_ours = False
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self.folder = folder
+        self.client = client
+        self._exit_code: int | None = None
+        self._failure = b""
+        self._has_ended = threading.Event()
+
+    def ended(self, exit_code: int, failure: bytes = b"") -> None:
+        """Record the engine's end, with its failure report, and wake all waiting threads."""
+        self._exit_code, self._failure = exit_code, failure
+        self._has_ended.set()
+
+    def failure(self) -> bytes:
+        """Return the failure report the process left: one frame, empty if it did not fail."""
+        return self._failure
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code (negative: the signal that ended it); None where it still runs."""
+        self._has_ended.wait(timeout_s)
+        return self._exit_code
+
+    def end(self, timeout_s: float) -> None:
+        """Leave it as it is."""
+
+
+def command_of(module: str) -> list[str]:
+    """What starts a process of ours: `main` of a module, in a fresh interpreter."""
+    return [sys.executable, "-P", "-c", _START, _PACKAGES, module]
+
+
+def environment_of_ours() -> dict[str, str]:
+    """This process's without the key: who needs it is told otherwise."""
+    return {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
+
+
+def config_to_json(config: EngineConfig) -> str:
+    """The config as one line."""
+    return json.dumps(asdict(config))
+
+
+def config_from_json(text: str) -> EngineConfig:
+    """The config of a line made by config_to_json; each group checks its values again."""
+    groups: dict[str, Any] = json.loads(text)
+    hints = get_type_hints(EngineConfig)
+    return EngineConfig(
+        **{part.name: hints[part.name](**groups[part.name]) for part in fields(EngineConfig)}
+    )

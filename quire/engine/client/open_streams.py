@@ -1,0 +1,134 @@
+"""OpenStreams: the streams an engine has not finished, and who waits for each of them.
+
+Used by all that talk to an engine, EngineClient and LLM, whatever their owners do with text.
+Knows no transport. Always holds: no two streams of an engine have had the same id, so what comes
+late for one that has ended reaches nobody; a stream leaves when the engine says its last word,
+when its stop string came or when its owner lets go, never when somebody gets round to reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from quire.base.records import Request, RequestOutput
+from quire.engine.output.output_stream import PLAIN_TEXT, OutputStream, TextDelta, TextRules
+from quire.engine.process.messages import Outputs
+from quire.text.tokenizer import Tokenizer
+
+Owner = TypeVar("Owner")
+
+
+class OpenStreams(Generic[Owner]):
+    """Streams by the id the engine knows them by, each with its text and its owner. prefix: what
+    all these ids begin with."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._open: dict[str, tuple[OutputStream, Owner]] = {}
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        """How many streams the engine has not finished."""
+        return len(self._open)
+
+    def owners(self) -> Iterator[Owner]:
+        """To whom what is open belongs, once for each stream."""
+        return (owner for _, owner in self._open.values())
+
+    def fresh_id(self, request_id: str) -> str:
+        """An id for the engine: the caller's may come again, the number in it never does."""
+        self._num_requests += 1
+        return f"{self._prefix}{request_id}#{self._num_requests}"
+
+    def open(
+        self,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        owner: Owner,
+        rules: TextRules = PLAIN_TEXT,
+    ) -> None:
+        """Expect outputs of these requests; the text goes to `owner`."""
+        for request in requests:
+            self._open[request.request_id] = (OutputStream(tokenizer, request, rules), owner)
+
+    def take(self, message: Outputs) -> tuple[list[tuple[Owner, TextDelta]], tuple[str, ...]]:
+        """What a step says to whom, and the streams that ended before the engine knew.
+
+        The latter are to be aborted. Outputs of streams that are not open (any more) are dropped.
+        """
+        said: list[tuple[Owner, TextDelta]] = []
+        past_end: list[str] = []
+        outputs, step_ms = message.outputs, message.stats.last_step_ms
+        if outputs is None:
+            return said, ()
+        for output in outputs.events:
+            found = self._open.get(output.request_id)
+            if found is not None:
+                self._take(output, *found, step_ms, said, past_end)
+        token_ids = outputs.token_ids.tolist()
+        for row, request_id in enumerate(outputs.request_ids):
+            found = self._open.get(request_id)
+            if found is None:
+                continue
+            stream, owner = found
+            if not stream.is_plain:
+                self._take(outputs.row(row), stream, owner, step_ms, said, past_end)
+                continue
+            # What most rows of most steps are: no object but the delta is made for it.
+            try:
+                delta = stream.push_token(token_ids[row], step_ms)
+            except Exception as error:  # noqa: BLE001  as in _pushed
+                delta = self._failed(request_id, stream, error, past_end)
+            if delta is not None:
+                said.append((owner, delta))
+        return said, tuple(past_end)
+
+    def _take(
+        self,
+        output: RequestOutput,
+        stream: OutputStream,
+        owner: Owner,
+        step_ms: float,
+        said: list[tuple[Owner, TextDelta]],
+        past_end: list[str],
+    ) -> None:
+        delta = _pushed(stream, output, step_ms)
+        if stream.finished:
+            self._close(output.request_id, stream, past_end)
+        if delta is not None:
+            said.append((owner, delta))
+
+    def _failed(
+        self, request_id: str, stream: OutputStream, error: Exception, past_end: list[str]
+    ) -> TextDelta:
+        delta = stream.fail(error, engine_knows=False)
+        self._close(request_id, stream, past_end)
+        return delta
+
+    def _close(self, request_id: str, stream: OutputStream, past_end: list[str]) -> None:
+        del self._open[request_id]
+        if stream.wants_abort:
+            past_end.append(request_id)
+
+    def close(self, stream_ids: Iterable[str]) -> tuple[str, ...]:
+        """Expect nothing more of these streams; those that were open."""
+        return tuple(id_ for id_ in stream_ids if self._open.pop(id_, None) is not None)
+
+    def refuse(self, stream_ids: Iterable[str], why: str) -> list[tuple[Owner, TextDelta]]:
+        """Close these streams with an error each, and say it to whom they belong."""
+        found = [self._open.pop(id_) for id_ in stream_ids if id_ in self._open]
+        return [(owner, stream.end_with(why)) for stream, owner in found]
+
+    def end(self, stream_ids: Iterable[str] | None = None) -> list[Owner]:
+        """Close these streams (None: all) and tell whose they were, each owner once."""
+        ids = list(self._open) if stream_ids is None else stream_ids
+        owners = [self._open.pop(id_)[1] for id_ in ids if id_ in self._open]
+        return list({id(owner): owner for owner in owners}.values())
+
+
+def _pushed(stream: OutputStream, output: RequestOutput, step_ms: float) -> TextDelta | None:
+    try:
+        return stream.push(output, step_ms)
+    except Exception as error:  # noqa: BLE001  told to its owner; the step's other streams go on
+        return stream.fail(error, engine_knows=output.finish_reason is not None)

@@ -1,0 +1,114 @@
+"""ProcessLink: an engine process, seen from an event loop: messages and its end come as calls.
+
+The client's end of channel.py's sockets, to an engine of ours or one that we share. Always holds:
+sending never blocks, whether the engine is there or not; the reason of a failure is delivered
+before the process's end, also where its message was lost on the socket; close() leaves no process
+of ours, no socket and no folder behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from quire.engine.client.launch import EngineProcess, SharedEngine
+from quire.engine.process.channel import (
+    from_engine_wire,
+    open_socket,
+    received_frames,
+    socket_address,
+    to_engine_wire,
+)
+from quire.engine.process.messages import FromEngine, Stop, ToEngine
+
+_END_S = 5.0
+
+
+class ProcessLink:
+    """The client's end, in an event loop: messages and the process's end come as calls."""
+
+    def __init__(self, process: EngineProcess | SharedEngine) -> None:
+        self._process = process
+        self._context = zmq.Context(io_threads=1)
+        self._out = open_socket(self._context, zmq.PUSH)
+        self._out.bind(socket_address(process.folder, "in", process.client))
+        self._in = open_socket(self._context, zmq.PULL)
+        self._in.bind(socket_address(process.folder, "out", process.client))
+        self._written, self._read = to_engine_wire(), from_engine_wire()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: Callable[[FromEngine], None] | None = None
+        self._watcher: threading.Thread | None = None
+
+    def open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[FromEngine], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Call `on_message` for each message, and once `on_end` when the process has ended."""
+        self._loop, self._on_message = loop, on_message
+        loop.add_reader(_descriptor(self._in), self._receive)
+        self._receive()
+
+        def ended(exit_code: int | None) -> None:
+            if self._loop is not None:
+                self._receive()
+                # A message under way in ZeroMQ's thread, or sent before this side was bound, is
+                # not received here. The failure report is there as soon as the process has ended.
+                failure = self._process.failure()
+                if failure:
+                    on_message(self._read.decode(failure))
+                on_end(_exit_text(exit_code))
+
+        def watch() -> None:
+            exit_code = self._process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(ended, exit_code)
+
+        self._watcher = threading.Thread(target=watch, name="quire-engine-watch", daemon=True)
+        self._watcher.start()
+
+    def send(self, message: ToEngine) -> bool:
+        """Queue a message to the engine; False where it is not there, or no more."""
+        try:
+            self._out.send(self._written.encode(message), zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ask the engine to stop, make sure that it does, and free the sockets. One that we share
+        goes on."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not None:
+            self._loop.remove_reader(_descriptor(self._in))
+            self._loop = None
+        wait_s = _END_S if self._process.is_ours and self.send(Stop()) else 0.0
+        await loop.run_in_executor(None, self._end, wait_s)
+
+    def _end(self, wait_s: float) -> None:
+        if wait_s:
+            self._process.wait(wait_s)
+        self._process.end(0.0)
+        self._context.destroy(linger=0)
+
+    def _receive(self) -> None:
+        # The socket's descriptor tells changes only, so each call reads until nothing is left.
+        on_message = self._on_message
+        assert on_message is not None, "open() comes before the first message"
+        for frame in received_frames(self._in):
+            on_message(self._read.decode(frame))
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
+
+
+def _exit_text(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"the engine process was ended by signal {-exit_code}"
+    return f"the engine process ended with exit code {exit_code}"

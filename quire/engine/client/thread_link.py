@@ -1,0 +1,73 @@
+"""ThreadLink: an engine in a thread of this process, seen from an event loop.
+
+The in-process counterpart of ProcessLink, with the same face. Always holds: what the engine said
+before the loop was known is delivered first, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from quire.config.groups import EngineConfig
+from quire.engine.process.engine_host import EngineThread
+from quire.engine.process.messages import FromEngine, ToEngine
+
+
+class ThreadLink:
+    """Messages come as calls in the loop's thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._lock = threading.Lock()
+        self._early: list[FromEngine] = []  # what came before the loop was known
+        self._deliver: Callable[[FromEngine], None] | None = None
+        self._tell_end: Callable[[], None] | None = None
+        self._ended = False
+        self._closed = False
+        self._thread = EngineThread(config, self._emit, on_end=self._end)
+
+    def open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[FromEngine], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Call `on_message` for each message, and once `on_end` when the thread has ended."""
+
+        def call(function: Callable[..., None], *arguments: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(function, *arguments)
+
+        with self._lock:
+            for message in self._early:
+                call(on_message, message)
+            self._early.clear()
+            self._deliver = lambda message: call(on_message, message)
+            self._tell_end = lambda: call(on_end, "the engine thread ended")
+            if self._ended:
+                self._tell_end()
+
+    def send(self, message: ToEngine) -> bool:
+        """Queue a message to the engine; True: a thread is always there to take it."""
+        self._thread.send(message)
+        return True
+
+    async def close(self) -> None:
+        """Ask the engine to stop and wait for it."""
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.end)
+
+    def _emit(self, message: FromEngine) -> None:
+        with self._lock:
+            if self._deliver is None:
+                self._early.append(message)
+            else:
+                self._deliver(message)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            if self._tell_end is not None and not self._closed:
+                self._tell_end()

@@ -1,0 +1,84 @@
+"""TokenizerSide: tokenizer and chat template of a model, as the engine's client needs them.
+
+The engine itself knows ids only and loads neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire import _native
+from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.gguf_open import gguf_read_once
+from quire.base.show import show
+from quire.config.groups import ModelConfig
+from quire.engine.assembly.model_files import model_folder
+from quire.models.registry import open_model
+from quire.text.chat_template import ChatTemplate
+from quire.text.messages import checked_messages, with_argument_objects
+from quire.text.tokenizer import Tokenizer
+
+_ARGUMENTS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "documents",
+    "chat_template",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSide:
+    """What turns text into ids and back for one model."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def load_tokenizer_side(config: ModelConfig) -> TokenizerSide:
+    """Tokenizer and template. Raises ConfigError, TokenizerError, and SettingError where
+    chat_template names no template. One of the model's own that cannot be used is kept and
+    refuses (ChatTemplate.problems): the model can do without."""
+    folder = model_folder(config)
+    with gguf_read_once():
+        tokenizer = Tokenizer.load(folder, vocab_size=open_model(folder).vocab_size)
+        template = ChatTemplate.load(folder, tokenizer, chosen=config.chat_template)
+    # A large tokenizer's file is many times what stays of it.
+    _native.give_back_freed_memory()
+    return TokenizerSide(tokenizer=tokenizer, template=template)
+
+
+def rendered(
+    text_side: TokenizerSide, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> str:
+    """A conversation as the model's template writes it. settings: as LLM.chat takes them.
+
+    Raises InvalidParameter for what the template refuses or does not know, TokenizerError where
+    there is none that can be used.
+    """
+    template = text_side.template
+    if template is None:
+        raise TokenizerError(
+            "the model has no chat template; use generate with a prompt in the form it was "
+            "trained on, put a chat_template.jinja in its folder, or name a file as chat_template"
+        )
+    variables = dict(settings)
+    more = variables.pop("chat_template_kwargs", None) or {}
+    if not isinstance(more, Mapping):
+        raise InvalidParameter(
+            f"chat_template_kwargs is {show(more)}; an object is allowed",
+            param="chat_template_kwargs",
+        )
+    variables |= more
+    given = {name: variables.pop(name) for name in _ARGUMENTS if name in variables}
+    tools, name = given.get("tools") or None, given.get("chat_template")
+    template.check_variables(variables, tools=tools, chat_template=name)
+    for argument in ("tools", "documents"):
+        if given.get(argument):
+            template.check_reads(argument, tools=tools, chat_template=name)
+    said = with_argument_objects(
+        template, checked_messages(messages), tools=tools, chat_template=name
+    )
+    return template.render(said, **given, **variables)

@@ -1,0 +1,277 @@
+"""LLM: the engine inside a Python program, in one process.
+
+    llm = LLM("path/to/model", max_num_seqs=32)
+    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
+        print(answer.text)
+
+The engine runs in a thread of this process; calls wait until all is done, and may be interrupted.
+It uses the classes the server uses, so it gives the server's tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, cast
+
+from quire.base.clock import Clock
+from quire.base.errors import OverloadedError
+from quire.base.gguf_open import gguf_read_once
+from quire.base.sampling_params import MAX_N, SamplingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
+from quire.engine.client.open_streams import OpenStreams
+from quire.engine.client.request_builder import default_sampling, make_requests
+from quire.engine.client.tokenizer_side import load_tokenizer_side, rendered
+from quire.engine.library.answers import Answer, GenerateCall
+from quire.engine.library.prompts import Message, Prompt, one_each, prompts_of
+from quire.engine.output.answer_parser import AnswerReading, answer_reading_of
+from quire.engine.output.output_stream import TextDelta
+from quire.engine.process.engine_host import EngineThread
+from quire.engine.process.messages import (
+    Abort,
+    Failed,
+    Fault,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    error_of,
+)
+
+
+class LLM:
+    """A model to call. `settings` are the server's flags with underscores (max_num_seqs=8).
+
+    model: its folder; empty for the model in the box. Raises SettingError, ModelError or
+    CapacityError. Not to be called from several threads at once. `memory_text` is the sum that
+    led to the size of the KV cache.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
+        config = engine_config({"model": os.fspath(model), **settings})
+        self._clock = Clock()
+        self._inbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
+        self._engine = EngineThread(_with_room_for_any_request(config), self._inbox.put)
+        self._fault: Fault | None = None
+        self._streams: OpenStreams[GenerateCall] = OpenStreams()
+        try:
+            with gguf_read_once():  # by the engine's thread too
+                self._text = load_tokenizer_side(config.model)
+                ready = self._until_ready()
+        except BaseException:
+            self._engine.end()
+            raise
+        self.card = ready.card
+        # Enough to fill a step and to have the next ones ready.
+        self._most_streams = min(
+            2 * config.scheduler.max_num_seqs, config.scheduler.max_queued_requests
+        )
+        self.memory_text = "\n".join(ready.notes)
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Sampling parameters with the model's generation defaults."""
+        return default_sampling(self.card)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: SchedulingParams | Sequence[SchedulingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[Answer]:
+        """Answers to the prompts, in their order. A prompt is text or a list of token ids.
+
+        sampling_params: one for all, or one each; None takes the model's defaults. To score texts
+        and generate nothing: SamplingParams(prompt_logprobs=0, max_tokens=0), and read each
+        answer's prompt_logprobs. terms: how urgent it is (quire.base.scheduling_params), one for
+        all or one each. progress: a bar on standard error; None shows one on a terminal where
+        there are several prompts.
+        Raises RequestError before anything runs where a prompt or a parameter cannot be served.
+        """
+        return self._generate(
+            prompts_of(prompts), sampling_params, terms, progress, special_tokens=True
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: SchedulingParams | Sequence[SchedulingParams] | None = None,
+        progress: bool | None = None,
+        **template_settings: Any,
+    ) -> list[Answer]:
+        """Answers to one conversation or to several; terms as for generate.
+
+        template_settings: tools, documents, add_generation_prompt, continue_final_message,
+        chat_template (the name of one of the model's templates), and variables of the template,
+        by their names or in chat_template_kwargs. What the template does not know is refused.
+        Each completion's `message` is its text read as the server reads it; the text has all the
+        model wrote, marks of reasoning and calls included.
+        Raises InvalidParameter, and TokenizerError without a usable template.
+        """
+        one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        texts = [rendered(self._text, messages, template_settings) for messages in conversations]
+        hearings = [answer_reading_of(self._text, text, template_settings) for text in texts]
+        return self._generate(
+            texts, sampling_params, terms, progress, special_tokens=False, hearings=hearings
+        )
+
+    def close(self) -> None:
+        """Free the engine's threads and memory."""
+        self._engine.end()
+        self._fault = self._fault or Fault(kind="WorkerError", message="the LLM was closed")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):  # a constructor that raised may not have got so far
+            self._engine.send(Stop())
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        terms: SchedulingParams | Sequence[SchedulingParams] | None,
+        progress: bool | None,
+        *,
+        special_tokens: bool,
+        hearings: Sequence[AnswerReading] | None = None,
+    ) -> list[Answer]:
+        all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
+        samplings = self._samplings(sampling_params, all_ids)
+        given = DEFAULT_SCHEDULING if terms is None else terms
+        each = one_each("terms", SchedulingParams, given, len(prompts))
+        jobs = [
+            GenerateCall(
+                prompt if isinstance(prompt, str) else None,
+                make_requests(
+                    self.card,
+                    ids,
+                    sampling,
+                    request_id=self._streams.fresh_id("llm"),
+                    arrival_ms=self._clock.now_ms(),
+                    terms=of_prompt,
+                    encoder=self._text.tokenizer,
+                    shown_ids=hearing.text_rules(self._text.tokenizer).shown_ids if hearing else (),
+                ),
+                sampling,
+                hearing,
+            )
+            for prompt, ids, sampling, of_prompt, hearing in zip(
+                prompts,
+                all_ids,
+                samplings,
+                each,
+                [None] * len(prompts) if hearings is None else hearings,
+                strict=True,
+            )
+        ]
+        shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
+        if not shown:
+            for _ in self._finished(jobs):
+                pass
+        else:
+            from rich.progress import track  # only where a bar is drawn
+
+            for _ in track(self._finished(jobs), "generating", total=len(jobs)):
+                pass
+        return [job.answer() for job in jobs]
+
+    def _until_ready(self) -> Ready:
+        while True:
+            message = self._inbox.get()
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Failed):
+                raise error_of(message.fault)
+
+    def _finished(self, jobs: Sequence[GenerateCall]) -> Iterator[GenerateCall]:
+        """Run all jobs; yields each as it ends. Few more are handed in than can run at once."""
+        waiting, streams = deque(jobs), self._streams
+        try:
+            while waiting or streams:
+                while waiting and self._has_room_for(waiting[0]):
+                    job = waiting.popleft()
+                    tokenizer = self._text.tokenizer
+                    streams.open(tokenizer, job.requests, job, job.text_rules(tokenizer))
+                    self._engine.send(Submit(requests=job.requests))
+                for job, delta in self._said(self._next_message()):
+                    job.take(delta)
+                    if job.is_done:
+                        yield job
+        finally:
+            left = streams.close(request.request_id for job in jobs for request in job.requests)
+            if left:
+                self._engine.send(Abort(request_ids=left))
+
+    def _said(self, message: FromEngine) -> list[tuple[GenerateCall, TextDelta]]:
+        """What a message says to whom. Raises where a request cannot be served at all; one that
+        cannot be served in time ends with an error, and the others go on."""
+        if isinstance(message, Outputs):
+            said, past_end = self._streams.take(message)
+            if past_end:
+                self._engine.send(Abort(request_ids=past_end))
+            return said
+        if isinstance(message, Refused):
+            error = error_of(message.fault)
+            if isinstance(error, OverloadedError):
+                return self._streams.refuse(message.request_ids, str(error))
+            if self._streams.end(message.request_ids):
+                raise error
+        return []
+
+    def _has_room_for(self, job: GenerateCall) -> bool:
+        """Whether to hand it in now; one that is larger than the room goes alone."""
+        num_open = len(self._streams)
+        return not num_open or num_open + len(job.requests) <= self._most_streams
+
+    def _next_message(self) -> FromEngine:
+        if self._fault is not None:
+            raise error_of(self._fault)
+        message = self._inbox.get()
+        if isinstance(message, Failed):
+            self._fault = message.fault
+            raise error_of(message.fault)
+        return message
+
+    def _ids(self, prompt: Prompt, *, special_tokens: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return self._text.tokenizer.encode(prompt, add_special_tokens=special_tokens)
+
+    def _samplings(
+        self,
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        all_ids: Sequence[Sequence[int]],
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            return [default_sampling(self.card, num_prompt_tokens=len(ids)) for ids in all_ids]
+        return one_each("sampling_params", SamplingParams, given, len(all_ids))
+
+
+def _with_room_for_any_request(config: EngineConfig) -> EngineConfig:
+    """LLM itself counts what waits, and a request larger than that goes alone: none is refused."""
+    room = max(config.scheduler.max_queued_requests, MAX_N)
+    return replace(config, scheduler=replace(config.scheduler, max_queued_requests=room))

@@ -1,0 +1,72 @@
+"""best_of: of the sequences that were computed for a prompt, the n best are told, at the end.
+
+Best is the highest mean log-probability of the tokens, as OpenAI's completions have it: of the
+raw logits, and of all tokens, the one that ended it included. Ties go to the lower stream. Knows
+no engine and no transport. Always holds: nothing is told before every sequence has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from msgspec import structs
+
+from quire.base.sampling_params import SamplingParams
+from quire.engine.output.output_stream import TextDelta
+
+
+class Ranking:
+    """Collects the deltas of best_of streams, numbered from `first_stream`."""
+
+    def __init__(self, sampling: SamplingParams, first_stream: int) -> None:
+        self._sampling = sampling
+        self._first = first_stream
+        self._deltas: dict[int, list[TextDelta]] = {
+            first_stream + place: [] for place in range(sampling.num_sequences)
+        }
+        self._num_open = sampling.num_sequences
+
+    def take(self, delta: TextDelta) -> list[TextDelta]:
+        """Keep what a stream said; when all have ended, one delta each of the n best."""
+        self._deltas[delta.index].append(delta)
+        self._num_open -= delta.finish_reason is not None
+        return [] if self._num_open else self._best()
+
+    def _best(self) -> list[TextDelta]:
+        """Failed ones come last; the first told says how many tokens the others had."""
+        ranked = sorted(self._deltas.values(), key=lambda said: -_mean_logprob(said))
+        told = [_joined(said) for said in ranked[: self._sampling.n]]
+        unseen = sum(said[-1].num_output_tokens for said in ranked[self._sampling.n :])
+        prompt_logprobs = next(
+            (d.prompt_logprobs for said in ranked for d in said if d.prompt_logprobs), ()
+        )
+        shows_logprobs = self._sampling.logprobs is not None
+        return [
+            structs.replace(
+                delta,
+                index=self._first + place,
+                logprobs=delta.logprobs if shows_logprobs else (),
+                prompt_logprobs=() if place else prompt_logprobs,
+                num_unseen_tokens=0 if place else unseen,
+            )
+            for place, delta in enumerate(told)
+        ]
+
+
+def _mean_logprob(said: Iterable[TextDelta]) -> float:
+    """Of all tokens of a stream; less than any where it failed or has none."""
+    logprobs = [token.logprob for delta in said for token in delta.logprobs]
+    failed = any(delta.error is not None for delta in said)
+    return math.fsum(logprobs) / len(logprobs) if logprobs and not failed else -math.inf
+
+
+def _joined(said: list[TextDelta]) -> TextDelta:
+    """A stream's deltas as one."""
+    return structs.replace(
+        said[-1],
+        text="".join(delta.text for delta in said),
+        token_ids=tuple(id_ for delta in said for id_ in delta.token_ids),
+        logprobs=tuple(token for delta in said for token in delta.logprobs),
+        token_chars=tuple(number for delta in said for number in delta.token_chars),
+    )

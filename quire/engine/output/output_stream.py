@@ -1,0 +1,319 @@
+"""What a caller sees of one stream: token ids become text, stop strings end it, tokens are counted.
+
+    RequestOutput (ids) -> Detokenizer -> StopStrings -> TextDelta (text)
+
+All it yields depends on the stream's tokens alone, never on how they were cut into outputs. Text
+once sent never changes. A token is delivered, and counted, with the last of its text; what is
+held back carries its tokens along. Nothing after a stop string is shown or counted. Knows no
+scheduler, no transport and no JSON.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.base.cache_usage import CacheUsage
+from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
+from quire.engine.output.text_reader import text_reader
+from quire.engine.output.token_text import PromptLogprobs, TokenText
+from quire.text.detokenizer import Span
+from quire.text.stops import StopStrings
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """What a caller asks of the text of answers, beside sampling.
+
+    shown_ids: special tokens that are written out whatever skip_special_tokens says: what they
+    mark is read. counts_chars: deltas tell the characters of each token.
+    """
+
+    shown_ids: frozenset[int] = frozenset()
+    counts_chars: bool = False
+
+
+PLAIN_TEXT = TextRules()
+
+
+class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens computed so far, cached ones included, and milliseconds since scheduling."""
+
+    processed: int
+    time_ms: float
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to stream `index` of a request since its last delta.
+
+    token_ids were completed by this delta; logprobs are parallel to them, or empty if not asked
+    for. num_output_tokens counts all delivered so far, this delta's included. The last delta has
+    a finish_reason; stop_reason is the stop string or the caller's stop token id, if one ended it.
+    prompt_logprobs, parallel to the prompt's tokens, are told once a request, where they were
+    asked for: by one of its streams, in its first delta, before any other stream has one.
+    num_unseen_tokens: of sequences that best_of computed and nobody is told of. score: of a beam.
+    token_chars: how many characters of the text each token completed, parallel to token_ids, where
+    it was asked for. prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there
+    is one a token.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenText, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    cached_tokens: int
+    num_output_tokens: int
+    times: RequestTimes | None
+    seed: int | None
+    error: str | None
+    prompt_logprobs: Sequence[TokenText | None] = ()
+    cache_use: CacheUsage | None = None
+    num_unseen_tokens: int = 0
+    score: float | None = None
+    token_chars: tuple[int, ...] = ()
+    prompt_progress: PromptProgress | None = None
+
+
+class OutputStream:
+    """Turns the RequestOutputs of one Request into TextDeltas.
+
+    finished: the last delta was given out. wants_abort: a stop string or a failure ended the
+    stream before the engine knew; whoever holds the stream should abort the request. is_plain:
+    nothing but text is told of a token and no stop string is watched for, as of most streams.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, request: Request, rules: TextRules = PLAIN_TEXT
+    ) -> None:
+        sampling, prompt = request.sampling, request.prompt_ids
+        self.finished = False
+        self.wants_abort = False
+        self._tokenizer = tokenizer
+        self._request = request
+        self._detokenizer = text_reader(tokenizer, sampling, prompt, rules.shown_ids)
+        self._tells_chars = rules.counts_chars
+        self._counts_chars = rules.counts_chars or sampling.logprobs is not None
+        self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
+        self._watches = bool(sampling.stop)
+        self.is_plain = not (self._watches or self._counts_chars)
+        self._num_prompt_tokens = len(prompt)
+        self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token
+        self._num_held_chars = 0
+        self._waiting_ids: list[int] = []
+        self._waiting_logprobs: list[TokenLogprobs] = []
+        self._num_delivered = 0
+        self._chars_of: dict[int, int] = {}  # characters by the token that completed them
+        self._num_chars = 0  # of the delivered tokens
+        self._cached_tokens = 0
+        self._cache_use: CacheUsage | None = None
+        self._times: RequestTimes | None = None
+        self._prompt_logprobs: Sequence[TokenText | None] = ()  # not told yet
+        self._score: float | None = None
+        self._listed = tuple(
+            (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))
+            for id_ in sampling.logprob_token_ids
+        )
+
+    def push(self, output: RequestOutput, step_ms: float = 0.0) -> TextDelta | None:
+        """Take an output; None while there is nothing to show and the stream goes on.
+
+        step_ms: when the step it came from ended, on the engine's clock. Only events carry times,
+        so the stream keeps the time of its last token itself: it may end before the engine knows.
+        """
+        if self.finished:
+            return None
+        self._note(output, step_ms)
+        if output.prompt_progress is not None:
+            return self._progress_delta(output.prompt_progress, step_ms)
+        shown_ids = output.token_ids if output.stop_id is None else output.token_ids[:-1]
+        spans = self._detokenizer.spans(shown_ids)
+        if output.finish_reason is not None:
+            spans += self._detokenizer.flush_spans()
+        if self._counts_chars:
+            for part, token in spans:
+                self._chars_of[token] = self._chars_of.get(token, 0) + len(part)
+        text, last_token = self._watch(spans)
+        if self._stops.matched is not None:
+            self.wants_abort = output.finish_reason is None
+            return self._last(text, last_token + 1, FinishReason.STOP, self._stops.matched)
+        if output.finish_reason is not None:
+            num_tokens = self._num_delivered + len(self._waiting_ids)
+            asked = output.stop_id in self._request.sampling.stop_token_ids
+            stop_reason = output.stop_id if asked else None
+            text += self._stops.flush()
+            return self._last(text, num_tokens, output.finish_reason, stop_reason, output.error)
+        if not text and not self._prompt_logprobs:
+            return None
+        return self._delta(text, self._num_complete_tokens() if text else self._num_delivered)
+
+    def push_token(self, token_id: int, step_ms: float) -> TextDelta | None:
+        """As `push` of an output that has this one token and nothing else; of plain streams."""
+        if self.finished:
+            return None
+        self._waiting_ids.append(token_id)
+        self._keep_time(step_ms)
+        spans = self._detokenizer.spans((token_id,))
+        if not spans and not self._prompt_logprobs:
+            return None
+        text = spans[0][0] if len(spans) == 1 else "".join(part for part, _ in spans)
+        return self._delta(text, self._num_complete_tokens() if text else self._num_delivered)
+
+    def fail(self, error: Exception, *, engine_knows: bool) -> TextDelta:
+        """End the stream because its tokens could not be made text."""
+        self.wants_abort = not engine_knows
+        return self.end_with(f"the tokens cannot be decoded: {type(error).__name__}: {error}")
+
+    def end_with(self, why: str) -> TextDelta:
+        """End the stream with an error; what was said stands."""
+        self._waiting_logprobs.clear()
+        return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
+
+    def _progress_delta(self, processed: int, step_ms: float) -> TextDelta:
+        since_ms = step_ms if self._times is None else self._times.first_scheduled_ms
+        progress = PromptProgress(processed=processed, time_ms=max(step_ms - since_ms, 0.0))
+        return msgspec.structs.replace(
+            self._delta("", self._num_delivered), prompt_progress=progress
+        )
+
+    def _note(self, output: RequestOutput, step_ms: float) -> None:
+        self._waiting_ids += output.token_ids
+        if self._request.sampling.logprobs is not None:
+            self._waiting_logprobs += output.logprobs
+        if output.scores is not None:
+            self._prompt_logprobs = PromptLogprobs(
+                self._tokenizer,
+                self._request.prompt_ids.tolist(),
+                output.scores,
+                skip_special_tokens=self._request.sampling.skip_special_tokens,
+            )
+        self._score = output.score
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._cache_use = output.cache_use or self._cache_use
+        self._times = output.times or self._times
+        if output.token_ids:
+            self._keep_time(step_ms)
+
+    def _keep_time(self, step_ms: float) -> None:
+        times = self._times
+        if times is not None and step_ms > times.last_token_ms:
+            self._times = RequestTimes(
+                arrival_ms=times.arrival_ms,
+                first_scheduled_ms=times.first_scheduled_ms,
+                first_token_ms=times.first_token_ms,
+                last_token_ms=step_ms,
+            )
+
+    def _watch(self, spans: list[Span]) -> tuple[str, int]:
+        """The text that is certain, and the token that completed the stop string if one did."""
+        if not self._watches:
+            return "".join(text for text, _ in spans), -1
+        stops, certain = self._stops, []
+        for text, token in spans:
+            certain.append(stops.push(text, armed=token >= self._request.sampling.min_tokens))
+            if stops.matched is not None:
+                return "".join(certain), token
+            self._hold(len(text), token)
+        return "".join(certain), -1
+
+    def _hold(self, num_chars: int, token: int) -> None:
+        """Add characters of a token to those held, then let go of all but what the stops hold."""
+        held = self._held
+        held.append((num_chars, token))
+        num_free = self._num_held_chars + num_chars - self._stops.num_held_chars
+        self._num_held_chars = self._stops.num_held_chars
+        while num_free > 0:
+            count, of_token = held.popleft()
+            if count > num_free:
+                held.appendleft((count - num_free, of_token))
+            num_free -= count
+
+    def _num_complete_tokens(self) -> int:
+        if self._held:
+            return self._held[0][1]
+        return self._detokenizer.num_settled_tokens
+
+    def _last(
+        self,
+        text: str,
+        num_tokens: int,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        error: str | None = None,
+    ) -> TextDelta:
+        self.finished = True
+        return self._delta(text, num_tokens, reason=reason, stop_reason=stop_reason, error=error)
+
+    def _delta(
+        self,
+        text: str,
+        num_tokens: int,
+        *,
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> TextDelta:
+        """A delta that brings the stream's delivered tokens to `num_tokens`."""
+        num_new = num_tokens - self._num_delivered
+        token_ids = tuple(self._waiting_ids[:num_new])
+        del self._waiting_ids[:num_new]
+        chars: tuple[int, ...] = ()
+        logprobs: tuple[TokenText, ...] = ()
+        if self._counts_chars:
+            places = range(self._num_delivered, num_tokens)
+            chars = tuple(self._chars_of.pop(place, 0) for place in places)
+            logprobs = tuple(
+                self._token_text(token, num_chars)
+                for token, num_chars in zip(self._waiting_logprobs[:num_new], chars, strict=False)
+            )
+            del self._waiting_logprobs[:num_new]
+        self._num_delivered = num_tokens
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+        return TextDelta(
+            index=self._request.stream,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            cache_use=self._cache_use,
+            num_output_tokens=num_tokens,
+            times=self._times,
+            seed=self._request.sampling.seed,
+            error=error,
+            prompt_logprobs=prompt_logprobs,
+            score=self._score,
+            token_chars=chars if self._tells_chars else (),
+        )
+
+    def _token_text(self, token: TokenLogprobs, num_chars: int) -> TokenText:
+        start_chars = self._num_chars
+        self._num_chars += num_chars
+        return TokenText(
+            start_chars=start_chars,
+            token_id=token.token_id,
+            text=self._tokenizer.token_text(token.token_id),
+            raw=self._tokenizer.token_bytes(token.token_id),
+            logprob=token.logprob,
+            top=tuple(
+                TokenText(
+                    token_id=token_id,
+                    text=self._tokenizer.token_text(token_id),
+                    raw=self._tokenizer.token_bytes(token_id),
+                    logprob=logprob,
+                )
+                for token_id, logprob in token.top
+            ),
+            listed=tuple(
+                TokenText(token_id=token_id, text=text, raw=raw, logprob=logprob)
+                for (token_id, text, raw), logprob in zip(self._listed, token.listed, strict=True)
+            ),
+        )

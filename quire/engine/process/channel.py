@@ -1,0 +1,170 @@
+"""The channel between clients and engine process: two one-way sockets each, msgpack, no pickle.
+
+ZeroMQ over ipc, in a folder only this user can enter. A client binds, the engine connects and
+keeps trying until the client is there, so neither waits for the other's imports. Queues are
+unbounded: what is under way is bounded by the requests that were taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from quire.base.wire import Wire
+from quire.engine.process.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Beat,
+    CacheReported,
+    Failed,
+    FromEngine,
+    Hello,
+    Hold,
+    Join,
+    Leave,
+    Loading,
+    Outputs,
+    QueryCache,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from quire.engine.process.routing import STARTER, parts
+
+_LINGER_MS = 1000
+_RECONNECT_MS = 5
+
+
+def to_engine_wire() -> Wire:
+    """What a client may say."""
+    return Wire(Submit, Abort, Hold, QueryCache, Join, Leave, Stop)
+
+
+def from_engine_wire() -> Wire:
+    """What an engine may say."""
+    return Wire(Hello, Loading, Ready, Outputs, Beat, Refused, CacheReported, Failed)
+
+
+class EngineSide:
+    """The engine's end: an inbox for one thread, and `emit` for any.
+
+    Who started the engine is its one client, until it says that there are more.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = zmq.Context(io_threads=1)
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._sending = threading.Lock()  # the loop and the heartbeat both do
+        self._read, self._written = to_engine_wire(), from_engine_wire()
+        self._ready: Ready | None = None
+        self._ends: dict[int, _ClientEnd] = {}
+        self._open(STARTER)
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """All messages that came; waits at most `wait_s` for the first (None: for ever)."""
+        if wait_s != 0.0:
+            self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._woken)
+        came: list[ToEngine] = []
+        for client in list(self._ends):
+            end = self._ends.get(client)  # None: it left, as we read just now
+            for frame in received_frames(end.source) if end is not None else ():
+                message: ToEngine = self._read.decode(frame)
+                if client == STARTER:
+                    self._know(message)
+                came.append(message)
+        return came
+
+    def wake(self) -> None:
+        """End a wait now, or the next; from any thread."""
+        os.eventfd_write(self._woken, 1)
+
+    def emit(self, message: FromEngine) -> None:
+        """Queue a message to the client, or to those it is for."""
+        with self._sending:
+            if isinstance(message, Ready):
+                self._ready = message
+            if len(self._ends) == 1:
+                self._send(STARTER, message)
+            else:
+                for client, part in parts(message, self._ends):
+                    self._send(client, part)
+
+    def _send(self, client: int, message: FromEngine) -> None:
+        end = self._ends.get(client)
+        if end is not None:
+            end.sink.send(self._written.encode(message), copy=False)
+
+    def _know(self, message: ToEngine) -> None:
+        """Who comes is told what the others were told at the start."""
+        if isinstance(message, Join):
+            with self._sending:
+                self._open(message.client)
+                hello = Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid())
+                self._send(message.client, hello)
+                if self._ready is not None:
+                    self._send(message.client, self._ready)
+        elif isinstance(message, Leave):
+            with self._sending:
+                end = self._ends.pop(message.client, None)
+                if end is not None:
+                    self._poller.unregister(end.source)
+                    end.close()
+
+    def _open(self, client: int) -> None:
+        end = _ClientEnd(self._context, self._folder, client)
+        self._poller.register(end.source, zmq.POLLIN)
+        self._ends[client] = end
+
+    def close(self) -> None:
+        """Give what is queued a second to leave."""
+        self._context.destroy(linger=_LINGER_MS)
+        os.close(self._woken)
+
+
+class _ClientEnd:
+    """The sockets to one client."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, client: int) -> None:
+        self.source = open_socket(context, zmq.PULL)
+        self.source.connect(socket_address(folder, "in", client))
+        self.sink = open_socket(context, zmq.PUSH)
+        self.sink.connect(socket_address(folder, "out", client))
+
+    def close(self) -> None:
+        """Nobody is at the other end."""
+        self.source.close(linger=0)
+        self.sink.close(linger=0)
+
+
+def received_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """All frames that have come; does not wait."""
+    frames = []
+    while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        frames.append(socket.recv(zmq.NOBLOCK))
+    return frames
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket without limits on its queues that finds its other end within milliseconds."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    return socket
+
+
+def socket_address(folder: Path, name: str, client: int = STARTER) -> str:
+    """Where one of a client's two sockets lies; the names are the engine's: "in" and "out"."""
+    return f"ipc://{folder}/{name}.{client}"

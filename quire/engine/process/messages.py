@@ -1,0 +1,173 @@
+"""What client and engine say to each other, whatever carries it.
+
+Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, Stop; whoever started it also
+says Join and Leave, where it has several clients (routing.py). Engine to client: Hello
+first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheReported,
+Beat while a step is long, and Failed at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.base import errors
+from quire.base.cache_usage import CacheReport
+from quire.base.errors import OverloadedError, QuireError, RequestError, WorkerError
+from quire.base.records import EngineStats, Request, StepOutputs
+from quire.engine.model_card import ModelCard
+
+# Raised when a message changes; both sides must agree.
+PROTOCOL_VERSION = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """The streams of one caller's request: all are taken or none."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """End these streams now; unknown ids are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Compute nothing more for these streams, whose reader does not keep up; where `is_held` is
+    False, go on. Unknown ids are ignored."""
+
+    request_ids: tuple[str, ...]
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryCache:
+    """Tell what the prefix cache holds, with the prefixes that spared most; after a flush of it,
+    where `flush` is set. ask_id comes back with the answer."""
+
+    ask_id: int
+    num_prefixes: int = 0
+    flush: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """There is one more client, at sockets of its own. client: its number, never used again."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """That client is gone: end what it asked for, tell it nothing more."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Leave the loop and end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The engine's first word."""
+
+    protocol_version: int
+    process_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Weights are being packed."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The engine answers from now on. notes: lines worth showing, such as the memory sum."""
+
+    card: ModelCard
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What one step yielded (None: nothing to tell but the counters)."""
+
+    outputs: StepOutputs | None
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A long step goes on. ops_done: operations of the executor so far; more is progress."""
+
+    ops_done: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """An error of quire's tree, carried by class name and words."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A Submit was not taken."""
+
+    request_ids: tuple[str, ...]
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReported:
+    """The answer to QueryCache. flushed_blocks: how many could be found before a flush, else 0."""
+
+    ask_id: int
+    report: CacheReport
+    flushed_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The engine cannot start or go on; nothing follows."""
+
+    fault: Fault
+
+
+ToEngine = Submit | Abort | Hold | QueryCache | Join | Leave | Stop
+FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | CacheReported | Failed
+
+
+def fault_of(error: BaseException) -> Fault:
+    """An error as it is sent. What is not of quire's tree becomes a WorkerError."""
+    if not isinstance(error, QuireError):
+        return Fault(kind=WorkerError.__name__, message=f"{type(error).__name__}: {error}")
+    return Fault(
+        kind=type(error).__name__,
+        message=str(error),
+        param=error.param if isinstance(error, RequestError) else None,
+        retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else None,
+    )
+
+
+def error_of(fault: Fault) -> QuireError:
+    """The error a fault stands for."""
+    kind = getattr(errors, fault.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, QuireError)):
+        return WorkerError(fault.message)
+    if issubclass(kind, RequestError):
+        return kind(fault.message, param=fault.param)
+    if issubclass(kind, OverloadedError):
+        return kind(fault.message, retry_after_s=fault.retry_after_s)
+    return kind(fault.message)

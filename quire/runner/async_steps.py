@@ -1,0 +1,138 @@
+"""Overlap: steps on a device that works beside the host, where tokens stay until they are read.
+
+A step is begun before the tokens of the step before it are on the host: its trunk takes them on
+the device. Its own tokens are chosen at once, too, if that needs nothing but logits and tokens that
+the host has, and at most the last of a row's, which the device has (penalties). Rows with a grammar
+read all tokens so far, and with penalties those of two steps before where three are out: the whole
+step's are then chosen when the step before is finished, while the device is busy with the trunk.
+Rows that are chosen on the host (rare
+parameters, beams, scores) end the overlap for their step: the next one waits for it. Knows no
+policy and no device. Always holds: steps are begun, chosen and finished in the order they were
+submitted; a step begins after the choice of the one before it; handing in a step waits for nothing,
+but behind a step that ends the overlap, and for a plan that copies tokens from slot to slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from quire.base.records import StepPlan, StepResult
+from quire.execute.executor import StepMemoryError
+from quire.runner.split_step import computed_by_halves
+from quire.runner.step_result import no_rows, step_result
+from quire.runner.step_run import RunnerResources, StepRun
+
+
+class AsyncSteps:
+    """Steps of one runner. apply: takes a plan over into the tables, before its rows are read."""
+
+    def __init__(self, means: RunnerResources, apply: Callable[[StepPlan], None]) -> None:
+        self._means, self._apply = means, apply
+        self._out: deque[_Out] = deque()  # not finished, oldest first
+
+    def submit(self, plan: StepPlan) -> _Out:
+        """Begin a step; what goes wrong is told by its outcome."""
+        self._make_way(plan)
+        out = _Out(plan, self)
+        try:
+            self._apply(plan)
+            if len(plan.slots):
+                knows = not self._out
+                out.run = StepRun(plan, self._means, knows_tokens=knows, is_late=True)
+                out.run.begin()
+        except Exception as error:  # noqa: BLE001  told by the outcome
+            out.fail(error)
+        self._out.append(out)
+        if out.run is not None and not (out.run.reads_tokens and self._out[0] is not out):
+            out.choose()
+        return out
+
+    def finish(self, last: _Out) -> None:
+        """Wait for all steps up to this one, in order; then choose for the next, if it waited."""
+        while not last.is_over:
+            self._out.popleft().end(self._means)
+            if self._out:
+                self._out[0].choose()
+
+    def _make_way(self, plan: StepPlan) -> None:
+        if not self._out:
+            return
+        last = self._out[-1]
+        if last.ends_overlap or len(plan.known_slots) or len(plan.branch_from):
+            self.finish(last)
+        elif last.waits:  # so it is not the oldest
+            self.finish(self._out[-2])
+
+
+class _Out:
+    """A step handed in: a Handle."""
+
+    def __init__(self, plan: StepPlan, overlap: AsyncSteps) -> None:
+        self.run: StepRun | None = None
+        self.is_chosen = self.is_over = False
+        self._plan, self._overlap = plan, overlap
+        self._lacks_memory = False
+        self._result: StepResult | None = None
+        self._error: Exception | None = None
+
+    @property
+    def ends_overlap(self) -> bool:
+        """Whether its tokens are on the host, or nowhere, until it is finished."""
+        return self._lacks_memory or (self.run is not None and self.run.is_on_host)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the device has not been told to choose its tokens, and will be."""
+        return not (self.is_chosen or self.ends_overlap or self._error or self.run is None)
+
+    def outcome(self) -> StepResult:
+        """Wait; then return or raise what came of it."""
+        self._overlap.finish(self)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "a finished step has a result or an error"
+        return self._result
+
+    def fail(self, error: Exception) -> None:
+        """It went wrong; where memory lacked, a part of it at a time may still go well."""
+        if isinstance(error, StepMemoryError) and self.run is not None:
+            self._lacks_memory = True
+        else:
+            self._error = error
+
+    def choose(self) -> None:
+        """Have its tokens chosen, unless they were, or are chosen on the host."""
+        if self.run is None or not self.waits:
+            return
+        self.is_chosen = True
+        try:
+            self.run.choose()
+        except Exception as error:  # noqa: BLE001  told by the outcome
+            self.fail(error)
+
+    def end(self, means: RunnerResources) -> None:
+        """Wait for it; all steps before it are finished."""
+        self.is_over = True
+        if self._error is not None:
+            return
+        if self.run is None:
+            self._result = no_rows(self._plan)
+            return
+        try:
+            self._result = self._ended(self.run, means)
+        except Exception as error:  # noqa: BLE001  told by the outcome
+            self._error = error
+
+    def _ended(self, run: StepRun, means: RunnerResources) -> StepResult:
+        computed = None
+        if not self._lacks_memory:
+            try:
+                if not self.is_chosen:
+                    run.choose()
+                computed = run.computed()
+            except StepMemoryError:
+                pass  # a part at a time
+        if computed is None:
+            computed = computed_by_halves(self._plan, means)
+        return step_result(self._plan, means.tables, computed, run.tenancy)

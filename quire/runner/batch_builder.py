@@ -1,0 +1,207 @@
+"""From a StepPlan and the slot tables to the arrays executors read: ForwardBatch, SampleBatch.
+
+Vector operations only: a step of many rows costs no Python loop but over those that carry
+penalties, bias, banned ids or rare parameters. Between two steps a model's weights have driven all
+else out of the caches, so that each array made anew costs microseconds: what rows ask of token
+choice is kept while they stay the same. Letters: N rows of the plan, T token rows, R rows that
+sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
+from quire.program.batch import ForwardBatch
+from quire.runner.grammar_rows import NO_MASK, Masks
+from quire.runner.rare_params import ragged
+from quire.runner.slot_tables import SlotTables
+from quire.sampling.batch import SampleBatch
+
+Int32s = NDArray[np.int32]
+Index = NDArray[np.intp]
+
+
+def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = True) -> ForwardBatch:
+    """The token rows of `plan` [T], in the order of its rows. The plan has at least one row.
+
+    knows_tokens: false where steps before it are not finished: a token that one of them chooses is
+    not in the table, and its row says whose it is in place of an id.
+    """
+    if (plan.counts == 1).all():
+        batch = _one_token_each(plan, tables)
+        return batch if knows_tokens else _with_late_slots(batch, plan.slots, tables)
+    block_size = tables.block_size
+    num_rows = len(plan.slots)
+    seq_starts = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(plan.counts, out=seq_starts[1:])
+    row_of = np.repeat(np.arange(num_rows), plan.counts)  # [T]
+    offsets = plan.starts - seq_starts[:-1]
+    positions = np.arange(seq_starts[-1], dtype=np.int32) + offsets[row_of]
+    slots = plan.slots[row_of]
+    columns = positions // block_size
+    kv_slots = tables.blocks[slots, columns] * np.int32(block_size) + positions % block_size
+    kv_slots[positions < plan.store_from[row_of]] = -1
+    num_columns = int((plan.starts + plan.counts - 1).max()) // block_size + 1
+    batch = ForwardBatch(
+        token_ids=tables.tokens.tokens[slots, positions],
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=kv_slots,
+        seq_starts=seq_starts,
+        block_tables=tables.blocks[plan.slots, :num_columns],
+        sample_rows=seq_starts[1:][plan.samples] - np.int32(1),
+    )
+    return batch if knows_tokens else _with_late_slots(batch, slots, tables)
+
+
+def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> ForwardBatch:
+    """slots [T]: whose each row is."""
+    is_late = batch.positions >= tables.tokens.lengths[slots]
+    if not is_late.any():
+        return batch
+    return replace(
+        batch,
+        token_ids=np.where(is_late, np.int32(0), batch.token_ids),
+        late_slots=np.where(is_late, slots, np.int32(-1)),
+    )
+
+
+def _one_token_each(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
+    """As forward_batch does, of rows of one token each: most steps."""
+    slots, positions = plan.slots, plan.starts
+    columns, within = np.divmod(positions, np.int32(tables.block_size))
+    kv_slots = tables.blocks[slots, columns] * np.int32(tables.block_size) + within
+    kv_slots[positions < plan.store_from] = -1
+    seq_starts = _counted(len(slots) + 1)
+    return ForwardBatch(
+        token_ids=tables.tokens.tokens[slots, positions],
+        positions=positions,
+        rope_positions=positions,
+        kv_slots=kv_slots,
+        seq_starts=seq_starts,
+        block_tables=tables.blocks[slots, : int(columns.max()) + 1],
+        sample_rows=seq_starts[:-1][plan.samples],
+    )
+
+
+@lru_cache(maxsize=1024)
+def _counted(end: int) -> Int32s:
+    """0, 1 and so on, before `end`."""
+    numbers = np.arange(end, dtype=np.int32)
+    numbers.setflags(write=False)
+    return numbers
+
+
+class KeptSampleBatch:
+    """sample_batch, made anew only where rows or what they ask for changed: else the last one
+    stands, at other positions. Only plain rows are kept: what others carry changes with each token,
+    or is not to outlive its request."""
+
+    def __init__(self, tables: SlotTables) -> None:
+        self._tables = tables
+        self._last: tuple[int, bytes, SampleBatch] | None = None
+
+    def of(
+        self, slots: Int32s, positions: Int32s, masks: Masks, *, is_late: bool = False
+    ) -> SampleBatch:
+        """See sample_batch."""
+        tables, rows = self._tables, slots.tobytes()
+        if self._last is not None and not len(masks.rows):
+            changes, last_rows, batch = self._last
+            if changes == tables.changes and last_rows == rows:
+                return batch.at(positions)
+        batch = sample_batch(slots, positions, tables, masks, is_late=is_late)
+        lasting = not (len(batch.history) or len(batch.bias_ids) or batch.rare or len(masks.rows))
+        stays = lasting and not tables.stops_from[slots].any()
+        self._last = (tables.changes, rows, batch) if stays else None
+        return batch
+
+
+def sample_batch(
+    of_slots: Int32s,
+    positions: Int32s,
+    tables: SlotTables,
+    masks: Masks = NO_MASK,
+    *,
+    is_late: bool = False,
+) -> SampleBatch:
+    """Parameters of the rows in `of_slots` [R] whose next token gets `positions` [R]; masks: of
+    these rows. is_late: a token before may be on the device only. Elsewhere one that is not in the
+    table is of a request that failed or ended, and whose row nobody is told of."""
+    slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
+    banned = (positions < tables.stops_from[slots]).nonzero()[0]
+    history_starts, history = _history(slots, positions, tables)
+    late_slots = _late(slots, positions, tables) if is_late and len(history) else NO_INTS
+    bias_starts, bias_ids, bias_values = _bias(slots, tables)
+    banned_starts, banned_ids = ragged(
+        [tables.stop_ids[slot] for slot in slots[banned]], banned, len(slots)
+    )
+    return SampleBatch(
+        temperature=tables.temperature[slots],
+        top_k=tables.top_k[slots],
+        top_p=tables.top_p[slots],
+        min_p=tables.min_p[slots],
+        repetition_penalty=tables.repetition_penalty[slots],
+        presence_penalty=tables.presence_penalty[slots],
+        frequency_penalty=tables.frequency_penalty[slots],
+        seeds=tables.seeds[slots],
+        streams=tables.streams[slots],
+        positions=positions,
+        num_prompt_tokens=tables.tokens.prompt_lengths[slots],
+        num_logprobs=tables.num_logprobs[slots],
+        history_starts=history_starts,
+        history=history,
+        late_slots=late_slots,
+        bias_starts=bias_starts,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        banned_starts=banned_starts,
+        banned_ids=banned_ids,
+        rare=tables.rare.parameters(slots),
+        num_candidates=_num_candidates(slots, tables),
+        mask_rows=masks.rows,
+        masks=masks.words,
+    )
+
+
+def _num_candidates(slots: Index, tables: SlotTables) -> Int32s:
+    counts = tables.num_candidates[slots] if tables.num_beams else NO_INTS
+    return counts if counts.any() else NO_INTS
+
+
+def num_unknown(slots: Int32s | Index, positions: Int32s, tables: SlotTables) -> Int32s:
+    """How many tokens before `positions` [R] are not in the table: steps that are not finished have
+    chosen them, or will."""
+    unknown: Int32s = positions - tables.tokens.lengths[slots]
+    return unknown
+
+
+def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
+    """Of rows that read it, as far as it is known."""
+    rows = (tables.has_penalty[slots] | tables.rare.has_history[slots]).nonzero()[0]
+    tokens, lengths = tables.tokens.tokens, tables.tokens.lengths
+    read = [
+        tokens[slot, : min(position, lengths[slot])]
+        for slot, position in zip(slots[rows], positions[rows], strict=True)
+    ]
+    return ragged(read, rows, len(slots))
+
+
+def _late(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
+    """Slots of rows that read their history and lack its last token. Who lacks more has failed: a
+    step of such rows is chosen when the one before is finished."""
+    lacks_one = tables.has_penalty[slots] & (num_unknown(slots, positions, tables) == 1)
+    return np.where(lacks_one, slots, -1).astype(np.int32) if lacks_one.any() else NO_INTS
+
+
+def _bias(slots: Index, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:
+    rows = tables.has_bias[slots].nonzero()[0]
+    biased = slots[rows]
+    starts, ids = ragged([tables.bias_ids[slot] for slot in biased], rows, len(slots))
+    values = [tables.bias_values[slot] for slot in biased]
+    return starts, ids, np.concatenate(values) if values else NO_FLOATS

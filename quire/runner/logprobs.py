@@ -1,0 +1,163 @@
+"""Scores of tokens the runner knows already: of prompts, and of ids listed beside generated ones.
+
+Prompts are scored as their positions are computed: the head runs on slices of the step's rows, and
+of each slice's logits only a few numbers a row are kept. So no more logits are in memory than for
+token choice, however long the prompts. Knows slots and positions; decides nothing. Letters: N rows
+of the plan, S scored prompt tokens, R rows that sample, L listed ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import NO_INTS, PromptScores, StepPlan
+from quire.execute.executor import Executor
+from quire.program.batch import ForwardBatch
+from quire.runner.rare_params import ragged
+from quire.runner.slot_tables import SlotTables
+from quire.sampling.scoring import FAILED, ScoreBatch, Scores
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+_Number = TypeVar("_Number", np.int32, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """What rows of a plan scored: row i has counts[i] of the entries of `scores`.
+
+    failed: rows whose logits were no distribution; they have no entries.
+    """
+
+    counts: Int32s  # [N]
+    failed: Bools  # [N]
+    scores: PromptScores
+
+
+def scores_some(plan: StepPlan, tables: SlotTables) -> bool:
+    """Whether rows of `plan` compute what their requests want scored."""
+    return tables.num_scoring > 0 and bool(_to_score(plan, tables)[1].any())
+
+
+def score_prompts(
+    plan: StepPlan,
+    batch: ForwardBatch,
+    tables: SlotTables,
+    executor: Executor,
+    *,
+    max_samples: int,
+) -> ScoredRows | None:
+    """Score what rows of `plan`, whose trunk has run, compute of prompts; None: nobody asked."""
+    if not tables.num_scoring:
+        return None
+    slots = plan.slots
+    firsts, counts = _to_score(plan, tables)
+    row_of = np.repeat(np.arange(len(slots)), counts)  # [S]
+    if not len(row_of):
+        return None
+    within = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
+    positions = firsts[row_of] + within
+    token_rows = (batch.seq_starts[:-1] - plan.starts)[row_of] + positions
+    of_prompts = replace(batch, sample_rows=token_rows.astype(np.int32))
+    targets = tables.tokens.tokens[slots[row_of], positions + 1]
+    num_top = tables.num_prompt_logprobs[slots[row_of]]
+    parts = []
+    for first in range(0, len(row_of), max_samples):
+        some = slice(first, min(first + max_samples, len(row_of)))
+        logits = executor.run_head(of_prompts, first, some.stop - first)
+        starts = np.zeros(1 + some.stop - first, np.int32)
+        wishes = ScoreBatch(
+            targets=targets[some], num_top=num_top[some], listed_starts=starts, listed_ids=NO_INTS
+        )
+        parts.append(executor.score(logits, wishes))
+    return _kept(parts, counts, row_of)
+
+
+def listed_logprobs(
+    logits: Float32s, slots: Int32s, tables: SlotTables, executor: Executor
+) -> Float32s:
+    """Of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
+    rows = tables.has_listed[slots].nonzero()[0] if tables.num_listed else ()
+    if not len(rows):
+        return np.empty((len(slots), 0), np.float32)
+    starts, ids = ragged(
+        [tables.listed_ids[slot] for slot in slots[rows]], np.arange(len(rows)), len(rows)
+    )
+    wishes = ScoreBatch(
+        targets=np.full(len(rows), -1, np.int32),
+        num_top=np.zeros(len(rows), np.int32),
+        listed_starts=starts,
+        listed_ids=ids,
+    )
+    found = executor.score(logits if len(rows) == len(slots) else logits[rows], wishes)
+    lengths = np.zeros(len(slots), np.int32)
+    lengths[rows] = np.diff(starts)
+    table = np.full((len(slots), lengths.max()), np.nan, np.float32)
+    table[np.arange(table.shape[1]) < lengths[:, None]] = found.listed_logprobs
+    return table
+
+
+def stacked(parts: list[NDArray[_Number]], fill: _Number) -> NDArray[_Number]:
+    """Tables [rows, width] one below the other, as wide as the widest, filled up."""
+    width = max((part.shape[1] for part in parts), default=0)
+    table = np.full((sum(map(len, parts)), width), fill, fill.dtype)
+    row = 0
+    for part in parts:
+        table[row : row + len(part), : part.shape[1]] = part
+        row += len(part)
+    return table
+
+
+def joined_scores(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> ScoredRows | None:
+    """Of the rows of several plans, so many of each, one after the other."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    counts = [
+        np.zeros(n, np.int32) if p is None else p.counts for p, n in zip(parts, sizes, strict=True)
+    ]
+    failed = [
+        np.zeros(n, np.bool_) if p is None else p.failed for p, n in zip(parts, sizes, strict=True)
+    ]
+    return ScoredRows(
+        counts=np.concatenate(counts),
+        failed=np.concatenate(failed),
+        scores=PromptScores(
+            logprobs=np.concatenate([part.scores.logprobs for part in found]),
+            ranks=np.concatenate([part.scores.ranks for part in found]),
+            top_ids=stacked([part.scores.top_ids for part in found], np.int32(-1)),
+            top_logprobs=stacked([part.scores.top_logprobs for part in found], np.float32(np.nan)),
+        ),
+    )
+
+
+def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
+    """The first position that each row scores, and how many."""
+    firsts = np.maximum(plan.starts, tables.scores_from[plan.slots])
+    ends = np.minimum(plan.starts + plan.counts, tables.tokens.prompt_lengths[plan.slots] - 1)
+    return firsts, np.maximum(ends - firsts, 0)
+
+
+def _kept(parts: list[Scores], counts: Int32s, row_of: NDArray[np.intp]) -> ScoredRows:
+    """Slices of the head put together, without the entries of rows that failed."""
+    ranks = np.concatenate([part.ranks for part in parts])
+    logprobs = np.concatenate([part.logprobs for part in parts])
+    top_ids = stacked([part.top_ids for part in parts], np.int32(-1))
+    top_logprobs = stacked([part.top_logprobs for part in parts], np.float32(np.nan))
+    failed = np.zeros(len(counts), np.bool_)
+    failed[row_of[ranks == FAILED]] = True
+    if failed.any():
+        kept = ~failed[row_of]
+        counts = np.where(failed, 0, counts)
+        ranks, logprobs = ranks[kept], logprobs[kept]
+        top_ids, top_logprobs = top_ids[kept], top_logprobs[kept]
+    scores = PromptScores(
+        logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
+    )
+    return ScoredRows(counts=counts.astype(np.int32), failed=failed, scores=scores)

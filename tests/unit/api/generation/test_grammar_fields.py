@@ -1,0 +1,109 @@
+"""response_format and structured_outputs: what they ask for, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.api.generation.grammar_fields import grammar_asked_for
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import GrammarKind
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
+TAG = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
+
+
+def response_format(kind: str, **rest: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **rest}}
+
+
+@pytest.mark.parametrize("given", [{}, response_format("text")])
+def test_any_text_will_do(given: dict[str, Any]) -> None:
+    assert grammar_asked_for(given) is None
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": True}, {"strict": False}, {"strict": None}])
+def test_a_schema_is_followed_in_its_own_order_however_strict_it_says_it_is(
+    strict: dict[str, Any],
+) -> None:
+    grammar = grammar_asked_for(
+        response_format("json_schema", json_schema={"name": "x", "schema": SCHEMA, **strict})
+    )
+    assert grammar is not None
+    assert (grammar.kind, grammar.param) == (GrammarKind.JSON_SCHEMA, "response_format")
+    assert list(json.loads(grammar.text)["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"json": SCHEMA}, "json_schema", None),
+        ({"json": json.dumps(SCHEMA)}, "json_schema", None),
+        ({"json_object": True}, "json_schema", '{"type":"object"}'),
+        ({"json_object": False, "regex": "a+"}, "regex", "a+"),
+        ({"choice": ["a", "b"], "regex": None}, "choice", '["a","b"]'),
+        ({"grammar": "start: /a/", "disable_fallback": True}, "grammar", "start: /a/"),
+        ({"structural_tag": json.dumps(TAG)}, "structural_tag", None),
+    ],
+)
+def test_each_form_of_structured_outputs_is_a_grammar(
+    given: dict[str, Any], kind: str, text: str | None
+) -> None:
+    grammar = grammar_asked_for({"structured_outputs": given})
+    assert grammar is not None
+    assert (grammar.kind, grammar.param) == (kind, "structured_outputs")
+    assert text is None or grammar.text == text
+
+
+def test_white_space_is_the_callers_choice() -> None:
+    def whitespace(**options: Any) -> str | None:
+        grammar = grammar_asked_for({"structured_outputs": {"json": SCHEMA, **options}})
+        assert grammar is not None
+        return grammar.whitespace
+
+    assert whitespace() is None
+    assert whitespace(disable_any_whitespace=True) == ""
+    assert whitespace(whitespace_pattern="[ ]?") == "[ ]?"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (response_format("yaml"), "one of text, json_object"),
+        ({"response_format": "json"}, "an object with a type"),
+        (response_format("text", extra=1), "extra"),
+        (response_format("json_object", schema={}), "schema"),
+        (response_format("json_schema"), "with a schema"),
+        (response_format("json_schema", json_schema={"schema": 3}), "with a schema"),
+        (response_format("json_schema", json_schema={"schema": {}, "more": 1}), "more"),
+        (response_format("json_schema", json_schema={"schema": {}, "strict": 1}), "strict"),
+        (response_format("json_schema", json_schema={"schema": {}, "name": 1}), "name"),
+        ({"structured_outputs": {}}, "nothing"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}, "beside regex"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "whitespace_pattern"),
+        (
+            {
+                "structured_outputs": {
+                    "json": {},
+                    "whitespace_pattern": "a",
+                    "disable_any_whitespace": True,
+                }
+            },
+            "both",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "additionalProperties: false",
+        ),
+        ({"structured_outputs": {"backend": "xgrammar"}}, "llguidance"),
+        ({"structured_outputs": {"json": "{"}}, "not JSON"),
+        ({**response_format("json_object"), "structured_outputs": {"regex": "a"}}, "both"),
+    ],
+)
+def test_what_else_is_said_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameter, match=said) as error:
+        grammar_asked_for(given)
+    assert error.value.param in ("response_format", "structured_outputs")

@@ -1,0 +1,55 @@
+"""Keys: who gets in, and that comparing tells nothing."""
+
+from __future__ import annotations
+
+import hmac
+
+import pytest
+
+from quire.api.http.auth import Keys
+from quire.base.errors import NotAuthorized
+
+PATH = "/v1/chat/completions"
+
+
+def test_without_keys_everything_is_open() -> None:
+    Keys(()).check(PATH, None)
+
+
+@pytest.mark.parametrize("sent", [b"Bearer first", b"Bearer second", b"bearer  first "])
+def test_each_configured_key_opens(sent: bytes) -> None:
+    Keys(("first", "second")).check(PATH, sent)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [None, b"", b"first", b"Basic first", b"Bearer", b"Bearer ", b"Bearer firs", b"Bearer first2",
+     b"Bearer \xff\xfe", b"Bearer first second"],
+)  # fmt: skip
+def test_anything_else_stays_out(sent: bytes | None) -> None:
+    with pytest.raises(NotAuthorized):
+        Keys(("first", "second")).check(PATH, sent)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/version"])
+def test_paths_for_load_balancers_need_no_key(path: str) -> None:
+    Keys(("k",)).check(path, None)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/health/", "//health", "/nowhere"])
+def test_all_other_paths_need_one(path: str) -> None:
+    with pytest.raises(NotAuthorized):
+        Keys(("k",)).check(path, None)
+
+
+def test_all_keys_are_compared_by_digests_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def watched(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return left == right
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    Keys(("first", "a much longer second key")).check(PATH, b"Bearer first")
+    assert len(compared) == 2
+    assert {len(side) for pair in compared for side in pair} == {32}

@@ -1,0 +1,72 @@
+"""Each error of the tree becomes one status, one type and one code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.api.http.errors import SHAPES, error_body, error_response, shape_of
+from quire.base import errors
+from quire.base.errors import (
+    ContextTooLong,
+    InvalidParameter,
+    NotAuthorized,
+    OverloadedError,
+    QuireError,
+    ShuttingDown,
+)
+
+TREE = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, QuireError)
+]
+
+
+@pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
+def test_each_error_has_a_status_of_its_own_side(kind: type[QuireError]) -> None:
+    status = shape_of(kind("words")).status
+    # Whose own limit is reached is told so, though others could be served.
+    callers_fault = issubclass(kind, errors.RequestError | errors.TenantLimit)
+    assert 400 <= status < 500 if callers_fault else 500 <= status < 600
+
+
+def test_every_class_a_caller_can_meet_has_its_own_row() -> None:
+    told_apart = [kind for kind in TREE if not issubclass(kind, errors.ModelError)]
+    assert set(told_apart) <= set(SHAPES)
+
+
+def test_a_class_without_a_row_takes_its_nearest_ancestors() -> None:
+    class OddLength(ContextTooLong):
+        pass
+
+    assert shape_of(OddLength("words")).code == "context_length_exceeded"
+
+
+def test_the_body_is_openais_with_the_field_named() -> None:
+    body = error_body(InvalidParameter("top_p is 3", param="top_p"))
+    assert body == {
+        "error": {
+            "message": "top_p is 3",
+            "type": "invalid_request_error",
+            "param": "top_p",
+            "code": "invalid_value",
+        }
+    }
+
+
+def test_a_response_says_when_to_try_again() -> None:
+    response = error_response(OverloadedError("full", retry_after_s=1.2), request_id="r")
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "2"
+    assert json.loads(bytes(response.body))["error"]["code"] == "overloaded"
+
+
+def test_leaving_is_told_apart_from_being_busy() -> None:
+    assert shape_of(ShuttingDown("bye")).code == "shutting_down"
+
+
+def test_a_missing_key_is_asked_for() -> None:
+    response = error_response(NotAuthorized("no key"), request_id="r")
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")

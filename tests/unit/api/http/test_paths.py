@@ -1,0 +1,104 @@
+"""Other spellings of paths are served; a path that is not served names what to use instead."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+from quire.api.http.paths import FOREIGN_PATHS, served_path
+from quire.api.openapi.operations import OPERATIONS
+from tests.unit.api.fake_engine import Reply, Site
+
+SAID = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def get(path: str, method: str = "GET") -> Reply:
+    async def exchange() -> Reply:
+        return await Site().call(method, path, b"")
+
+    return asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/chat/completions", "/chat/completions/", "/v1/chat/completions//"],
+)
+def test_chats_are_served_without_the_version_and_with_trailing_slashes(path: str) -> None:
+    async def exchange() -> None:
+        site = Site()
+        assert (await site.post(path, SAID)).status == 200
+        name = 'quire_http_responses_total{route="/v1/chat/completions",status="200"}'
+        assert site.metric(name) == 1
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    "path", ["/models", "/models/", "/models/fake", "/v1/models/", "/health/", "/tokenizer_info/"]
+)
+def test_small_routes_too(path: str) -> None:
+    assert get(path).status == 200
+
+
+def test_a_root_path_stands_before_the_other_spellings() -> None:
+    async def exchange() -> None:
+        site = Site(root_path="/llm")
+        assert (await site.get("/llm/models/")).status == 200
+        assert (await site.get("/llm/")).status == 200
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("path", ["/v1/cache/", "/admin/", "/admin//", "/flush_cache/"])
+def test_a_trailing_slash_opens_no_admin_path(path: str) -> None:
+    async def exchange() -> None:
+        site = Site(api_key=("k",))
+        headers = {"authorization": "Bearer k"}
+        reply = await site.get(path, headers=headers, client=("10.0.0.1", 1))
+        assert reply.status == 403
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("path", FOREIGN_PATHS)
+def test_a_path_of_another_server_names_the_replacement(path: str) -> None:
+    reply = get(path, "POST")
+    assert (reply.status, reply.error["code"]) == (404, "unknown_url")
+    assert FOREIGN_PATHS[path] in reply.error["message"]
+
+
+def test_replacements_are_served_and_foreign_paths_are_not() -> None:
+    named = {
+        operation.replace("/ID", "/{id}")
+        for text in FOREIGN_PATHS.values()
+        for operation in re.findall(r"[A-Z]+ /[\w/]+", text)
+    }
+    assert named <= OPERATIONS.keys()
+    served = {operation.partition(" ")[2] for operation in OPERATIONS}
+    assert not served & {served_path(path) for path in FOREIGN_PATHS}
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/chat/completion", "the nearest path is /v1/chat/completions"),
+        ("/v1/v1/completions", "the base URL has /v1 already; use /v1/completions"),
+        ("/nothing/of/the/kind", 'at "/nothing/of/the/kind"; GET / lists what is'),
+    ],
+)
+def test_an_unknown_path_names_the_nearest(path: str, words: str) -> None:
+    reply = get(path, "POST")
+    assert reply.status == 404
+    assert words in reply.error["message"]
+
+
+def test_a_wrong_method_names_the_path_and_the_method() -> None:
+    reply = get("/v1/completions")
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+    assert reply.error["message"] == 'GET is not allowed at "/v1/completions"; use POST'
+
+
+def test_a_huge_path_is_cut_in_the_error() -> None:
+    assert len(get("/" + "x" * 100_000).error["message"]) < 400

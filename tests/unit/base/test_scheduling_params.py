@@ -1,0 +1,50 @@
+"""Terms: what can be asked for is kept, what is absurd is refused by name with what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.errors import InvalidParameter
+from quire.base.scheduling_params import MAX_TERM_MS, OBJECTIVES, SchedulingParams
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, -0.5, float("nan"), float("inf"), MAX_TERM_MS * 1.001, 10**400, True, "100", [100]],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_absurd_time_is_refused_by_name_with_what_is_allowed(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match="above 0 to 31536000000") as caught:
+        SchedulingParams(**{name: value})
+    assert caught.value.param == name
+    assert str(caught.value).startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("value", [0.001, 5, np.float32(2.5), MAX_TERM_MS])
+def test_a_time_within_a_year_is_kept_as_a_float(name: str, value: Any) -> None:
+    terms = SchedulingParams(**{name: value})
+    assert getattr(terms, name) == float(value)
+    assert type(getattr(terms, name)) is float
+    assert terms.has_objective
+
+
+@pytest.mark.parametrize("value", [1.5, "1", True, None, 1_000_001, -1_000_001])
+def test_a_priority_is_a_whole_number_within_a_million(value: Any) -> None:
+    with pytest.raises(InvalidParameter, match="from -1000000 to 1000000") as caught:
+        SchedulingParams(priority=value)
+    assert caught.value.param == "priority"
+
+
+def test_who_asks_for_nothing_has_nothing_to_miss() -> None:
+    assert not SchedulingParams(priority=-5, tenant="a").has_objective
+
+
+@pytest.mark.parametrize("value", [None, 5, "x" * 65])
+def test_a_tenants_name_is_a_short_text(value: Any) -> None:
+    with pytest.raises(InvalidParameter, match="tenant is "):
+        SchedulingParams(tenant=value)

@@ -1,0 +1,139 @@
+"""What the engine's process is given: a folder whose sockets fit, and no keys."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.config.groups import EngineConfig
+from quire.engine.client.launch import EngineProcess
+from quire.engine.client.socket_directory import PREFIX, SocketDirectory
+
+
+class Started:
+    """A process that was never started, with what it would have got."""
+
+    def __init__(self, command: list[str], **settings: Any) -> None:
+        self.settings = settings
+        self.stdin = io.BytesIO()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        return 0
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineProcess, Started]:
+    started: list[Started] = []
+
+    def start(command: list[str], **settings: Any) -> Started:
+        started.append(Started(command, **settings))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return EngineProcess.launch(EngineConfig()), started[0]
+
+
+def test_the_key_of_the_environment_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    monkeypatch.setenv("QUIRE_ISA", "avx2")
+    process, started = launched(monkeypatch)
+    process.end(0)
+    assert "QUIRE_API_KEY" not in started.settings["env"]
+    assert started.settings["env"]["QUIRE_ISA"] == "avx2"
+
+
+def test_sockets_do_not_lie_where_their_address_would_be_too_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    process, _ = launched(monkeypatch)
+    assert process.folder.is_dir()
+    assert len(str(process.folder)) < 90
+    process.end(0)
+    assert not list(long.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(SettingError, match="/nowhere"):
+        EngineProcess.launch(EngineConfig())
+
+
+def test_no_directory_at_all_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(SettingError, match=r"No usable temporary directory.*set TMPDIR"):
+        EngineProcess.launch(EngineConfig())
+
+
+def test_the_next_start_removes_what_a_killed_server_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start = (
+        "import sys, time\n"
+        "from quire.engine.client.socket_directory import SocketDirectory\n"
+        "directory = SocketDirectory()\n"
+        "(directory.path / 'in.0').touch()\n"
+        "print(directory.path, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as server:
+        assert server.stdout is not None
+        left = Path(server.stdout.readline().strip())
+        running = SocketDirectory()
+        assert left.is_dir()  # its server still runs
+        server.kill()
+    assert (left / "in.0").exists()
+    strangers = tmp_path / f"{PREFIX}notes"
+    strangers.mkdir()
+    (strangers / "text").touch()
+    new = SocketDirectory()
+    assert sorted(tmp_path.iterdir()) == sorted([running.path, new.path, strangers])
+    running.remove()
+    new.remove()
+    assert list(tmp_path.iterdir()) == [strangers]
+
+
+def test_a_directory_that_another_start_removed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made: list[Path] = []
+    flock = fcntl.flock
+
+    def removed_before_the_lock(descriptor: int, how: int) -> None:
+        if not made:
+            made.extend(tmp_path.iterdir())
+            shutil.rmtree(made[0])
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before_the_lock)
+    directory = SocketDirectory()
+    assert directory.path.is_dir()
+    assert directory.path not in made
+    directory.remove()

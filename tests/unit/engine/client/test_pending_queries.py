@@ -1,0 +1,35 @@
+"""Asks: each question gets one answer or one error, whatever becomes of whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.engine.client.pending_queries import PendingQueries
+
+
+def test_answers_find_their_questions_in_any_order() -> None:
+    async def story() -> list[str]:
+        asks: PendingQueries[str] = PendingQueries()
+        (first, one), (second, two) = asks.open(), asks.open()
+        asks.answered(second, "b")
+        asks.answered(first, "a")
+        asks.answered(first, "again")  # nobody waits for it
+        return [await one, await two]
+
+    assert asyncio.run(story()) == ["a", "b"]
+
+
+def test_what_is_open_when_the_engine_ends_gets_its_error() -> None:
+    async def story() -> None:
+        asks: PendingQueries[str] = PendingQueries()
+        number, gone = asks.open()
+        gone.cancel()
+        _, waiting = asks.open()
+        asks.fail(ValueError("it is gone"))
+        asks.answered(number, "late")
+        with pytest.raises(ValueError, match="it is gone"):
+            await waiting
+
+    asyncio.run(story())

@@ -1,0 +1,89 @@
+"""Unread: a reader that does not keep up is told of once, and once when it has caught up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.engine.client.stream_backpressure import UnreadQueue
+
+
+def test_too_much_is_told_once_and_few_again_once() -> None:
+    async def exchange() -> None:
+        told: list[tuple[bool, int]] = []
+        unread: UnreadQueue[int] = UnreadQueue(
+            8, lambda is_held: told.append((is_held, len(unread)))
+        )
+        for number in range(12):
+            unread.put(number)
+        assert told == [(True, 9)]
+        assert unread.is_held
+        assert [await unread.get() for _ in range(12)] == list(range(12))
+        assert told == [(True, 9), (False, 2)]
+        assert not unread.is_held
+
+    asyncio.run(exchange())
+
+
+def test_a_reader_that_keeps_up_is_never_told_of() -> None:
+    async def exchange() -> None:
+        told: list[bool] = []
+        unread: UnreadQueue[int] = UnreadQueue(2, told.append)
+        for number in range(100):
+            unread.put(number)
+            assert await unread.get() == number
+        assert told == []
+
+    asyncio.run(exchange())
+
+
+def test_a_reader_that_waits_gets_what_comes() -> None:
+    async def exchange() -> None:
+        unread: UnreadQueue[str] = UnreadQueue(2, lambda is_held: None)
+        waiting = asyncio.ensure_future(unread.get())
+        await asyncio.sleep(0)
+        unread.put("a")
+        assert await waiting == "a"
+
+    asyncio.run(exchange())
+
+
+def test_nothing_is_lost_where_a_reader_is_cancelled_before_or_after_it_was_woken() -> None:
+    async def exchange() -> None:
+        unread: UnreadQueue[str] = UnreadQueue(9, lambda is_held: None)
+        for comes_first in (False, True):
+            waiting = asyncio.ensure_future(unread.get())
+            await asyncio.sleep(0)
+            if comes_first:
+                unread.put("b")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            if not comes_first:
+                unread.put("a")
+                assert await unread.get() == "a"
+        assert await unread.get() == "b"
+        assert len(unread) == 0
+
+    asyncio.run(exchange())
+
+
+def test_who_takes_what_is_there_lets_others_have_a_turn() -> None:
+    async def exchange() -> None:
+        unread: UnreadQueue[int] = UnreadQueue(1000, lambda is_held: None)
+        for number in range(100):
+            unread.put(number)
+        at: list[int] = []
+
+        async def other() -> None:
+            while len(unread):
+                at.append(len(unread))
+                await asyncio.sleep(0)
+
+        turns = asyncio.ensure_future(other())
+        assert [await unread.get() for _ in range(100)] == list(range(100))
+        await turns
+        assert len(at) >= 5
+
+    asyncio.run(exchange())

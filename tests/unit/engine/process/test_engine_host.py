@@ -1,0 +1,51 @@
+"""run_engine: what goes wrong is told to the client, and the log keeps where it came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import CapacityError
+from quire.config.groups import EngineConfig
+from quire.engine.process.engine_host import QueueInbox, run_engine
+from quire.engine.process import engine_host as host
+from quire.engine.process.messages import Failed, FromEngine
+
+
+def _failed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Failed, list[Any]]:
+    """What the client and the log are told where putting the engine together raises `error`."""
+
+    def assemble(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(host, "assemble", assemble)
+    sent: list[FromEngine] = []
+    reports: list[Any] = []
+
+    def report(what: str, **fields: object) -> None:
+        reports.append((what, fields))
+
+    assert not run_engine(EngineConfig(), QueueInbox(), sent.append, report=report)
+    last = sent[-1]
+    assert isinstance(last, Failed)
+    return last, reports
+
+
+def test_a_fault_nobody_expected_leaves_its_traceback_in_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, reports = _failed(KeyError(7), monkeypatch)
+    assert failed.fault.message == "KeyError: 7"
+    ((what, fields),) = reports
+    assert what == "the engine failed"
+    assert fields["error"] == "KeyError: 7"
+    assert "test_host.py" in fields["traceback"]
+
+
+def test_an_error_with_words_of_its_own_is_left_to_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, reports = _failed(CapacityError("too small\n- by a lot"), monkeypatch)
+    assert failed.fault.message == "too small\n- by a lot"
+    assert reports == []

@@ -1,0 +1,299 @@
+"""The engine process for real: it answers, dies loudly, and never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire import LLM, SamplingParams
+from quire.base.errors import CapacityError, ConfigError, TokenizerError, WeightsError, WorkerError
+from quire.base.records import FinishReason
+from quire.config.flags import engine_config
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.launch import EngineProcess
+
+PATIENCE_S = 60.0
+
+
+def run(story: Callable[[EngineClient], Awaitable[None]], model: Path, **settings: Any) -> None:
+    """Play a story on an engine process, which has ended and left nothing when this returns."""
+
+    async def play() -> None:
+        config = engine_config({"model": str(model), "threads": 1, **settings})
+        process = EngineProcess.launch(config)
+        client = EngineClient.attach(process, config)
+        try:
+            await client.ready()
+            await asyncio.wait_for(story(client), PATIENCE_S)
+        finally:
+            await client.close()
+        assert process.wait(0) is not None
+        assert not process.folder.exists()
+
+    asyncio.run(play())
+
+
+async def _answer(client: EngineClient, name: str, **settings: Any) -> tuple[list[int], str]:
+    ids: list[int] = []
+    text = ""
+    sampling = SamplingParams(**settings)
+    async for delta in client.generate([0, 40, 50, 60], sampling, request_id=name):
+        ids += delta.token_ids
+        text += delta.text
+    return ids, text
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_many_at_once_get_what_each_gets_in_process(model: Path, plans_in_flight: int) -> None:
+    asked = [
+        {"temperature": temperature, "seed": seed, "max_tokens": 20, "ignore_eos": True}
+        for seed, temperature in enumerate((0.0, 0.7, 1.0, 1.3, 1.0, 0.0))
+    ]
+    with LLM(model, threads=1) as llm:
+        expected = llm.generate(
+            [[0, 40, 50, 60]] * len(asked),
+            [SamplingParams(**settings) for settings in asked],
+        )
+
+    async def story(client: EngineClient) -> None:
+        answers = await asyncio.gather(
+            *(_answer(client, f"r{i}", **settings) for i, settings in enumerate(asked))
+        )
+        assert [tuple(ids) for ids, _ in answers] == [answer.token_ids for answer in expected]
+        assert [text for _, text in answers] == [answer.text for answer in expected]
+        assert client.stats.steps_total > 0
+
+    run(story, model, plans_in_flight=plans_in_flight)
+
+
+def test_a_caller_who_leaves_frees_its_blocks(model: Path) -> None:
+    async def story(client: EngineClient) -> None:
+        sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+        async with aclosing(client.generate([0, 5], sampling, request_id="r")) as deltas:
+            async for _ in deltas:
+                break
+        await _until(lambda: client.stats.running == 0)
+        assert client.stats.blocks_used == 0
+        assert client.stats.steps_total < 400
+
+    run(story, model)
+
+
+def test_a_killed_engine_is_told_to_all_who_wait(model: Path) -> None:
+    async def story(client: EngineClient) -> None:
+        tasks = [
+            asyncio.create_task(_answer(client, f"r{i}", max_tokens=500, ignore_eos=True))
+            for i in range(3)
+        ]
+        await _until(lambda: client.stats.steps_total > 0)
+        os.kill(_process_id(client), signal.SIGKILL)
+        for task in tasks:
+            with pytest.raises(WorkerError, match="signal 9"):
+                await task
+        await client.dead.wait()
+        assert client.health().state == "dead"
+
+    run(story, model)
+
+
+def test_signals_for_a_clean_end_do_not_end_the_engine_itself(model: Path) -> None:
+    async def story(client: EngineClient) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(_process_id(client), number)
+        ids, _ = await _answer(client, "r", max_tokens=3, ignore_eos=True)
+        assert len(ids) == 3
+
+    run(story, model)
+
+
+def test_an_idle_engine_does_not_wake_up(model: Path) -> None:
+    async def story(client: EngineClient) -> None:
+        await _answer(client, "r", max_tokens=3)
+        await asyncio.sleep(0.3)
+        before = _times_woken(_process_id(client))
+        await asyncio.sleep(0.5)
+        assert _times_woken(_process_id(client)) - before <= 2
+
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("no /proc here to count wake-ups in")
+    run(story, model)
+
+
+def test_a_client_that_binds_late_still_gets_the_reason_of_a_failed_start(model: Path) -> None:
+    """The engine waits a second for its socket's other end; a busy client may take longer."""
+    config = engine_config({"model": str(model), "kv_cache_memory": "900TiB", "threads": 1})
+    process = EngineProcess.launch(config)
+    assert process.wait(PATIENCE_S) == 1
+
+    async def start() -> None:
+        client = EngineClient.attach(process, config)
+        with pytest.raises(CapacityError, match="lower --kv-cache-memory"):
+            await client.ready()
+        assert not process.folder.exists()
+
+    asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ("config.json", ConfigError),
+        ("model.safetensors", WeightsError),
+        ("tokenizer.json", TokenizerError),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_told_as_what_it_is(
+    model: Path, tmp_path: Path, broken: str, error: type[Exception]
+) -> None:
+    for file in model.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[:20] if file.name == broken else content)
+
+    async def story(client: EngineClient) -> None:
+        raise AssertionError("it must not become ready")
+
+    with pytest.raises(error):
+        run(story, tmp_path)
+
+
+def test_too_little_memory_is_told_with_what_to_lower(model: Path) -> None:
+    async def story(client: EngineClient) -> None:
+        raise AssertionError("it must not become ready")
+
+    with pytest.raises(CapacityError, match="lower --kv-cache-memory"):
+        run(story, model, kv_cache_memory="900TiB")
+
+
+def test_closing_while_the_engine_still_starts_leaves_nothing_behind(model: Path) -> None:
+    async def play() -> None:
+        config = engine_config({"model": str(model)})
+        process = EngineProcess.launch(config)
+        client = EngineClient.attach(process, config)
+        starting = asyncio.create_task(client.ready())
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await client.close()
+        assert process.wait(0) is not None
+        assert not process.folder.exists()
+
+    asyncio.run(play())
+
+
+def test_the_sockets_lie_where_only_their_owner_can_go(model: Path) -> None:
+    process = EngineProcess.launch(engine_config({"model": str(model)}))
+    assert process.folder.stat().st_mode & 0o777 == 0o700
+    process.end(0.0)
+    assert not process.folder.exists()
+
+
+def test_an_engine_does_not_outlive_its_parent(model: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from quire.config.flags import engine_config\n"
+        "from quire.engine.client.launch import EngineProcess\n"
+        "process = EngineProcess.launch(engine_config({'model': sys.argv[1]}))\n"
+        "print(process.process_id, process.folder, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(model)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        process_id, folder = parent.stdout.readline().split()
+    finally:
+        parent.kill()
+        parent.wait()
+        if parent.stdout is not None:
+            parent.stdout.close()
+    give_up_s = time.monotonic() + PATIENCE_S
+    while _is_alive(int(process_id)) or Path(folder).exists():
+        assert time.monotonic() < give_up_s, "the engine outlived its parent"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["queue", "numpy", "types", "quire"])
+def test_nothing_is_imported_from_the_current_folder(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(
+        "import sys; print('poisoned', file=sys.stderr, flush=True); sys.exit(9)\n"
+    )
+    root = str(Path(quire.__file__).parents[1])
+    script = (
+        "import sys\n"
+        "sys.path.append(sys.argv[2])\n"
+        "import asyncio\n"
+        "from quire.config.flags import engine_config\n"
+        "from quire.engine.client.engine_client import EngineClient\n"
+        "async def play():\n"
+        "    client = EngineClient.spawn(engine_config({'model': sys.argv[1]}))\n"
+        "    await client.ready()\n"
+        "    await client.close()\n"
+        "asyncio.run(play())\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, str(model), root],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "poisoned" not in done.stderr
+
+
+def test_the_finish_reason_survives_the_border(model: Path) -> None:
+    async def story(client: EngineClient) -> None:
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2, seed=4)
+        deltas = [d async for d in client.generate([0, 7], sampling, request_id="r")]
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[-1].seed == 4
+        tokens = [token for delta in deltas for token in delta.logprobs]
+        assert len(tokens) == 2
+        assert all(len(token.top) == 2 and token.logprob < 0 for token in tokens)
+        assert deltas[-1].times is not None
+
+    run(story, model)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def _process_id(client: EngineClient) -> int:
+    link: Any = client._link
+    return int(link._process.process_id)
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _times_woken(process_id: int) -> int:
+    """How often any thread of the process has given up the CPU to wait."""
+    total = 0
+    for task in Path(f"/proc/{process_id}/task").iterdir():
+        for line in (task / "status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                total += int(line.split()[1])
+    return total

@@ -1,0 +1,59 @@
+"""A text cut everywhere: what the pieces say is what the whole says, or the test fails.
+
+answer = everywhere(text, reading)      # every cut in two, every character alone, at random
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+
+from quire.output_parsers.answer_parser import AnswerParser, parsed
+from quire.output_parsers.parsed_answer import AnswerPiece, ParsedAnswer, joined
+from quire.output_parsers.registry import Reading, choose
+from quire.output_parsers.tools import Tools
+from tests.unit.output_parsers.writers import TOOLS
+
+State = tuple[ParsedAnswer, bool, tuple[tuple[int, int], ...]]
+
+
+def reading(tools: str = "none", reasoning: str = "none") -> Reading:
+    if tools == "harmony":
+        reasoning = "harmony"
+    return choose("", tool_parser=tools, reasoning_parser=reasoning)
+
+
+def said_in(
+    pieces: Iterable[str], how: Reading, tools: Tools | None = TOOLS, prompt: str = ""
+) -> State:
+    """All a parser tells of a text in these pieces."""
+    parser = AnswerParser(how, tools, prompt)
+    said: list[AnswerPiece] = []
+    for piece in pieces:
+        said += parser.push(piece)
+        assert all(part.text or part.kind == "call" for part in said)
+    said += parser.end()
+    return joined(said), parser.is_whole, parser.reasoned
+
+
+def everywhere(
+    text: str, how: Reading, tools: Tools | None = TOOLS, prompt: str = "", *, most: int = 400
+) -> State:
+    """What the text says, having cut it everywhere (of a long text, at `most` places)."""
+    whole = said_in([text], how, tools, prompt)
+    assert parsed(text, how, tools, prompt) == whole[0]
+    draw = random.Random(len(text))
+    places: Sequence[int] = range(len(text) + 1)
+    if len(places) > most:
+        places = sorted(draw.sample(places, most))
+    for place in places:
+        halves = [text[:place], text[place:]]
+        assert said_in(halves, how, tools, prompt) == whole, f"cut at {place}"
+    assert said_in(text, how, tools, prompt) == whole, "each character alone"
+    for _ in range(8):
+        edges = sorted(draw.sample(range(len(text) + 1), min(len(text), draw.randint(1, 12))))
+        edges = [0, *edges, len(text)]
+        pieces = [text[low:high] for low, high in itertools.pairwise(edges)]
+        assert said_in(pieces, how, tools, prompt) == whole, f"cut at {edges}"
+    return whole

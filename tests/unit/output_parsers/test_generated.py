@@ -1,0 +1,102 @@
+"""Answers made at random: written in a dialect and read back, or put together from rubbish.
+
+What is drawn nests, escapes, repeats and is cut off; whatever it is, the cuts do not show.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from tests.unit.output_parsers.cuts import everywhere, reading, said_in
+from tests.unit.output_parsers.writers import TOOLS, WRITERS
+
+NUM_WRITTEN, NUM_RUBBISH = 25, 60
+_ALPHABET = "ab {}[]\":,\\\n\t'<>|/=()é吾🦙.0"
+_PIECES = (
+    *("<tool_call>", "</tool_call>", "<function=now>", "<parameter=text>", "</parameter>"),
+    *("<arg_key>", "text</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>now"),
+    *("</function>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "functools", "<|python_tag|>"),
+    *("<|tool_call|>", "<|/tool_call|>", "<|python_start|>", "<|python_end|>", "now", "add"),
+    *('{"name": "now", "arguments": {}}', '{"name": "', '"arguments": ', '{"a": [1, "x"]}'),
+    *("<think>", "</think>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
+    *("<|start|>assistant", " to=functions.now", "<|call|>", "now(text='a')", "[now(", ")]"),
+    *("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>"),
+    *("<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁calls▁end\uff5c>", "```json\n", "```"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.now:0"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    *("\\u00e9", "\\ud83d\\ude00", "\\ud83d", "\\", '"', "{", "}", "[", "]", ",", ":", " ", "\n"),
+)
+
+
+def _text(draw: random.Random, most: int = 12) -> str:
+    return "".join(draw.choice(_ALPHABET) for _ in range(draw.randrange(most)))
+
+
+def _value(draw: random.Random, levels: int) -> Any:
+    kind = draw.randrange(7 if levels else 5)
+    if kind == 5:
+        return [_value(draw, levels - 1) for _ in range(draw.randrange(4))]
+    if kind == 6:
+        return {_text(draw): _value(draw, levels - 1) for _ in range(draw.randrange(4))}
+    return (_text(draw), draw.randint(-(10**9), 10**9), draw.random() - 0.5, None, True)[kind]
+
+
+def _call(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """Arguments of the types their names say, for dialects that write values without quotes."""
+    drawn: dict[str, Any] = {
+        "text": _text(draw, 30),
+        "days": draw.randint(-5, 5),
+        "tags": [_value(draw, 3) for _ in range(draw.randrange(4))],
+        "where": {_text(draw): _value(draw, 3) for _ in range(draw.randrange(4))},
+        "exact": draw.random() < 0.5,
+    }
+    kept = draw.sample(sorted(drawn), draw.randrange(len(drawn) + 1))
+    return draw.choice(["look_up", "add", "weather"]), {key: drawn[key] for key in kept}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_what_is_written_at_random_is_read_back(form: str) -> None:
+    dialect, write = WRITERS[form]
+    draw = random.Random(form)
+    for _ in range(NUM_WRITTEN):
+        calls = [_call(draw) for _ in range(draw.choice([1, 1, 2, 3]))]
+        text = write("", calls)
+        (answer, is_whole, _), short = everywhere(text, reading(dialect), most=40), text
+        assert is_whole
+        assert answer.content == ""
+        read = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+        assert read == calls
+        short = text[: draw.randrange(len(text))]
+        cut, _, _ = everywhere(short, reading(dialect), most=10)
+        assert [call.name for call in cut.calls] == [name for name, _ in calls][: len(cut.calls)]
+
+
+@pytest.mark.parametrize("dialect", sorted({dialect for dialect, _ in WRITERS.values()}))
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+def test_rubbish_is_read_the_same_wherever_it_is_cut(dialect: str, reasoning: str) -> None:
+    draw = random.Random(f"{dialect} {reasoning}")
+    how = reading(dialect, reasoning)
+    for _ in range(NUM_RUBBISH):
+        text = "".join(draw.choice(_PIECES) for _ in range(draw.randint(1, 14)))
+        _, _, reasoned = everywhere(text, how, most=25)
+        assert all(0 <= begun <= end <= len(text) for begun, end in reasoned)
+
+
+def test_text_whose_bytes_come_one_by_one_is_read_the_same() -> None:
+    """A detokenizer gives out whole characters; what they are cut into here is bytes."""
+    for dialect, write in WRITERS.values():
+        text = write("", [("look_up", {"text": "né 吾輩 🦙", "tags": ["é", {"🦙": 1}]})])
+        pieces, decoded = [], b""
+        for byte in text.encode():
+            decoded += bytes([byte])
+            try:
+                pieces.append(decoded.decode())
+                decoded = b""
+            except UnicodeDecodeError:
+                pieces.append("")
+        whole = said_in([text], reading(dialect), TOOLS)
+        assert said_in(pieces, reading(dialect), TOOLS) == whole
