@@ -43,7 +43,7 @@ GOALS = {
     "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
 }
 MAX_SHOWN = 10
-NUM_COMPARED_WITH_REFERENCE = 60
+NUM_COMPARED_WITH_REFERENCE = 30  # of each model
 NUM_SCORED_WITH_REFERENCE = 20
 
 
