@@ -174,7 +174,8 @@ def _assembled(
         )
     texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
     compiler = GrammarCompiler(
-        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.eos_ids), now_ms=clock.now_ms
+        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.generation.eos_ids),
+        now_ms=clock.now_ms,
     )
     model_runner = ModelRunner(
         executor,
@@ -341,7 +342,7 @@ def _card(
         path=str(folder),
         max_model_len=memory.max_model_len,
         vocab_size=spec.vocab_size,
-        eos_ids=spec.eos_ids,
+        eos_ids=spec.generation.eos_ids,
         fingerprint=system_fingerprint(
             program,
             folder,
@@ -350,8 +351,8 @@ def _card(
             max_model_len=memory.max_model_len,
             chat_template=source_in_force(folder, config.model.chat_template),
         ),
-        generation_defaults=dict(spec.generation_defaults),
-        banned_sequences=spec.banned_sequences,
+        generation_defaults=dict(spec.generation.defaults),
+        banned_sequences=spec.generation.banned_sequences,
         dtype=compute_dtype(spec, config.model.dtype).value,
         quantization=precision_text(program),
         kv_cache_dtype=kv_cache_text(program),
