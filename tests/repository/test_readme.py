@@ -85,3 +85,13 @@ def test_the_readme_names_the_first_commands() -> None:
     start = _code((ROOT / "docs" / "start.md").read_text(encoding="utf-8"))
     for verb in ("serve", "chat", "complete", "program"):
         assert re.search(rf"quire {verb}\b", start)
+
+
+@pytest.mark.parametrize("document", _documents(), ids=name_of)
+def test_every_source_file_that_is_named_exists(document: Path) -> None:
+    if document.name in ("EXPERIMENTS.md", "CHANGELOG.md"):  # records of the past
+        return
+    code = _code(document.read_text(encoding="utf-8"))
+    named = set(re.findall(r"(?<![\w/])(?:quire|tests|bench|native|scripts)/[\w/.-]+\.\w+", code))
+    written = [name for name in named if "NAME" not in name and "/results/" not in name]
+    assert not [name for name in sorted(written) if not (ROOT / name).exists()]
