@@ -32,7 +32,7 @@ SKIPPED = ("__pycache__", "results", "recorded", "checkpoints", "box", "box_draf
 # Nested packages are listed as `quire/execute/gpu`; everything else by its first two folders.
 NESTED = ("quire/execute/gpu", "quire/api/openapi")
 # Only here are string literals prose: messages and help texts. Tests and models quote stories.
-MESSAGES = ("quire", "bench", "scripts")
+MESSAGES = ("quire", "bench")
 MAX_COLUMNS = 100
 
 GROUPS = {
@@ -50,6 +50,8 @@ _IDENTIFIER = re.compile(r"\b_?(?:most|least|MOST|LEAST)_\w+")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 # Names of code and quoted text are not this repository's prose.
 _QUOTED = re.compile(r"`[^`\n]*`|https?://\S+|\"[^\"\n]*\"")
+# Comments for tools may stand beyond the columns, as in ruff.
+_PRAGMA = re.compile(r"\s+# (?:type: ignore|noqa|fmt:)\S*$")
 _CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
@@ -153,7 +155,7 @@ def findings_of(path: Path) -> Iterator[Finding]:
         for group in PERSONIFIED:
             if match := GROUPS[group].search(plain):
                 yield Finding(package, "personified", where, f"{match[0]!r} in: {line.strip()}")
-        whole = lines[number - 1] if number <= len(lines) else line
+        whole = _PRAGMA.sub("", lines[number - 1] if number <= len(lines) else line)
         if len(whole) > MAX_COLUMNS and not _is_unbreakable(path, whole):
             yield Finding(package, "columns", where, f"{len(whole)} columns")
     for number, identifier in identifiers_of(path, text):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,9 +166,15 @@ def quantized(values: Float32s, kind: str) -> bytes:
     }  # fmt: skip
     size = BLOCKS[kind].size
     runs = np.ascontiguousarray(values, np.float32).reshape(-1, size)
-    if kind in writers:
-        return b"".join(writers[kind](run) for run in runs)
-    return b"".join(_to_small(kind, run) for run in runs)
+    write = writers.get(kind) or partial(_to_small, kind)
+    written: dict[bytes, bytes] = {}  # large weights repeat themselves (see tiny_models)
+    blocks = []
+    for run in runs:
+        content = run.tobytes()
+        if content not in written:
+            written[content] = write(run)
+        blocks.append(written[content])
+    return b"".join(blocks)
 
 
 def _stored_half(value: float) -> tuple[bytes, float]:

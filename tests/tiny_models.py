@@ -13,6 +13,7 @@ tokenizer_config.json with a chat template. The same arguments always give the s
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from quire.program.tensors import DType
 from tests.safetensors_writer import write_safetensors
 
 BOS_ID, EOS_ID = 0, 1
+MAX_DRAWN = 1 << 20  # values of one tensor; a larger one repeats them
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MERGES = (
     "Ġ t", "h e", "Ġ a", "i n", "r e", "o n", "Ġt he", "e r", "Ġ s", "a t", "Ġ w", "n d", "o r",
@@ -78,7 +80,8 @@ def tiny_tensors(config: Mapping[str, Any], seed: int) -> dict[str, NDArray[np.f
     queries, keys = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
 
     def draw(*shape: int, scale: float, centre: float = 0.0) -> NDArray[np.float32]:
-        return (centre + scale * rng.standard_normal(shape)).astype(np.float32)
+        drawn = centre + scale * rng.standard_normal(min(math.prod(shape), MAX_DRAWN))
+        return np.resize(drawn.astype(np.float32), shape)
 
     tensors = {"model.embed_tokens.weight": draw(config["vocab_size"], hidden, scale=1.0)}
     for layer in range(config["num_hidden_layers"]):

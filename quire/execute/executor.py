@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -28,16 +27,43 @@ from quire.weights.pack_cache import PackCache
 HEAD_ROWS = 64
 # Most rows of a part that is computed by layers: products and attention gain little beyond.
 PART_TOKENS = 512
-# Rows of such a part, which samples nothing.
-PART_ROWS: Mapping[Rows, int] = MappingProxyType(
-    {Rows.TOKENS: PART_TOKENS, Rows.SAMPLES: 0, Rows.SEQUENCES: 1}
-)
 # Called while weights are loaded: (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
 
 
 class StepMemoryError(WorkerError):
     """The device lacks memory for what was asked for: the same rows may fit a few at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step: token rows, sampled rows of one head slice, sequences."""
+
+    max_tokens: int
+    max_samples: int
+    max_sequences: int
+
+    def rows(self, rows: Rows) -> int:
+        """The number behind a symbolic row count."""
+        return {
+            Rows.TOKENS: self.max_tokens,
+            Rows.SAMPLES: self.max_samples,
+            Rows.SEQUENCES: self.max_sequences,
+        }[rows]
+
+
+# A part that is computed by layers samples nothing.
+PART_LIMITS = StepLimits(max_tokens=PART_TOKENS, max_samples=0, max_sequences=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """How an executor is made. pack_cache: where packed weights are kept and found."""
+
+    limits: StepLimits
+    num_threads: int = 1
+    progress: Progress | None = None
+    pack_cache: PackCache | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +82,8 @@ class ExecutorClass(Protocol):
     def check_program(self, program: Program) -> None:
         """Raises ModelError, which lists what executors of this class cannot hold."""
 
-    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
-        """What one takes for steps of at most `max_rows`."""
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
+        """The memory an executor takes for steps within `limits`."""
 
     def head_rows(self, max_sequences: int) -> int:
         """Rows of one slice of the head: logits of more are never in memory at once."""
@@ -73,16 +99,7 @@ class ExecutorClass(Protocol):
         """How many plans are best out at once."""
 
     def __call__(
-        self,
-        program: Program,
-        checkpoint: Checkpoint,
-        *,
-        max_tokens: int,
-        max_samples: int,
-        max_sequences: int,
-        num_threads: int = 1,
-        progress: Progress | None = None,
-        pack_cache: PackCache | None = None,
+        self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> Executor: ...
 
 

@@ -6,8 +6,6 @@ is their builder.
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import read_decoder, read_layer_windows
@@ -41,10 +39,13 @@ def read_ministral(config: ConfigReader, architecture: str) -> ModelSpec:
     return _read(config, architecture, model_type="ministral", windows=windows)
 
 
-def _read(config: ConfigReader, architecture: str, **own: Any) -> ModelSpec:
+def _read(
+    config: ConfigReader, architecture: str, *, model_type: str, windows: tuple[int, ...]
+) -> ModelSpec:
     if not config.has("num_key_value_heads"):
         config.note("num_key_value_heads is missing; it has no sensible default in a Mistral")
-    return read_decoder(config, architecture, **own)
+    attention = {"windows": windows}
+    return read_decoder(config, architecture, model_type=model_type, attention=attention)
 
 
 def _read_window(config: ConfigReader) -> tuple[int, ...]:

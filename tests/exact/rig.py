@@ -32,7 +32,14 @@ from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.engine.core import EngineCore
 from quire.engine.stop_texts import StopTexts
-from quire.execute.executor import PART_TOKENS, Executor, LateExecutor, LayeredExecutor
+from quire.execute.executor import (
+    PART_TOKENS,
+    Executor,
+    ExecutorOptions,
+    LateExecutor,
+    LayeredExecutor,
+    StepLimits,
+)
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -165,10 +172,12 @@ class Model:
         return NativeExecutor(
             self.program,
             self.checkpoint,
-            max_tokens=MAX_ROWS,
-            max_samples=MAX_SEQUENCES,
-            max_sequences=MAX_SEQUENCES,
-            num_threads=num_threads,
+            ExecutorOptions(
+                limits=StepLimits(
+                    max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
+                ),
+                num_threads=num_threads,
+            ),
             poison=True,
         )
 

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import Request
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
 from tests.exact.conftest import VOCAB_SIZE
@@ -43,7 +44,7 @@ GOALS = {
     "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
 }
 MAX_SHOWN = 10
-NUM_COMPARED_WITH_REFERENCE = 60
+NUM_COMPARED_WITH_REFERENCE = 30  # of each model
 NUM_SCORED_WITH_REFERENCE = 20
 
 
@@ -89,7 +90,9 @@ def test_a_request_alone_agrees_with_the_reference_executor(
     num_compared = 0
     for index, model in enumerate(models):
         reference = ReferenceExecutor(
-            model.program, model.checkpoint, max_tokens=512, max_samples=64, max_sequences=1
+            model.program,
+            model.checkpoint,
+            ExecutorOptions(limits=StepLimits(max_tokens=512, max_samples=64, max_sequences=1)),
         )
         for request in _with_logprobs(outcomes, index, NUM_COMPARED_WITH_REFERENCE):
             stream = alone.of(model, request)
@@ -113,7 +116,9 @@ def test_the_scores_of_a_prompt_agree_with_the_reference_executor(
     num_compared = 0
     for index, model in enumerate(models):
         reference = ReferenceExecutor(
-            model.program, model.checkpoint, max_tokens=512, max_samples=512, max_sequences=1
+            model.program,
+            model.checkpoint,
+            ExecutorOptions(limits=StepLimits(max_tokens=512, max_samples=512, max_sequences=1)),
         )
         requests = [
             request

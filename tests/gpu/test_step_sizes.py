@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from bench.gpu.batches import batch_of, columns_for  # noqa: E402
 from bench.gpu.models import SHAPES  # noqa: E402
+from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu.attention_steps import AttentionSteps  # noqa: E402
 from quire.execute.gpu.step_sizes import (  # noqa: E402
     MOST_MIXED,
@@ -30,7 +31,7 @@ from quire.program.tensors import DType, Rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-LIMITS = {Rows.TOKENS: 4096, Rows.SAMPLES: 256, Rows.SEQUENCES: 256}
+LIMITS = StepLimits(max_tokens=4096, max_samples=256, max_sequences=256)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_what_is_planned_fills_exactly_what_was_captured(programs: dict[str, Pro
     rng, seen = np.random.default_rng(7), set()
     sizes = Sizes(LIMITS, mixed=MOST_MIXED)
     for program in (programs["Llama-3.1-8B"], programs["Qwen3-0.6B"]):
-        steps = AttentionSteps(program, max_rows=LIMITS, exact=False, programs=528)
+        steps = AttentionSteps(program, limits=LIMITS, exact=False, programs=528)
         room = steps.sizes()
         planned: dict[Size, dict[str, int]] = {}
         for number in range(400):

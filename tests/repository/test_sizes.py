@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.source_files import code_files, name_of
+from tests.repository.source_files import code_files, name_of, tree_of
 
 MAX_FILE_LINES = 700
 NUM_SHOWN = 12
@@ -18,7 +18,7 @@ def _num_lines(file: Path) -> int:
 
 
 def _functions(file: Path) -> list[tuple[int, str]]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     return [
         ((node.end_lineno or node.lineno) - node.lineno + 1, f"{name_of(file)}:{node.name}")
         for node in ast.walk(tree)

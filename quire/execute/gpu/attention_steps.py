@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.kernels.attention import DeviceTiles, Partials, narrow_rows, wide_rows
 from quire.execute.gpu.kernels.attention_plan import (
     ITEM_FIELDS,
@@ -30,7 +31,6 @@ from quire.execute.gpu.step_sizes import Size
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Attention
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 Int32s = NDArray[np.int32]
 PARTIAL_BYTES = 256 * 2**20  # at most, for what pieces give before they are merged
@@ -66,13 +66,13 @@ class AttentionSteps:
         self,
         program: Program,
         *,
-        max_rows: Mapping[Rows, int],
+        limits: StepLimits,
         exact: bool,
         programs: int,
     ) -> None:
         self._programs = programs
-        self._max_sequences = max_rows[Rows.SEQUENCES]
-        self._max_tokens = max_rows[Rows.TOKENS]
+        self._max_sequences = limits.max_sequences
+        self._max_tokens = limits.max_tokens
         self._max_positions = program.max_positions
         self.geometries = geometries(program, exact=exact)
         self._partials: dict[int, Partials] = {}
@@ -198,10 +198,10 @@ def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
     return found
 
 
-def partial_bytes(program: Program, max_rows: Mapping[Rows, int], *, exact: bool) -> int:
+def partial_bytes(program: Program, limits: StepLimits, *, exact: bool) -> int:
     """Bytes of room for partials."""
     return sum(
-        geometry.max_partials(program.max_positions, max_rows[Rows.SEQUENCES])
+        geometry.max_partials(program.max_positions, limits.max_sequences)
         * geometry.kv_heads
         * geometry.group
         * (geometry.head_dim + 2)

@@ -7,7 +7,7 @@ from captured graphs (graphs.py). Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quire.base.errors import CapacityError, WorkerError
 from quire.config.memory import mib
 from quire.execute.batch_check import check_batch, check_range
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.block_port import BlockPort
 from quire.execute.gpu.device import device_errors, first_line
 from quire.execute.gpu.graphs import Capture, Graphs
@@ -57,7 +58,7 @@ class TorchExecutor:
         *,
         device: torch.device,
         exact: bool,
-        max_rows: Mapping[Rows, int],
+        limits: StepLimits,
         poison: bool = False,
         kernels: bool | None = None,
         capture: Capture | None = None,
@@ -68,21 +69,17 @@ class TorchExecutor:
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
         self.ops_done = 0
         self._program, self._device, self._poison = program, device, poison
-        self._limits = dict(max_rows)
-        self._arena, buffers = step_arena(program, max_rows, device)
+        self._limits = limits
+        self._arena, buffers = step_arena(program, limits, device)
         runs_kernels = device.type != "cpu" if kernels is None else kernels
-        self._attention = (
-            attention_steps(program, max_rows, device, exact) if runs_kernels else None
-        )
+        self._attention = attention_steps(program, limits, device, exact) if runs_kernels else None
         self._step = StepBuffers(
-            **step_sizes(program, max_rows),
+            **step_sizes(program, limits),
             device=device,
             others={} if self._attention is None else self._attention.sizes(),
             stream=self._stream,
         )
-        self._last = LastTokens(
-            max_rows[Rows.SEQUENCES], self._stream, device, by_kernels=runs_kernels
-        )
+        self._last = LastTokens(limits.max_sequences, self._stream, device, by_kernels=runs_kernels)
         self._pool = KvPool(program, device, self._stream)
         self._port: BlockPort | None = None
         self._place = Place(
@@ -94,13 +91,13 @@ class TorchExecutor:
             pool=self._pool.blocks,
             exact=exact,
         )
-        bind_segment = self._binder(max_rows)
+        bind_segment = self._binder(limits)
         self._calls: dict[str, list[Call]] = {
             segment: bind_segment(segment) for segment in SEGMENTS
         }
         self._counts: Counts | None = None
         self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
-        self.sizes = Sizes(max_rows, mixed=most_mixed(program, len(self._calls["trunk"])))
+        self.sizes = Sizes(limits, mixed=most_mixed(program, len(self._calls["trunk"])))
         self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -280,13 +277,13 @@ class TorchExecutor:
         assert self._port is not None
         return self._port
 
-    def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[str], list[Call]]:
+    def _binder(self, limits: StepLimits) -> Callable[[str], list[Call]]:
         if self._attention is None:
             return lambda segment: bind_plain(segment, self._place)
         from quire.execute.gpu.kernel_ops import KernelOps
         from quire.execute.gpu.products import Products, Scratch
 
-        scratch = Scratch.of(self._program, max_rows, self._device)
+        scratch = Scratch.of(self._program, limits, self._device)
         products = Products(self._place, scratch)
         return KernelOps(self._place, self._attention, products).bind_segment
 
@@ -301,7 +298,7 @@ class TorchExecutor:
     def _replayed(self, graphs: Graphs, size: Size, batch: ForwardBatch, head_rows: int) -> Counts:
         """A step as one of a size; with its head where no sequence samples more than one row."""
         has_head = (
-            0 < head_rows == len(batch.sample_rows) <= size.sequences <= self._limits[Rows.SAMPLES]
+            0 < head_rows == len(batch.sample_rows) <= size.sequences <= self._limits.max_samples
         )
         counts = self._load(batch, size).of_samples(size.sequences if has_head else 0)
 
@@ -370,8 +367,9 @@ class TorchExecutor:
     def _check_fits(self, rows: Rows, count: int) -> None:
         if not self._calls:
             raise WorkerError("this executor is closed; nothing can be run with it")
-        if count > self._limits[rows]:
-            raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
+        most = self._limits.rows(rows)
+        if count > most:
+            raise ValueError(f"a step of {count} {rows}; at most {most} are allowed")
 
 
 def recipe_of(device: torch.device, *, exact: bool) -> str:

@@ -64,12 +64,17 @@ def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
     if heads is not None and not _is_read(program, segment, first + heads[1], heads[0].k):
         return heads
     match ops[first : first + 2]:
-        case (Activation() | Norm(group=0)) as maker, Linear() as product if (
-            product.x == maker.y and program.weights[product.weight].quantized is not None
+        case (Activation() | Norm(group=0)) as maker, Linear() as product if _takes_bytes(
+            program, maker.y, product
         ):
             is_read = _is_read(program, segment, first + 2, maker.y)
             return BytesToProduct(maker=maker, product=product, is_read=is_read), 2
     return ops[first], 1
+
+
+def _takes_bytes(program: Program, rows: View, product: Linear) -> bool:
+    """Whether a product takes these rows, and in bytes."""
+    return product.x == rows and program.weights[product.weight].quantized is not None
 
 
 def _heads_at(program: Program, ops: Sequence[Op], first: int) -> tuple[HeadsToCache, int] | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.execute.executor import StepLimits
 from quire.execute.gpu import library_fp8
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
@@ -26,7 +27,6 @@ from quire.execute.gpu.ops import Call, Place
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.ops import Linear
 from quire.program.program import Program
-from quire.program.tensors import Rows
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
@@ -52,9 +52,9 @@ class Scratch:
     rows: Mapping[tuple[int, str], ByteRows]
 
     @classmethod
-    def of(cls, program: Program, max_rows: Mapping[Rows, int], device: torch.device) -> Scratch:
+    def of(cls, program: Program, limits: StepLimits, device: torch.device) -> Scratch:
         """Room for the largest launch of a program."""
-        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
+        rows = max(limits.max_tokens, limits.max_samples)
         return cls(
             workspace=Workspace.of(_sums(program, rows), device),
             rows={
@@ -66,9 +66,9 @@ class Scratch:
         )
 
     @staticmethod
-    def num_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
+    def num_bytes(program: Program, limits: StepLimits) -> int:
         """Bytes of all of it."""
-        rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
+        rows = max(limits.max_tokens, limits.max_samples)
         of_rows = sum(
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
             for columns, _ in _byte_rows(program)

@@ -11,15 +11,15 @@ program costs; no kernels, no graphs. Always holds: there are few sizes, whateve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from quire.execute.executor import StepLimits
 from quire.program.batch import ForwardBatch
 from quire.program.cost import StepShape
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 # What the host takes for one launch: Triton's launcher is Python.
 LAUNCH_S = 20e-6
@@ -64,10 +64,10 @@ def most_mixed(program: Program, num_launches: int) -> int:
 
 
 class Sizes:
-    """Of an executor for steps of at most `max_rows`, mixed ones of at most `mixed` tokens."""
+    """Of an executor for steps of at most `limits`, mixed ones of at most `mixed` tokens."""
 
-    def __init__(self, max_rows: Mapping[Rows, int], *, mixed: int) -> None:
-        tokens, sequences = max_rows[Rows.TOKENS], max_rows[Rows.SEQUENCES]
+    def __init__(self, limits: StepLimits, *, mixed: int) -> None:
+        tokens, sequences = limits.max_tokens, limits.max_sequences
         self.ones = ladder(min(tokens, sequences))
         self.mixed = mixed_ladder(min(mixed, tokens))
         four_times = (FEWEST_MIXED << 2 * n for n in range(sequences.bit_length()))

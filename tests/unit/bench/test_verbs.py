@@ -22,7 +22,7 @@ from quire.bench.workloads import Ask, Workload, mixed_lengths
 from quire.cli.main import main
 from quire.obs.report import Progress, table
 from quire.program.cost import StepShape
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 SETTINGS = {"num_threads": 1, "kv_cache_memory_bytes": 16 << 20}
 SMALL = Workload(
@@ -169,12 +169,11 @@ def test_a_server_that_does_not_start_is_told_with_its_words(tmp_path: Path) -> 
 
 def test_json_is_one_object_with_the_machine_card() -> None:
     words = ["--prompt-tokens", "6", "--output-tokens", "3", "--repeats", "1", "--threads", "1"]
-    done = quire_command("bench", "latency", "--json", *words)
+    done = quire_main("bench", "latency", "--json", *words)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["machine"]["cpu"] == machine_card()["cpu"]
     assert outcome["bench"] == "latency"
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "kernels", "startup"])

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.execute.executor import PART_TOKENS, LayeredExecutor
+from quire.execute.executor import PART_TOKENS, ExecutorOptions, LayeredExecutor, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -42,9 +42,7 @@ def open_executor(kind: type[Any], folder: Path, dtype: DType, **more: Any) -> E
     executor: Executor = kind(
         build_program(spec, dtype=dtype, max_positions=1024),
         open_checkpoint(folder),
-        max_tokens=96,
-        max_samples=4,
-        max_sequences=2,
+        ExecutorOptions(limits=StepLimits(max_tokens=96, max_samples=4, max_sequences=2)),
         **more,
     )
     executor.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
