@@ -40,7 +40,7 @@ def test_a_fault_nobody_expected_leaves_its_traceback_in_the_log(
     ((what, fields),) = reports
     assert what == "the engine failed"
     assert fields["error"] == "KeyError: 7"
-    assert "test_host.py" in fields["traceback"]
+    assert "test_engine_host.py" in fields["traceback"]
 
 
 def test_an_error_with_words_of_its_own_is_left_to_the_client(
