@@ -47,6 +47,7 @@ GROUPS = {
 }
 PERSONIFIED = ("who", "tell", "nobody")
 _IDENTIFIER = re.compile(r"\b_?(?:most|least|MOST|LEAST)_\w+")
+_STANDARD = frozenset({"most_common"})  # of collections.Counter
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 # Names of code and quoted text are not this repository's prose.
 _QUOTED = re.compile(r"`[^`\n]*`|https?://\S+|\"[^\"\n]*\"")
@@ -136,8 +137,10 @@ def identifiers_of(path: Path, text: str) -> Iterator[tuple[int, str]]:
     """Yield the identifiers of a source file that begin with `most_` or `least_`."""
     if path.suffix == ".py":
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME and _IDENTIFIER.fullmatch(token.string):
-                yield token.start[0], token.string
+            name = token.string
+            is_ours = token.type == tokenize.NAME and name not in _STANDARD
+            if is_ours and _IDENTIFIER.fullmatch(name):
+                yield token.start[0], name
     elif path.suffix in (".cc", ".h"):
         blank = _CPP_COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text)
         for match in _IDENTIFIER.finditer(blank):

@@ -39,7 +39,7 @@ class EnteredFile:
 
 
 class FileTrace:
-    """Records the files whose functions are called while it is on, in all threads."""
+    """Record the files with functions that are called while tracing is on, in all threads."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
