@@ -87,7 +87,6 @@ class NativeExecutor:
             raise SettingError(str(error)) from error
         self.recipe: str = self.pool.isa
         self._program = program
-        self._max_samples = max_samples
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         max_rows = {
             Rows.TOKENS: max_tokens,

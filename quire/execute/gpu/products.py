@@ -66,7 +66,7 @@ class Scratch:
 
     @staticmethod
     def num_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
-        """Bytes of all of it."""
+        """Return the bytes of all buffers."""
         rows = max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES])
         of_rows = sum(
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
