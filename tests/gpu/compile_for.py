@@ -34,13 +34,11 @@ from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
-from quire.execute.gpu.kernels.grouped import Groups
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
-from quire.execute.gpu.kernels.lora import adapt
 from quire.execute.gpu.kernels.moe import experts
 from quire.execute.gpu.kernels.norm import norm
 from quire.execute.gpu.kernels.wishes import Wishes
@@ -312,12 +310,6 @@ def _experts(rows: int) -> None:
     experts(x, gate_up, down, ids, shares, tensor(rows, 2048, dtype=F32))
 
 
-def _adapt(rows: int) -> None:
-    groups = Groups.of(tensor(rows, dtype=I32), 8)
-    shrink, expand, y = tensor(8, 16, WIDTH), tensor(8, MIDDLE, 16), tensor(rows, MIDDLE)
-    adapt(tensor(rows, WIDTH), shrink, expand, tensor(8, dtype=F32), groups, y)
-
-
 CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "norm with residual": _norm,
     "norm into fp8 by token": lambda: _norm(_rows(WIDTH, "token")),
@@ -353,7 +345,6 @@ CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "fp8 by channel, 2048 rows": lambda: _fp8(2048, by_block=False),
     "experts, 4 rows": lambda: _experts(4),
     "experts, 4096 rows": lambda: _experts(4096),
-    "adapters, 4 rows": lambda: _adapt(4),
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),

@@ -67,7 +67,7 @@ class Scratch:
 
     @staticmethod
     def num_bytes(program: Program, limits: StepLimits) -> int:
-        """Bytes of all of it."""
+        """Return the bytes of all buffers."""
         rows = max(limits.max_tokens, limits.max_samples)
         of_rows = sum(
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
