@@ -2,8 +2,9 @@
 
 Twin: quire/sampling/scoring.py, bit for bit. Three launches: the largest logit of each 1024 tokens;
 their masses below the row's largest, whole numbers with an exact sum in any order; one program per
-row for the logarithm and the best ones, taken from the blocks' largest one after the other. Always holds: a
-row with NaN, +inf or nothing above -inf fails and touches no other. Nothing waits for the device.
+row for the logarithm and the best ones, taken from the blocks' largest one after the other. Always
+holds: a row with NaN, +inf or nothing above -inf fails and touches no other. Nothing waits for the
+device.
 """
 
 from __future__ import annotations
