@@ -27,7 +27,7 @@ from bench.gpu.result import code_digest, write
 from bench.gpu.sections import SECTIONS
 from bench.gpu.supervise import supervised
 
-LEAST_S = 20.0  # with less time left a section is not begun
+MIN_S = 20.0  # with less time left a section is not begun
 LAST_WORDS = 1500  # characters of a failed section's output
 Section = dict[str, Any]
 
@@ -65,10 +65,10 @@ def main() -> int:
             write(arguments.out / "gpu-check.json", result)
 
         left_s = ends - time.monotonic()
-        if left_s < LEAST_S:
+        if left_s < MIN_S:
             keep({"status": "not begun: the time is over"})
         else:
-            keep(_run(name, arguments, min(left_s, SECTIONS[name].most_s), keep))
+            keep(_run(name, arguments, min(left_s, SECTIONS[name].max_s), keep))
         print(f"{name}: {_told(sections[name])}", flush=True)
     return 0 if all(section["status"] == "ok" for section in sections.values()) else 1
 
@@ -80,7 +80,7 @@ def _told(section: Section) -> str:
 
 
 def _run(
-    name: str, arguments: argparse.Namespace, most_s: float, keep: Callable[[Section], None]
+    name: str, arguments: argparse.Namespace, max_s: float, keep: Callable[[Section], None]
 ) -> Section:
     """One section's result; whatever happens to it, a status."""
     command = [sys.executable, "-m", "bench.gpu.child", name]
@@ -91,7 +91,7 @@ def _run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
-        command += ["--told", str(told), "--most-s", str(most_s)]
+        command += ["--told", str(told), "--most-s", str(max_s)]
 
         def found(status: str) -> Section:
             section: Section = {"status": status, "seconds": round(time.monotonic() - began, 1)}
@@ -108,7 +108,7 @@ def _run(
                 command,
                 environment=environment,
                 log=log,
-                most_s=most_s,
+                max_s=max_s,
                 look=lambda: keep(found("begun, and not ended")),
             )
             section = found(status)

@@ -41,7 +41,7 @@ def main() -> int:
     module, _, function = SECTIONS[arguments.name].function.partition(":")
     stage = Stage(
         is_dry=arguments.dry_run_on_cpu,
-        ends=time.monotonic() + 0.9 * arguments.most_s,
+        ends=time.monotonic() + 0.9 * arguments.max_s,
         tell=tell,
     )
     getattr(importlib.import_module(module), function)(stage)

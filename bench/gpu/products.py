@@ -21,7 +21,7 @@ from bench.gpu.models import generator_of
 from bench.gpu.stage import Stage
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, most_sums
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
 from quire.execute.gpu.library_fp8 import BY_ROW, BY_TENSOR, E4M3, bound, is_known
 
 # Outputs and columns: q, k and v; attention's; gate and up; down.
@@ -76,7 +76,7 @@ def _bf16(stage: Stage, weights: list[torch.Tensor], rows: int) -> dict[str, Any
     outputs, columns = weights[0].shape
     x = _normal(stage, rows, columns)
     y, theirs = (torch.empty(rows, outputs, dtype=stage.dtype, device=stage.device) for _ in "ab")
-    workspace = Workspace.of(most_sums(outputs, columns, rows), stage.device)
+    workspace = Workspace.of(max_sums(outputs, columns, rows), stage.device)
     works = {
         "ours": [partial(linear, x, w, y, workspace=workspace) for w in weights],
         "vendor": [partial(torch.mm, x, w.T, out=theirs) for w in weights],

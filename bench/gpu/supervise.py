@@ -25,7 +25,7 @@ def supervised(
     *,
     environment: Mapping[str, str],
     log: IO[str],
-    most_s: float,
+    max_s: float,
     look: Callable[[], None],
 ) -> str:
     """ "ok", or how it failed. look: called now and then while it runs. In the main thread."""
@@ -33,14 +33,14 @@ def supervised(
     process = subprocess.Popen(
         command, stdout=log, stderr=log, env=environment, start_new_session=True
     )
-    ends = time.monotonic() + most_s
+    ends = time.monotonic() + max_s
     try:
         while (left := ends - time.monotonic()) > 0:
             try:
                 return _status(process.wait(timeout=min(LOOK_S, left)))
             except subprocess.TimeoutExpired:
                 look()
-        return f"failed: not done after {most_s:.0f} s{_ended(process)}"
+        return f"failed: not done after {max_s:.0f} s{_ended(process)}"
     finally:
         _end_group(process.pid)
         signal.signal(signal.SIGTERM, before)
