@@ -2,10 +2,10 @@
 
     folder = write_fp8_of(plain_folder, tmp_path / "fp8", kind="block")
 
-The arithmetic is independent on purpose: the reader under test must not be checked by itself. Kinds:
-"tensor", "channel" and "block", by what shares a scale; "fp8" writes `quantization_config` as Qwen
-and DeepSeek do, "compressed" as compressed-tensors; is_static fixes the scales of activations. The
-head and the embedding are not converted.
+The arithmetic is independent on purpose: the reader under test must not be checked by itself.
+Kinds: "tensor", "channel" and "block", by what shares a scale; "fp8" writes `quantization_config`
+as Qwen and DeepSeek do, "compressed" as compressed-tensors; is_static fixes the scales of
+activations. The head and the embedding are not converted.
 """
 
 from __future__ import annotations
