@@ -1,13 +1,13 @@
-"""Runs the sections of the GPU check one after the other, each in a process of its own.
+"""Run the sections of the GPU check one after the other, each in a process of its own.
 
 A section that fails, hangs or breaks the device fails alone: its process is ended when its share of
-the time is over, and its words are kept in the result. The result file is written anew whenever a
-section tells something. Exit code 0 where every section that ran passed.
+the time is over, and its output is kept in the result. The result file is written whenever a
+section reports something. Exit code 0 if every section that ran passed.
 
-Where one call may not take long enough for all, make several with --only (the log and the result
-say what was not begun), each with an --out of its own, and then one result of them:
-python -m bench.gpu.merge DIR/gpu-check.json ... --out bench/results/gpu-check.json, which is
-committed after python -m bench.readme_table.
+If one call is too short for all sections, make several with --only (the log and the result list
+what was not started), each with its own --out, and then merge the results: python -m
+bench.gpu.merge DIR/gpu-check.json ... --out bench/results/gpu-check.json, which is committed after
+python -m bench.readme_table.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def _told(section: Section) -> str:
-    """Its status; of one that failed with the last line it wrote, which tells why."""
+    """Return a section's status; for a failed one also the last line of its output."""
     lines = [line for line in section.get("last_words", "").splitlines() if line.strip()]
     return f"{section['status']}: {lines[-1].strip()}" if lines else str(section["status"])
 

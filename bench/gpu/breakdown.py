@@ -1,7 +1,7 @@
-"""Where a step's time goes on the device, kernel by kernel, as PyTorch's profiler sees it.
+"""Measure where a step's time goes on the device, by kernel, with PyTorch's profiler.
 
-In a section of its own, and late: a profiler that a machine does not have, or that disturbs it,
-spoils no time of another. Tells, beside what kernels take, what lies between them.
+In a section of its own, and late: a profiler that is missing, or that disturbs the machine, affects
+no other timing. Reports, beside the time of kernels, the gaps between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of the GPU check in the order they run: the cheap and telling ones first.
+"""The sections of the GPU check in the order they run: cheap and informative ones first.
 
 Names and limits only; nothing heavy is imported here.
 """

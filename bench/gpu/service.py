@@ -27,7 +27,7 @@ CHUNKS = (2, 16, 17, 33, 65, 129, 300, STEP_TOKENS)
 
 
 def service(stage: Stage) -> None:
-    """Tell each engine as it is done with."""
+    """Report each engine when it is done."""
     for name in SHAPES:
         for precision, kv in KEPT:
             program = program_of(stage, name, precision=precision, kv_cache_dtype=kv)
