@@ -326,13 +326,14 @@ def _abort_told() -> Iterator[None]:
 
 def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
     """The arguments of a native run."""
+    (cache,) = batch.caches
     return {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
         "rope_positions": batch.rope_positions,
-        "kv_slots": batch.kv_slots,
+        "kv_slots": cache.kv_slots,
         "seq_starts": batch.seq_starts,
-        "block_tables": batch.block_tables,
+        "block_tables": cache.block_tables,
         "sample_rows": sample_rows,
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm, WeightPart
@@ -91,8 +92,14 @@ def _op_to_plain(op: Op) -> Plain:
         "kind": op.kind,
         "inputs": [_view_to_plain(view) for view in op.inputs],
         "outputs": [_view_to_plain(view) for view in op.outputs],
-        "attrs": op.parameters,
+        "attrs": _attrs(op),
     }
+
+
+def _attrs(op: Op) -> Plain:
+    """Parameters without those at their default: a field added with one changes no digest."""
+    defaults = {field.name: field.default for field in fields(op)}
+    return {name: value for name, value in op.parameters.items() if value != defaults[name]}
 
 
 def _op_from_plain(plain: Mapping[str, Any], buffers: tuple[Buffer, ...]) -> Op:

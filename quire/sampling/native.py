@@ -6,7 +6,7 @@ rows and any order of rows. Knows no requests; the pool belongs to the executor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,8 @@ from quire.base.records import Candidates
 from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
 from quire.sampling.reference import check_known, check_shapes, has_mirostat
 
-if TYPE_CHECKING:
-    from quire._native import Pool
 
-
-def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: Pool) -> TokenChoice:
+def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: _native.Pool) -> TokenChoice:
     """Choose a token for each row of logits [R, V] (only read), with the pool's threads.
 
     Raises ValueError on shapes that disagree.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.base.records import Request
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
@@ -167,9 +167,13 @@ def _reference_logprobs(
         token_ids=known,
         positions=positions,
         rope_positions=positions,
-        kv_slots=positions,
+        caches=(
+            CacheRows(
+                kv_slots=positions,
+                block_tables=np.arange(num_blocks, dtype=np.int32).reshape(1, -1),
+            ),
+        ),
         seq_starts=np.array([0, len(known)], np.int32),
-        block_tables=np.arange(num_blocks, dtype=np.int32).reshape(1, -1),
         sample_rows=positions[first:],
     )
     reference.run_trunk(batch)

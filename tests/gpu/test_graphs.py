@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.graphs import Graphs  # noqa: E402
-from quire.program.batch import ForwardBatch  # noqa: E402
+from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
@@ -67,9 +67,10 @@ def decode_batch(ids: list[int], depths: list[int]) -> ForwardBatch:
         token_ids=np.array(ids, np.int32),
         positions=positions,
         rope_positions=positions,
-        kv_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        caches=(
+            CacheRows(kv_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE, block_tables=tables),
+        ),
         seq_starts=np.arange(count + 1, dtype=np.int32),
-        block_tables=tables,
         sample_rows=np.arange(count, dtype=np.int32),
     )
 

@@ -16,7 +16,7 @@ from quire.execute.gpu import library_fp8  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.products import pack_ints  # noqa: E402
-from quire.program.batch import ForwardBatch  # noqa: E402
+from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
@@ -42,9 +42,10 @@ def step(counts: list[int], starts: list[int]) -> ForwardBatch:
         token_ids=np.zeros(len(positions), np.int32),
         positions=positions,
         rope_positions=positions,
-        kv_slots=positions,
+        caches=(
+            CacheRows(kv_slots=positions, block_tables=np.zeros((len(counts), COLUMNS), np.int32)),
+        ),
         seq_starts=seq_starts,
-        block_tables=np.zeros((len(counts), COLUMNS), np.int32),
         sample_rows=seq_starts[1:] - 1,
     )
 

@@ -21,12 +21,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from bench.gpu.requests import Load, Slots  # noqa: E402
+from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu import attention_steps  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts, StepBuffers  # noqa: E402
 from quire.execute.gpu.step_sizes import Sizes  # noqa: E402
-from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.tensors import DType, Rows  # noqa: E402
+from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
 from tests.gpu.launched import launched  # noqa: E402
 from tests.gpu.opened import (  # noqa: E402
@@ -74,9 +75,13 @@ class World:
             token_ids=rng.integers(0, VOCAB_SIZE, len(owner)).astype(np.int32),
             positions=positions,
             rope_positions=positions,
-            kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+            caches=(
+                CacheRows(
+                    kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+                    block_tables=tables,
+                ),
+            ),
             seq_starts=starts,
-            block_tables=tables,
             sample_rows=(starts[1:] - 1)[samples],
         )
 
@@ -184,7 +189,7 @@ def test_a_replayed_step_launches_nothing_by_itself(
 def test_steps_above_the_bound_are_launched_as_they_are(folder: Path) -> None:
     capture = LaunchCapture()
     executor, world = opened(folder, capture=capture), World(2)
-    executor.sizes = Sizes({Rows.TOKENS: 64, Rows.SEQUENCES: 16}, mixed=16)
+    executor.sizes = Sizes(StepLimits(max_tokens=64, max_samples=16, max_sequences=16), mixed=16)
     for _ in range(2):
         executor.run_trunk(world.step([17, 1], [0, 1]))
     assert (capture.captured, capture.replayed) == (0, 0)

@@ -27,7 +27,7 @@ from quire.execute.gpu.step_sizes import (  # noqa: E402
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
 from quire.program.program import Program  # noqa: E402
-from quire.program.tensors import DType, Rows  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def drawn_batch(rng: np.random.Generator, most_tokens: int) -> ForwardBatch:
 @pytest.mark.parametrize("most", [1, 3, 16, 100, 256, 600, 2000])
 def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
     assert list(ladder(most)) == sorted(set(ladder(most)))
-    sizes = Sizes({Rows.TOKENS: 9999, Rows.SEQUENCES: most}, mixed=0)
+    sizes = Sizes(StepLimits(max_tokens=9999, max_samples=most, max_sequences=most), mixed=0)
     assert (sizes.ones[0], sizes.ones[-1]) == (1, most)
     for rows in range(1, most + 1):
         size = sizes.of(batch_of([1] * rows, [0] * rows, columns=1, vocab_size=9, samples=True))
@@ -77,7 +77,7 @@ def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
 
 def test_no_size_has_more_rows_than_a_step_may() -> None:
     """Where fewer tokens than sequences go into a step."""
-    sizes = Sizes({Rows.TOKENS: 98, Rows.SEQUENCES: 256}, mixed=4096)
+    sizes = Sizes(StepLimits(max_tokens=98, max_samples=256, max_sequences=256), mixed=4096)
     assert sizes.ones[-1] == 98
     assert sizes.mixed[-1] == 96
 

@@ -17,7 +17,7 @@ from quire.execute.executor import PART_TOKENS, ExecutorOptions, LayeredExecutor
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import sequence_batch
@@ -61,8 +61,12 @@ def others_step(executor: Executor) -> None:
     batch = sequence_batch(IDS[7:12], 0, BLOCK_SIZE)  # in block 1
     elsewhere = replace(
         batch,
-        kv_slots=batch.kv_slots + np.int32((last - 1) * BLOCK_SIZE),
-        block_tables=np.full((1, 1), last, np.int32),
+        caches=(
+            CacheRows(
+                kv_slots=batch.caches[0].kv_slots + np.int32((last - 1) * BLOCK_SIZE),
+                block_tables=np.full((1, 1), last, np.int32),
+            ),
+        ),
     )
     executor.run_trunk(elsewhere, head_rows=1)
     executor.run_head(elsewhere, 0, 1)
