@@ -49,7 +49,7 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What an attention operation is told."""
+    """The parameters of an attention operation."""
 
     kept: Kept = Kept.F32
     heads: int = 4

@@ -1,5 +1,5 @@
-"""The interpreter refuses what would make a kernel read or write outside its arrays, stops when
-told to, and counts what it did."""
+"""The interpreter rejects what would make a kernel read or write outside its arrays, stops on
+request, and counts what it did."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_empty_step_does_nothing(program: _native.Program) -> None:
 def test_a_run_that_is_told_to_stop_raises_and_the_next_one_runs(
     program: _native.Program,
 ) -> None:
-    program.abort()  # nothing runs: nobody is meant
+    program.abort()  # nothing runs: no row is selected
     program.run(0, **_step())
     assert program.ops_done == 4
     seen_stop = _stop_while_running(program)
