@@ -6,6 +6,7 @@ event. Decides nothing: who has an event, and which, is an argument.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from quire.base.records import (
     RequestOutput,
     StepOutputs,
     StepResult,
+    TokenLogprobs,
     token_logprobs,
 )
 from quire.scheduler.state import Index
@@ -25,14 +27,16 @@ _Number = TypeVar("_Number", np.int32, np.float32)
 
 
 class Event(NamedTuple):
-    """Token `row` of the step gives `ticket` more than just another token. more: tokens after it
-    that were certain with it; stop_id: the last of all, where it ended the request."""
+    """The run of row `row` of the step requires an output event for `ticket`.
+
+    token_ids: the part of the run that the request takes. stop_id: its last token, if that ended
+    the request.
+    """
 
     row: int
     ticket: Ticket
-    token_id: int
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    more: tuple[int, ...] = ()
     stop_id: int | None = None
 
 
@@ -44,12 +48,11 @@ def make_outputs(
     events: list[Event],
     ended: list[RequestOutput],
 ) -> StepOutputs:
-    """Outputs of one step.
+    """Return the outputs of one step.
 
-    entries: which tokens of `result` count (None: all). plain: which of those go to requests
-    that just go on (None: all, and nothing else is told), named by request_ids. events: the
-    others, rows of the same.
-    ended: outputs of requests that ended without a token.
+    entries: indices of the first tokens of the runs (None: all runs are one token, in order).
+    plain: the runs without an event (None: all), of the requests request_ids. events: the other
+    runs. ended: outputs of requests that ended without a token.
     """
     if entries is None and plain is None:  # a steady step: all of it, as it is
         return StepOutputs(
@@ -61,15 +64,13 @@ def make_outputs(
             top_logprobs=result.top_logprobs,
             listed_logprobs=result.listed_logprobs,
         )
-    ids, logprobs = _pick(result.token_ids, entries), _pick(result.logprobs, entries)
-    top_ids, top_logprobs = _pick(result.top_ids, entries), _pick(result.top_logprobs, entries)
-    listed = _pick(result.listed_logprobs, entries)
+    of_plain = entries
+    if plain is not None:
+        of_plain = plain if entries is None else entries[plain]
     told = [
         event.ticket.output(
-            token_ids=(event.token_id, *event.more),
-            logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed)
-            if len(logprobs)
-            else (),
+            token_ids=event.token_ids,
+            logprobs=_run_logprobs(result, entries, event) if len(result.logprobs) else (),
             scores=event.ticket.take_scores() if event.ticket.scores_prompt else None,
             finish_reason=event.finish_reason,
             stop_id=event.stop_id,
@@ -79,13 +80,25 @@ def make_outputs(
     return StepOutputs(
         step=result.step,
         request_ids=request_ids,
-        token_ids=_pick(ids, plain),
-        logprobs=_pick(logprobs, plain),
-        top_ids=_pick(top_ids, plain),
-        top_logprobs=_pick(top_logprobs, plain),
-        listed_logprobs=_pick(listed, plain),
+        token_ids=_pick(result.token_ids, of_plain),
+        logprobs=_pick(result.logprobs, of_plain),
+        top_ids=_pick(result.top_ids, of_plain),
+        top_logprobs=_pick(result.top_logprobs, of_plain),
+        listed_logprobs=_pick(result.listed_logprobs, of_plain),
         events=(*told, *ended),
     )
+
+
+def _run_logprobs(
+    result: StepResult, entries: Index | None, event: Event
+) -> tuple[TokenLogprobs, ...]:
+    first = event.row if entries is None else int(entries[event.row])
+    arrays = (result.logprobs, result.top_ids, result.top_logprobs, result.listed_logprobs)
+    found = [
+        token_logprobs(entry, result.token_ids, *arrays)
+        for entry in range(first, first + len(event.token_ids))
+    ]
+    return tuple(chain.from_iterable(found))
 
 
 def _pick(values: NDArray[_Number], rows: Index | None) -> NDArray[_Number]:

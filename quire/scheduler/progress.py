@@ -105,9 +105,9 @@ class Progress:
             index, slots, starts = index[goes_on], slots[goes_on], starts[goes_on]
             goals, counts, ends = goals[goes_on], counts[goes_on], ends[goes_on]
         if num_rows:
-            samples = state.schedule(index, ends, goals)
+            sample_counts = state.schedule(index, ends, goals)
             store_from = np.maximum(starts, state.stored[index])
-            draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
+            draft.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
         return had_room, behind
 
     def branch_beams(self, draft: PlanDraft) -> bool:

@@ -133,10 +133,10 @@ class PromptShares:
             return
         index, starts, counts = index[fits], starts[fits], counts[fits]
         ends, goals = starts + counts, state.goal[index]
-        samples = state.schedule(index, ends, goals)
+        sample_counts = state.schedule(index, ends, goals)
         store_from = np.maximum(starts, state.stored[index])
         slots = index.astype(np.int32)
-        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
+        draft.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
 
     def bound(
         self, budget: StepBudget, num_waiting: int, left_out: list[int], *, is_hurried: bool

@@ -20,7 +20,6 @@ from quire.base.records import (
     StepPlan,
     StepResult,
 )
-from quire.scheduler.certain import NO_IDS, NOTHING_CERTAIN, Certain, certain_of
 from quire.scheduler.flight import Landing
 from quire.scheduler.groups import BeamGroup, BeamGroups
 from quire.scheduler.lengths import LengthHistory
@@ -30,6 +29,7 @@ from quire.scheduler.roster import Roster
 from quire.scheduler.scores import keep_scores
 from quire.scheduler.state import Bools, Index, Int32s, RunningState
 from quire.scheduler.ticket import Ticket
+from quire.scheduler.token_runs import NO_IDS, RunTail, run_tails
 
 
 class Results:
@@ -69,17 +69,16 @@ class Results:
             state.mirostat_mus[index] = mus if entries is None else mus[entries]
         stops = state.hits_stop(index, ids)
         has_event = stops | (lengths >= state.next_event[index])
-        certain = NOTHING_CERTAIN
-        if len(result.complete):
-            certain = certain_of(plan, result, landing, self._roster.flights)
-            has_event[list(certain)] = True
+        tails = run_tails(plan, result, landing, self._roster.flights)
+        if tails:
+            has_event[list(tails)] = True
         rows = has_event.nonzero()[0]
         if not (len(rows) or landing.errors or scored or progress):
             return make_outputs(result, entries, None, state.request_ids(index), [], [])
         plain = (~has_event).nonzero()[0]
         request_ids = state.request_ids(index[plain])
         found = self._beams.take(index, rows, result, entries, now_ms)
-        events = self._events(index, ids, lengths, stops, rows, certain, now_ms)
+        events = self._events(index, ids, lengths, stops, rows, tails, now_ms)
         ended = self._fail(landing.errors, plan) + self._end_scored(scored, now_ms)
         ended += progress
         ended += [output for group in found for output in self._end_beams(group, now_ms)]
@@ -112,10 +111,10 @@ class Results:
         lengths: Int32s,
         stops: Bools,
         rows: Index,
-        certain: Mapping[int, Certain],
+        tails: Mapping[int, RunTail],
         now_ms: float,
     ) -> list[Event]:
-        """First tokens, tokens that were certain with others, and ends among `rows` of a step."""
+        """Return the events of `rows`: first tokens, runs of several tokens, and ends."""
         events = []
         state, next_event = self._state, self._state.next_event
         of_rows = (rows, index[rows], ids[rows], lengths[rows], stops[rows])
@@ -134,14 +133,14 @@ class Results:
             reason, more, stop_id = None, NO_IDS, None
             if stops_here:
                 reason, stop_id = FinishReason.STOP, token_id
-            elif row in certain:
-                more, stop_id, is_over = certain[row].within(ticket, length)
+            elif row in tails:
+                more, stop_id, is_over = tails[row].within(ticket, length)
                 state.extend(slot, more)
                 if is_over:
                     reason = FinishReason.STOP
             if reason is None and length + len(more) >= ticket.limit:
                 reason = FinishReason.LENGTH
-            events.append(Event(row, ticket, token_id, reason, more, stop_id))
+            events.append(Event(row, ticket, (token_id, *more), reason, stop_id))
         return events
 
     def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:

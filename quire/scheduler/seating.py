@@ -92,9 +92,9 @@ class Seating:
         index, ends = slots.astype(np.intp), starts + counts
         self._cache.extend_all(index, ends)
         draft.add_deltas(self._cache.entries_of(index))
-        samples = state.schedule(index, ends, state.goal[index])
+        sample_counts = state.schedule(index, ends, state.goal[index])
         store_from = np.maximum(starts, state.stored[index])
-        draft.add_rows(index, slots, starts, counts, ends, store_from, samples)
+        draft.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
 
     def _cache_use(self, ticket: Ticket, placement: Placement) -> CacheUsage:
         """Where the stored tokens of `placement` were found, and why no more were."""

@@ -269,7 +269,9 @@ def run_case(
             admission.scores_from for plan, _ in runner.steps for admission in plan.admissions
         ),
         structured=any(request.sampling.structured_outputs for request in case.requests),
-        jumped=any(len(result.forced_ids) for _, result in runner.steps),
+        jumped=any(
+            (result.token_counts > plan.sample_counts).any() for plan, result in runner.steps
+        ),
         beams_watched=_has_ends(case, runner, stop=True),
         beams_structured=_has_ends(case, runner, stop=False),
         problems=problems,
