@@ -34,9 +34,9 @@ from quire.engine.core import EngineCore
 from quire.engine.stop_texts import StopTexts
 from quire.execute.executor import (
     PART_TOKENS,
+    AsyncExecutor,
     Executor,
     ExecutorOptions,
-    LateExecutor,
     LayeredExecutor,
     StepLimits,
 )
@@ -386,7 +386,7 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
 
     store: BlockStore
     if settings.tier_in_host:
-        assert isinstance(executor, LateExecutor), "of a device beside the host"
+        assert isinstance(executor, AsyncExecutor), "of a device beside the host"
         pieces = [executor.host_memory(places * executor.block_bytes) for places in (1, 2)]
         rest = settings.tier_blocks - 3
         store = HostStore(
