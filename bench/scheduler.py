@@ -28,7 +28,7 @@ from quire.cache.manager import CacheManager
 from quire.obs.pictures import pyplot, use_log_scale
 from quire.obs.timing import percentiles
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 
 RUNNING = (16, 64, 256, 1024, 4096)

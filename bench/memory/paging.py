@@ -31,7 +31,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 
 Int32s = NDArray[np.int32]

@@ -35,7 +35,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.pool import PROTECTED_SHARE, BlockPool
 from quire.obs.pictures import draw_lines, pyplot
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 
 Int32s = NDArray[np.int32]

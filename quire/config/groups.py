@@ -23,7 +23,7 @@ def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
 
 # The names of quire/program/kv_cache.py, which a room of this row does not read.
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
-# The names of quire/scheduler/policies.py, which a room of this row does not read.
+# The names of quire/scheduler/policy/policies.py, which a room of this row does not read.
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # The names of quire/output_parsers/registry.py, which a room of this row does not read.
 TOOL_PARSERS = (

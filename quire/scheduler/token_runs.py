@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.base.records import StepPlan, StepResult
-from quire.scheduler.flight import Flights, Landing
-from quire.scheduler.ticket import Ticket
+from quire.scheduler.in_flight import InFlightPlans, PlanOutcome
+from quire.scheduler.sequence import SequenceState
 
 NO_IDS: tuple[int, ...] = ()
 
@@ -26,15 +26,17 @@ class RunTail:
     ids: tuple[int, ...]
     is_complete: bool
 
-    def within(self, ticket: Ticket, length: int) -> tuple[tuple[int, ...], int | None, bool]:
+    def within(
+        self, sequence: SequenceState, length: int
+    ) -> tuple[tuple[int, ...], int | None, bool]:
         """Cut the tail at the end of a request that has `length` tokens.
 
         Returns the ids to append, the last of them if it is a stop token, and whether the request
         has ended.
         """
-        room = max(ticket.limit - length, 0)
+        room = max(sequence.limit - length, 0)
         for place, token_id in enumerate(self.ids[:room]):
-            if token_id in ticket.request.stop_ids:
+            if token_id in sequence.request.stop_ids:
                 return self.ids[: place + 1], token_id, True
         return self.ids[:room], None, self.is_complete and len(self.ids) <= room
 
@@ -43,21 +45,21 @@ NO_TAILS: Mapping[int, RunTail] = {}
 
 
 def run_tails(
-    plan: StepPlan, result: StepResult, landing: Landing, flights: Flights
+    plan: StepPlan, result: StepResult, outcome: PlanOutcome, in_flight: InFlightPlans
 ) -> Mapping[int, RunTail]:
-    """Return the tails of a step's runs, by their places in landing.sampled.
+    """Return the tails of a step's runs, by their places in outcome.sampled.
 
-    Runs of one token that do not complete an answer have none. flights: the plans still in flight.
+    Runs of one token that do not complete an answer have none. in_flight: plans still in flight.
     """
-    lengths, entries = landing.run_lengths, landing.entries
+    lengths, entries = outcome.run_lengths, outcome.entries
     is_long = None if lengths is None else lengths > 1
     if not len(result.complete) and (is_long is None or not is_long.any()):
         return NO_TAILS
-    rows = np.arange(len(plan.slots)) if landing.rows is None else landing.rows
+    rows = np.arange(len(plan.slots)) if outcome.rows is None else outcome.rows
     rows = rows[plan.samples[rows]]
     is_complete = result.complete[rows] if len(result.complete) else np.zeros(len(rows), np.bool_)
     has_tail = is_complete if is_long is None else is_complete | is_long
-    last_steps = flights.last_steps(landing.sampled)
+    last_steps = in_flight.last_steps(outcome.sampled)
     tails: dict[int, RunTail] = {}
     for place in has_tail.nonzero()[0].tolist():
         ids = NO_IDS

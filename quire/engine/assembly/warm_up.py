@@ -16,7 +16,7 @@ from quire.base.clock import Clock
 from quire.base.records import Admission, StepPlan
 from quire.base.sampling_params import SamplingParams
 from quire.runner.model_runner import ModelRunner
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.limits import SchedulerLimits
 
 _PROMPT_TOKENS = 32
