@@ -268,5 +268,5 @@ def _plan(more: dict[str, Any], slots: list[int], starts: list[int], counts: lis
         starts=first,
         counts=np.array(counts, np.int32),
         store_from=first,
-        samples=np.ones(len(slots), np.bool_),
+        sample_counts=np.ones(len(slots), np.int32),
     )

@@ -184,5 +184,5 @@ def _plans(depth: int, tokens: int) -> Iterator[StepPlan]:
             starts=start,
             counts=np.ones(1, np.int32),
             store_from=start,
-            samples=np.ones(1, np.bool_),
+            sample_counts=np.ones(1, np.int32),
         )

@@ -89,7 +89,7 @@ class Slots:
             starts=starts,
             counts=counts,
             store_from=starts,
-            samples=starts + counts >= self.load.prompt,
+            sample_counts=(starts + counts >= self.load.prompt).astype(np.int32),
         )
 
     def advance(self, plan: StepPlan) -> None:

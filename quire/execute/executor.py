@@ -176,7 +176,7 @@ class LayeredExecutor(Protocol):
 
 
 @runtime_checkable
-class LateExecutor(Protocol):
+class AsyncExecutor(Protocol):
     """An Executor whose device works beside the host and keeps the last token of each slot: batches
     may have late_slots, and calls return when the device has been told."""
 

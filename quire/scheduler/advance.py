@@ -87,9 +87,9 @@ class Advance:
             index, slots, starts = index[advances], slots[advances], starts[advances]
             goals, counts, ends = goals[advances], counts[advances], ends[advances]
         if num_rows:
-            samples = batch.schedule(index, ends, goals)
+            sample_counts = batch.schedule(index, ends, goals)
             store_from = np.maximum(starts, batch.stored[index])
-            step.builder.add_rows(index, slots, starts, counts, ends, store_from, samples)
+            step.builder.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
 
     def has_room(self, index: Index, needs: Int32s) -> bool:
         """Return whether needs[i] blocks are free for slots index[i], once kept ones are released.

@@ -23,9 +23,10 @@ class PlanOutcome:
     """The rows of a result that stand, and the errors of requests that are still there.
 
     index, ends: slots computed well, and how far; rows: their rows in the plan, None for all.
-    sampled: slots that got a token; entries: the
-    indices of these tokens in the result's arrays, None for all of them in order. by_layers: the
-    slot of which a part was computed by layers, to the last, and how far that is; None for none.
+    sampled: slots that got a run of tokens; entries: the index of each run's first token in the
+    result's arrays, run_lengths: its length; both None where every run is one token, in order.
+    by_layers: the slot of which a part was computed by layers, to the last, and how far that is;
+    None for none.
     """
 
     index: Index
@@ -33,6 +34,7 @@ class PlanOutcome:
     rows: Index | None
     sampled: Index
     entries: Index | None
+    run_lengths: Int32s | None
     errors: tuple[RowError, ...]
     by_layers: tuple[int, int] | None = None
 
@@ -74,17 +76,18 @@ class InFlightPlan:
             )
         if self.left or result.errors:
             return self._land_part(result)
-        num_sampled = np.count_nonzero(plan.samples)
-        if np.count_nonzero(result.token_counts == plan.samples) < num_rows:
-            raise self._mismatch(result)
-        if len(result.token_ids) != num_sampled:
-            raise self._mismatch(result)
+        num_sampled = np.count_nonzero(plan.sample_counts)
+        if len(result.token_ids) != num_sampled:  # longer runs, or a mismatch
+            return self._land_part(result)
+        if np.count_nonzero(result.token_counts == plan.sample_counts) < num_rows:
+            return self._land_part(result)
         return PlanOutcome(
             index=self.index,
             ends=self.ends,
             rows=None,
             sampled=self.index if num_sampled == num_rows else self.index[plan.samples],
             entries=None,
+            run_lengths=None,
             errors=(),
             by_layers=self._by_layers(),
         )
@@ -100,16 +103,19 @@ class InFlightPlan:
         by_layers = None if len(plan.slots) in failed else self._by_layers()
         stands = present.copy()
         stands[[row for row in failed if row < len(stands)]] = False
-        if (stands & (counts != plan.samples)).any() or counts.sum() != len(result.token_ids):
+        samples = plan.samples
+        mismatches = stands & ((counts > 0) != samples)
+        if mismatches.any() or (counts < 0).any() or counts.sum() != len(result.token_ids):
             raise self._mismatch(result)
         first_entry = np.cumsum(counts, dtype=np.intp) - counts
-        sampling = (stands & plan.samples).nonzero()[0]
+        sampling = (stands & samples).nonzero()[0]
         return PlanOutcome(
             index=self.index[stands],
             ends=self.ends[stands],
             rows=stands.nonzero()[0],
             sampled=self.index[sampling],
             entries=first_entry[sampling],
+            run_lengths=counts[sampling],
             errors=tuple(e for e in result.errors if plan.slot_of(e.row) not in self.left),
             by_layers=by_layers,
         )
@@ -122,11 +128,12 @@ class InFlightPlan:
         return layers.slot, layers.start + layers.count
 
     def _mismatch(self, result: StepResult) -> WorkerError:
-        wrong = np.flatnonzero(result.token_counts != self.plan.samples)[:8].tolist()
+        wrong = np.flatnonzero((result.token_counts > 0) != self.plan.samples)[:8].tolist()
         return WorkerError(
             f"step {result.step}: the result has {len(result.token_ids)} tokens, counts that sum "
             f"to {result.token_counts.sum()}, and counts other than planned in rows {wrong}; each "
-            "row that samples and has no error must have one token"
+            "row that samples and has no error must have a run of at least one token, and no other "
+            "row may have any"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,15 +22,16 @@ from quire.base.records import (
     StepOutputs,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     token_logprobs,
 )
-from quire.scheduler.forced_tokens import NO_FORCED_TOKENS, NO_IDS, ForcedTokens, forced_tokens_of
 from quire.scheduler.in_flight import PlanOutcome
 from quire.scheduler.interfaces import OutputLengths, PredictionMargin, SlotGroups
 from quire.scheduler.prompt_scores import keep_scores
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceGroup, SequenceState
+from quire.scheduler.token_runs import NO_IDS, NO_TAILS, RunTail, run_tails
 
 _Number = TypeVar("_Number", np.int32, np.float32)
 
@@ -75,10 +77,10 @@ class Outcomes:
             batch.mirostat_mus[index] = mus if entries is None else mus[entries]
         stops = batch.hits_stop(index, ids)
         has_event = stops | (lengths >= batch.next_event[index])
-        forced = NO_FORCED_TOKENS
-        if len(result.complete):
-            forced = forced_tokens_of(plan, result, outcome, self._requests.in_flight)
-            has_event[list(forced)] = True
+        tails = NO_TAILS
+        if outcome.run_lengths is not None or len(result.complete):
+            tails = run_tails(plan, result, outcome, self._requests.in_flight)
+            has_event[list(tails)] = True
         rows = has_event.nonzero()[0]
         if not (len(rows) or outcome.errors or scored or progress):
             return make_outputs(result, entries, None, batch.request_ids(index), [], [])
@@ -87,7 +89,7 @@ class Outcomes:
         groups: Sequence[SequenceGroup] = ()
         if self._groups.is_active:
             groups = self._groups.take(index, rows, result, entries, now_ms)
-        events = self._events(index, ids, lengths, stops, rows, forced, now_ms)
+        events = self._events(index, ids, lengths, stops, rows, tails, now_ms)
         ended: list[RequestOutput] = progress
         if outcome.errors:
             ended += self._fail(outcome.errors, plan)
@@ -137,10 +139,10 @@ class Outcomes:
         lengths: Int32s,
         stops: Bools,
         rows: Index,
-        forced: Mapping[int, ForcedTokens],
+        tails: Mapping[int, RunTail],
         now_ms: float,
     ) -> list[Event]:
-        """Return first tokens, forced tokens and ends among `rows` of a step."""
+        """Return the events of `rows`: first tokens, runs of several tokens, and ends."""
         events = []
         batch, next_event = self._batch, self._batch.next_event
         of_rows = (rows, index[rows], ids[rows], lengths[rows], stops[rows])
@@ -161,14 +163,14 @@ class Outcomes:
             reason, more, stop_id = None, NO_IDS, None
             if stops_here:
                 reason, stop_id = FinishReason.STOP, token_id
-            elif row in forced:
-                more, stop_id, is_over = forced[row].within(sequence, length)
+            elif row in tails:
+                more, stop_id, is_over = tails[row].within(sequence, length)
                 batch.extend(slot, more)
                 if is_over:
                     reason = FinishReason.STOP
             if reason is None and length + len(more) >= sequence.limit:
                 reason = FinishReason.LENGTH
-            events.append(Event(row, sequence, token_id, reason, more, stop_id))
+            events.append(Event(row, sequence, (token_id, *more), reason, stop_id))
         return events
 
     def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:
@@ -204,16 +206,16 @@ class Outcomes:
 
 
 class Event(NamedTuple):
-    """Requires an output object for token `row` of a step.
+    """Requires an output object for run `row` of a step.
 
-    more: tokens after it that a grammar forces. stop_id: the last token, where it ended the
-    request."""
+    token_ids: the part of the run that the request takes. stop_id: its last token, where that ended
+    the request.
+    """
 
     row: int
     sequence: SequenceState
-    token_id: int
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    more: tuple[int, ...] = ()
     stop_id: int | None = None
 
 
@@ -227,8 +229,9 @@ def make_outputs(
 ) -> StepOutputs:
     """Return the outputs of one step.
 
-    entries: which tokens of `result` are valid (None: all). plain: which of those need no event
-    (None: all, and there is nothing else), for the requests in request_ids. events: the others.
+    entries: the first tokens of the valid runs of `result` (None: all runs are one token, in
+    order). plain: which of the runs need no event (None: all, and there is nothing else), for the
+    requests in request_ids. events: the others.
     ended: outputs of requests that ended without a token.
     """
     if entries is None and plain is None:  # a steady step: all of it, as it is
@@ -241,15 +244,13 @@ def make_outputs(
             top_logprobs=result.top_logprobs,
             listed_logprobs=result.listed_logprobs,
         )
-    ids, logprobs = _pick(result.token_ids, entries), _pick(result.logprobs, entries)
-    top_ids, top_logprobs = _pick(result.top_ids, entries), _pick(result.top_logprobs, entries)
-    listed = _pick(result.listed_logprobs, entries)
+    of_plain = entries
+    if plain is not None:
+        of_plain = plain if entries is None else entries[plain]
     made = [
         event.sequence.output(
-            token_ids=(event.token_id, *event.more),
-            logprobs=token_logprobs(event.row, ids, logprobs, top_ids, top_logprobs, listed)
-            if len(logprobs)
-            else (),
+            token_ids=event.token_ids,
+            logprobs=_run_logprobs(result, entries, event) if len(result.logprobs) else (),
             scores=event.sequence.take_scores() if event.sequence.scores_prompt else None,
             finish_reason=event.finish_reason,
             stop_id=event.stop_id,
@@ -259,13 +260,25 @@ def make_outputs(
     return StepOutputs(
         step=result.step,
         request_ids=request_ids,
-        token_ids=_pick(ids, plain),
-        logprobs=_pick(logprobs, plain),
-        top_ids=_pick(top_ids, plain),
-        top_logprobs=_pick(top_logprobs, plain),
-        listed_logprobs=_pick(listed, plain),
+        token_ids=_pick(result.token_ids, of_plain),
+        logprobs=_pick(result.logprobs, of_plain),
+        top_ids=_pick(result.top_ids, of_plain),
+        top_logprobs=_pick(result.top_logprobs, of_plain),
+        listed_logprobs=_pick(result.listed_logprobs, of_plain),
         events=(*made, *ended),
     )
+
+
+def _run_logprobs(
+    result: StepResult, entries: Index | None, event: Event
+) -> tuple[TokenLogprobs, ...]:
+    first = event.row if entries is None else int(entries[event.row])
+    arrays = (result.logprobs, result.top_ids, result.top_logprobs, result.listed_logprobs)
+    found = [
+        token_logprobs(entry, result.token_ids, *arrays)
+        for entry in range(first, first + len(event.token_ids))
+    ]
+    return tuple(chain.from_iterable(found))
 
 
 def _pick(values: NDArray[_Number], rows: Index | None) -> NDArray[_Number]:

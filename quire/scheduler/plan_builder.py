@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
-from quire.base.records import NO_BOOLS, NO_INTS, Admission, PartLayers, StepPlan
+from quire.base.records import NO_INTS, Admission, PartLayers, StepPlan
 from quire.cache.manager import TableDeltas
 from quire.scheduler.in_flight import InFlightPlan
-from quire.scheduler.running_batch import Bools, Index, Int32s
+from quire.scheduler.running_batch import Index, Int32s
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import StepBudget
 
 _NO_INDEX: Index = np.empty(0, np.intp)
-_Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Bools]
+_Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Int32s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +92,10 @@ class PlanBuilder:
         counts: Int32s,
         ends: Int32s,
         store_from: Int32s,
-        samples: Bools,
+        sample_counts: Int32s,
     ) -> None:
         """Rows behind those already there. index and slots are the same, ends are the sums."""
-        self._rows.append((index, slots, starts, counts, ends, store_from, samples))
+        self._rows.append((index, slots, starts, counts, ends, store_from, sample_counts))
 
     def set_layers(self, layers: PartLayers) -> None:
         """Layers of a part of a prompt, beside the rows."""
@@ -124,7 +124,7 @@ class PlanBuilder:
     def finish(self, retired: list[int]) -> InFlightPlan:
         """The plan, ready to go out. `retired`: slots given back since the last one."""
         rows = self._rows[0] if len(self._rows) == 1 else self._joined_rows()
-        index, slots, starts, counts, ends, store_from, samples = rows
+        index, slots, starts, counts, ends, store_from, sample_counts = rows
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
         deltas, copies = _joined_deltas(self._deltas), self._copies
         plan = StepPlan(
@@ -145,7 +145,7 @@ class PlanBuilder:
             starts=starts,
             counts=counts,
             store_from=store_from,
-            samples=samples,
+            sample_counts=sample_counts,
             layers=self._layers,
         )
         return InFlightPlan(plan=plan, index=index, ends=ends, branched=branched.slots)
@@ -166,8 +166,10 @@ class PlanBuilder:
 
     def _joined_rows(self) -> _Rows:
         if not self._rows:
-            return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_BOOLS
-        index, slots, starts, counts, ends, store_from, samples = zip(*self._rows, strict=True)
+            return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS
+        index, slots, starts, counts, ends, store_from, sample_counts = zip(
+            *self._rows, strict=True
+        )
         return (
             np.concatenate(index),
             np.concatenate(slots),
@@ -175,7 +177,7 @@ class PlanBuilder:
             np.concatenate(counts),
             np.concatenate(ends),
             np.concatenate(store_from),
-            np.concatenate(samples),
+            np.concatenate(sample_counts),
         )
 
 

@@ -150,15 +150,16 @@ class RunningBatch:
         running: Bools = self._runs[index]
         return running
 
-    def schedule(self, index: Index, ends: Int32s, goals: Int32s) -> Bools:
-        """Rows of slots `index` reach `ends` in the plan being made; returns which sample."""
+    def schedule(self, index: Index, ends: Int32s, goals: Int32s) -> Int32s:
+        """Advance slots `index` to `ends` in this plan; return the sampled positions per row."""
         samples: Bools = ends == goals
         if self.num_without_output:
             samples &= ~self._without_output[index]
+        counts: Int32s = samples.astype(np.int32)
         self.scheduled[index] = ends
-        self.goal[index] = np.minimum(goals + samples, self.ceiling[index])
+        self.goal[index] = np.minimum(goals + counts, self.ceiling[index])
         self._totals = None
-        return samples
+        return counts
 
     def done_without_output(self, index: Index, ends: Int32s) -> list[SequenceState]:
         """Requests of slots `index`, computed up to `ends`, that wanted nothing but that."""

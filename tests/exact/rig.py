@@ -36,7 +36,7 @@ from quire.execute.executor import (
     PART_TOKENS,
     Executor,
     ExecutorOptions,
-    LateExecutor,
+    AsyncExecutor,
     LayeredExecutor,
     StepLimits,
 )
@@ -269,7 +269,9 @@ def run_case(
             admission.scores_from for plan, _ in runner.steps for admission in plan.admissions
         ),
         structured=any(request.sampling.structured_outputs for request in case.requests),
-        jumped=any(len(result.forced_ids) for _, result in runner.steps),
+        jumped=any(
+            (result.token_counts > plan.sample_counts).any() for plan, result in runner.steps
+        ),
         beams_watched=_has_ends(case, runner, stop=True),
         beams_structured=_has_ends(case, runner, stop=False),
         problems=problems,
@@ -384,7 +386,7 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
 
     store: BlockStore
     if settings.tier_in_host:
-        assert isinstance(executor, LateExecutor), "of a device beside the host"
+        assert isinstance(executor, AsyncExecutor), "of a device beside the host"
         pieces = [executor.host_memory(places * executor.block_bytes) for places in (1, 2)]
         rest = settings.tier_blocks - 3
         store = HostStore(

@@ -185,9 +185,11 @@ class TellsTheWrongOrder(ModelRunner):
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = super()._run(plan)
-        if len(result.forced_ids) > 1:
-            return replace(result, forced_ids=np.roll(result.forced_ids, 1))
-        return result
+        token_ids, end = result.token_ids.copy(), 0
+        for count in result.token_counts.tolist():
+            token_ids[end + 1 : end + count] = np.roll(token_ids[end + 1 : end + count], 1)
+            end += count
+        return replace(result, token_ids=token_ids)
 
 
 class TakesOutputForPrompt(ModelRunner):

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from quire.base.records import FinishReason  # noqa: E402
-from quire.execute.executor import Executor, LateExecutor  # noqa: E402
+from quire.execute.executor import Executor, AsyncExecutor  # noqa: E402
 from quire.execute.gpu.last_tokens import LastTokens  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts  # noqa: E402
 from quire.execute.gpu.stream import CpuStream  # noqa: E402
@@ -96,7 +96,7 @@ def test_a_step_is_waited_for_when_the_next_one_is_told(
     has_penalties: bool, models: tuple[Model, SlowModel]
 ) -> None:
     _, slow = models
-    assert isinstance(slow.executor(1), LateExecutor)
+    assert isinstance(slow.executor(1), AsyncExecutor)
     slow.stream.waits.clear()
     drawn = draw_case(0, num_models=1, vocab_size=VOCAB_SIZE)
     drawn = with_penalties(drawn) if has_penalties else plain(drawn, reads_tokens=False)

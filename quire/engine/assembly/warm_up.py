@@ -141,5 +141,5 @@ def made_up_plan(
         starts=np.array(starts, np.int32),
         counts=np.array(counts, np.int32),
         store_from=np.array(starts, np.int32),
-        samples=np.ones(len(counts), np.bool_),
+        sample_counts=np.ones(len(counts), np.int32),
     )

@@ -128,11 +128,11 @@ class TorchExecutor:
         self.import_blocks(np.array([block], np.int32), [raw])
 
     def begin_moving(self, num_blocks: int) -> None:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         self._port = BlockPort(self._pool, self._device, self._stream, rows=num_blocks)
 
     def host_memory(self, num_bytes: int) -> Bytes:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         try:
             memory: Bytes = self._stream.host_memory(num_bytes).numpy()
         except RuntimeError as error:  # out of memory, a limit, a system that pins none
@@ -143,7 +143,7 @@ class TorchExecutor:
         return memory
 
     def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         with device_errors("copies of blocks to the host"):
             there = self._moving().take_out(blocks, outs)
 
@@ -154,7 +154,7 @@ class TorchExecutor:
         return wait
 
     def import_blocks(self, blocks: Int32s, raws: Sequence[Bytes]) -> None:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         with device_errors("copies of blocks from the host"):
             self._moving().bring_in(blocks, raws)
 
@@ -217,7 +217,7 @@ class TorchExecutor:
     def sample_later(
         self, logits: Any, batch: SampleBatch, slots: Int32s
     ) -> Callable[[], TokenChoice]:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         check_range("slots", slots, 0, len(self._last))
         check_range("late_slots", batch.late_slots, -1, len(self._last))
         if isinstance(logits, np.ndarray):
@@ -243,7 +243,7 @@ class TorchExecutor:
         return wait
 
     def mark(self) -> Callable[[], None]:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         mark = self._stream.mark(sleeps=True)
 
         def wait() -> None:

@@ -156,9 +156,9 @@ class SlotAllocator:
         index, ends = slots.astype(np.intp), starts + counts
         self._cache.extend_all(index, ends)
         builder.add_deltas(self._cache.entries_of(index))
-        samples = batch.schedule(index, ends, batch.goal[index])
+        sample_counts = batch.schedule(index, ends, batch.goal[index])
         store_from = np.maximum(starts, batch.stored[index])
-        builder.add_rows(index, slots, starts, counts, ends, store_from, samples)
+        builder.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
 
     def _cache_use(self, sequence: SequenceState, source: KVSource) -> CacheUsage:
         """Where the stored tokens of `source` were found, and why no more were."""

@@ -117,10 +117,10 @@ class PromptShares:
             return
         index, starts, counts = index[fits], starts[fits], counts[fits]
         ends, goals = starts + counts, batch.goal[index]
-        samples = batch.schedule(index, ends, goals)
+        sample_counts = batch.schedule(index, ends, goals)
         store_from = np.maximum(starts, batch.stored[index])
         slots = index.astype(np.int32)
-        builder.add_rows(index, slots, starts, counts, ends, store_from, samples)
+        builder.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
 
     def bound(self, step: Step, num_waiting: int, left_out: list[int]) -> None:
         """Bound what waiting prompts may take beside running rows, all served by now.

@@ -67,5 +67,5 @@ def plan_of(*rows: tuple[int, int]) -> StepPlan:
         starts=starts,
         counts=counts,
         store_from=starts,
-        samples=np.ones(len(starts), np.bool_),
+        sample_counts=np.ones(len(starts), np.int32),
     )
