@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from quire.base.records import FinishReason  # noqa: E402
-from quire.execute.executor import Executor, AsyncExecutor  # noqa: E402
+from quire.execute.executor import AsyncExecutor, Executor  # noqa: E402
 from quire.execute.gpu.last_tokens import LastTokens  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts  # noqa: E402
 from quire.execute.gpu.stream import CpuStream  # noqa: E402
