@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.base.block_copies import CopiesEnded
 from quire.cache.manager import CacheManager
-from quire.cache.tier_books import Fetch
+from quire.cache.tier_transfers import Fetch
 from quire.scheduler.admission.slot_allocation import KVSource
 from quire.scheduler.cost.transfer_cost import TransferCost
 from quire.scheduler.running_batch import RunningBatch
