@@ -140,7 +140,7 @@ def reported(jobs: list[Job], goal_ms: float) -> tuple[int, int, int]:
     """How many met their goal, were late, and were refused."""
     asks = Asks(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
     run = simulate(jobs, asks, machine(), config(kv_cache_memory="4MiB"))
-    late = sum(one.times.first_token_ms - one.job.arrival_ms > goal_ms for one in run.ended)
+    late = sum(one.first_token_ms - one.job.arrival_ms > goal_ms for one in run.ended)
     return len(run.ended) - late, late, len(run.refused)
 
 
