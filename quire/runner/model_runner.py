@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from quire.base.errors import WorkerError
 from quire.base.records import StepPlan, StepResult
-from quire.execute.executor import AsyncExecutor, Executor, StepMemoryError
+from quire.execute.executor import Executor, AsyncExecutor, StepMemoryError
 from quire.runner.async_steps import AsyncSteps
 from quire.runner.batch_builder import KeptSampleBatch
 from quire.runner.beam_stops import WatchSource

@@ -91,7 +91,7 @@ class StepBudget:
             counts = np.clip(self.tokens - before, 0, wanted).astype(np.int32)
             total = self.tokens
             if total < 1:
-                return counts
+                return np.zeros_like(wanted)
         if self._cost is not None:
             counts, ms = self._cut_to_time(self._cost, starts, counts, scored)
             total, self.ms = int(np.add.reduce(counts)), self.ms - ms

@@ -40,7 +40,7 @@ from quire.base.show import show
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.output.token_text import TokenText
-from quire.output_parsers.registry import choose
+from quire.output_parsers.registry import select_parsers
 from quire.output_parsers.tools import Tools
 
 
@@ -67,7 +67,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     offer = offer_of(given)
     conversation = await rendered(asked.request, offer)
     text = conversation.text
-    reading = choose(
+    reading = select_parsers(
         conversation.template,
         tool_parser=asked.config.tool_call_parser,
         reasoning_parser=asked.config.reasoning_parser,

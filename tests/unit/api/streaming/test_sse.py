@@ -18,7 +18,7 @@ from quire.api.streaming.sse import Chunks, Events
 from quire.base.errors import QuireError, WorkerError
 from quire.base.sampling_params import SamplingParams
 from quire.obs.metrics import Metrics
-from quire.output_parsers.registry import Reading
+from quire.output_parsers.registry import ParserSelection
 from tests.unit.api.fake_engine import FakeEngine
 
 ENVELOPE = Envelope(id="cmpl-1", created_s=1_700_000_000, model='a "model"', fingerprint="fp_1")
@@ -42,7 +42,7 @@ def _completions(n: int, *, usage: bool, echo: str = "", ids: bool = False) -> C
 
 
 def _chat(n: int, *, usage: bool, echo: str, ids: bool = False) -> Chunks:
-    reading = Reading(tools=None, reasoning=None)
+    reading = ParserSelection(tools=None, reasoning=None)
     listener = chat.ChatOutputParser(reading, None, prompt="", request_id="r")
     return chat.ChatWriter(
         ENVELOPE,

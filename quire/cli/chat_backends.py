@@ -1,8 +1,7 @@
-"""Who answers in a chat: a model in this process, or one behind an OpenAI-compatible URL.
+"""Chat backends: a model in this process, or one behind an OpenAI-compatible URL.
 
-Both have one face, Speaker. `say` blocks and hands out text as it comes; Ctrl-C during it stops
-the answer (the request is aborted or the connection closed) and raises KeyboardInterrupt. Knows
-nothing of the terminal.
+Both implement ChatBackend. `stream_answer` blocks and passes on text as it arrives; Ctrl-C during
+it stops the answer (the request is aborted or the connection closed) and raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _TIMEOUT_S = 600.0
 _MAX_ERROR_BYTES = 100_000
 
 
-class Speaker(Protocol):
-    """name: the model's. say: the answer to a conversation, in pieces handed to `write`."""
+class ChatBackend(Protocol):
+    """Answer conversations. name: the model's name."""
 
     name: str
 
-    def say(self, messages: Sequence[Message], write: Callable[[str], None]) -> None: ...
+    def stream_answer(self, messages: Sequence[Message], write: Callable[[str], None]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class LocalSpeaker:
-    """A model in this process.
+class LocalBackend:
+    """Run a model in this process.
 
     Raises what AsyncLLM raises, and TokenizerError for a model without a usable chat template.
     """
@@ -66,25 +65,26 @@ class LocalSpeaker:
             self._sampling = client.default_sampling().changed(**sampling)
             if client.template is None:
                 raise TokenizerError(
-                    f"{self.name} has no chat template, so it was not made for conversations; "
-                    "use `quire complete`, put a chat_template.jinja in its folder, or give one "
-                    "with --chat-template"
+                    f"{self.name} has no chat template; use `quire complete`, put a "
+                    "chat_template.jinja in its directory, or give one with --chat-template"
                 )
             client.template.check_usable()
         except BaseException:
             self.close()
             raise
 
-    def say(self, messages: Sequence[Message], write: Callable[[str], None]) -> None:
-        """Stream the answer. Raises RequestError where the messages cannot be served."""
-        self._runner.run(self._say(messages, write))
+    def stream_answer(self, messages: Sequence[Message], write: Callable[[str], None]) -> None:
+        """Stream the answer. Raises RequestError if the messages cannot be served."""
+        self._runner.run(self._stream_answer(messages, write))
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         self._runner.run(self._llm.close())
         self._runner.close()
 
-    async def _say(self, messages: Sequence[Message], write: Callable[[str], None]) -> None:
+    async def _stream_answer(
+        self, messages: Sequence[Message], write: Callable[[str], None]
+    ) -> None:
         async with aclosing(self._llm.chat(messages, self._sampling)) as deltas:
             async for delta in deltas:
                 if delta.error is not None:
@@ -92,10 +92,10 @@ class LocalSpeaker:
                 write(delta.text)
 
 
-class RemoteSpeaker:
-    """A model behind an OpenAI-compatible server. `model` empty: the first the server lists.
+class RemoteBackend:
+    """Use a model of an OpenAI-compatible server. `model` empty: the first the server lists.
 
-    Raises WorkerError where no such server answers.
+    Raises WorkerError if no such server answers.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RemoteSpeaker:
         self._shown_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
-            if not api_key.isascii() or not api_key.isprintable():  # and is not shown
+            if not api_key.isascii() or not api_key.isprintable():  # not shown in the message
                 raise InvalidParameter(
                     "the API key has characters that no HTTP header can hold; give it without "
                     "line breaks and in ASCII",
@@ -125,7 +125,7 @@ class RemoteSpeaker:
         self._sampling = dict(sampling)
         self.name = model or self._first_model()
 
-    def say(self, messages: Sequence[Message], write: Callable[[str], None]) -> None:
+    def stream_answer(self, messages: Sequence[Message], write: Callable[[str], None]) -> None:
         """Stream the answer. Raises RequestError, OverloadedError or WorkerError."""
         body = {
             "model": self.name,
@@ -142,7 +142,7 @@ class RemoteSpeaker:
                         write(text)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: connections are closed after each request."""
 
     def _first_model(self) -> str:
         with closing(self._connection()) as connection:
@@ -186,7 +186,7 @@ class RemoteSpeaker:
         return RequestError(message) if response.status < 500 else WorkerError(message)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a stream of server-sent events, up to [DONE]."""
+        """Yield the JSON objects of a stream of server-sent events, up to [DONE]."""
         try:
             for line in response:
                 field, _, value = line.decode(errors="replace").partition(":")
@@ -196,8 +196,12 @@ class RemoteSpeaker:
                     return
                 yield self._event(value)
         except (OSError, http.client.HTTPException) as error:
-            raise WorkerError(f"{self._shown_url} broke off ({error!r}); ask again") from error
-        raise WorkerError(f"{self._shown_url} broke off before the end of its answer; ask again")
+            raise WorkerError(
+                f"{self._shown_url} closed the stream early ({error!r}); try again"
+            ) from error
+        raise WorkerError(
+            f"{self._shown_url} closed the stream before the end of its answer; try again"
+        )
 
     def _event(self, value: str) -> dict[str, Any]:
         try:
@@ -209,5 +213,5 @@ class RemoteSpeaker:
         if event.get("error"):
             detail = event["error"]
             message = detail.get("message") if isinstance(detail, dict) else detail
-            raise StepRowError(f"the answer broke off: {message}")
+            raise StepRowError(f"the answer failed: {message}")
         return event
