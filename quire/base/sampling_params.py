@@ -309,6 +309,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def has_rare_steps(self) -> bool:
+        """Whether token choice needs a step that few requests ask for (RareParameters)."""
+        return _RARE_STEPS(self) != _RARE_STEPS_OFF
+
+    @property
     def ends_beams_by_text(self) -> bool:
         """Whether beams end by stop strings, so that whoever searches must read their text."""
         return self.use_beam_search and bool(self.stop)
@@ -450,3 +455,10 @@ def _check_beams(sampling: SamplingParams) -> None:
             "least 1, or leave beam search out",
             param="max_tokens",
         )
+
+
+_RARE_STEPS = attrgetter(
+    *("typical_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff", "xtc_probability"),
+    *("dry_multiplier", "no_repeat_ngram_size", "mirostat", "allowed_token_ids"),
+)
+_RARE_STEPS_OFF = _RARE_STEPS(SamplingParams())

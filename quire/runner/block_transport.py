@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.execute.executor import Executor, AsyncExecutor
+from quire.execute.executor import AsyncExecutor, Executor
 
 Bytes = NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ from quire.cache.tier_map import TierMap
 from quire.config.groups import CacheConfig
 from quire.config.machine import MachineMemory
 from quire.config.memory import mib
-from quire.execute.executor import Executor, AsyncExecutor
+from quire.execute.executor import AsyncExecutor, Executor
 from quire.runner.tier_mover import TierMover, num_buffers
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
