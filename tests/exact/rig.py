@@ -34,9 +34,9 @@ from quire.engine.core import EngineCore
 from quire.engine.stop_texts import StopTexts
 from quire.execute.executor import (
     PART_TOKENS,
+    AsyncExecutor,
     Executor,
     ExecutorOptions,
-    AsyncExecutor,
     LayeredExecutor,
     StepLimits,
 )
