@@ -182,3 +182,18 @@ class TokenChoice:
     top_logprobs: Float32s
     mus: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
     candidates: Candidates | None = None
+
+
+def ragged(parts: list[Int32s], rows: NDArray[np.intp], num_rows: int) -> tuple[Int32s, Int32s]:
+    """Return starts [num_rows + 1] and the concatenated values of a ragged array.
+
+    parts[i] belongs to row rows[i], in rising order; all other rows are empty. The cost depends on
+    the number of parts only.
+    """
+    starts = np.zeros(num_rows + 1, np.int32)
+    if not parts:
+        return starts, np.empty(0, np.int32)
+    lengths = np.zeros(num_rows, np.int32)
+    lengths[rows] = [len(part) for part in parts]
+    np.cumsum(lengths, out=starts[1:])
+    return starts, np.ascontiguousarray(np.concatenate(parts), np.int32)
