@@ -244,7 +244,11 @@ def test_older_added_tokens_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
-        ("merges.txt", "#version: 0.2\na b c\n", r"merges\.txt: line 2 is 'a b c'; expected: two tokens"),
+        (
+            "merges.txt",
+            "#version: 0.2\na b c\n",
+            r"merges\.txt: line 2 is 'a b c'; expected: two tokens",
+        ),
         ("merges.txt", "ab\n", r"merges\.txt: line 1"),
         ("merges.txt", "a q猫\n", r"line 1 merges 'a q猫', but vocab\.json has no"),
         ("merges.txt", b"\xff\xfe", r"merges\.txt: not UTF-8"),

@@ -277,7 +277,9 @@ def test_what_reaches_for_python_is_the_templates_fault(name: str) -> None:
         with pytest.raises(InvalidParameter, match="line 2, cannot render"):
             template.render(PLAIN)
     else:
-        with pytest.raises(TokenizerError, match="'default', line 2, does what a template must not"):
+        with pytest.raises(
+            TokenizerError, match="'default', line 2, does what a template must not"
+        ):
             template.render(PLAIN)
     assert PLAIN == [{"role": "user", "content": "Hi"}]
 

@@ -71,7 +71,10 @@ def test_card_and_fingerprint_tell_the_precision(folders: dict[str, Path]) -> No
     ("settings", "words"),
     [
         ({"quantization": "int3"}, "quantization is 'int3'; allowed: auto, none, int8, "),
-        ({"quantization": "int8", "head_precision": "q8_0"}, "head_precision: 'q8_0' is not a prec"),
+        (
+            {"quantization": "int8", "head_precision": "q8_0"},
+            "head_precision: 'q8_0' is not a prec",
+        ),
         ({"quantization": "int8", "keep": ["lm_head=none"]}, "'lm_head' matches no product of"),
         (
             {"quantization": "int8", "keep": ["head=bf16"]},
