@@ -84,9 +84,9 @@ async def encode(
     """
     engine, encoded = request.engine, request.engine.tokenizer.encode
     if keep_tokens is None:
-        least_tokens = engine.tokenizer.least_tokens(text)
-        if least_tokens + least_output > engine.card.max_model_len:
-            found = f"{len(text)} characters, so at least {least_tokens} tokens"
+        min_num_tokens = engine.tokenizer.min_num_tokens(text)
+        if min_num_tokens + least_output > engine.card.max_model_len:
+            found = f"{len(text)} characters, so at least {min_num_tokens} tokens"
             raise _too_long(engine, found, least_output, param)
     if len(text) <= _SHORT_CHARS:
         ids = encoded(text, add_special_tokens=add_special_tokens)
