@@ -82,7 +82,7 @@ def trace_streamed_chat(prompt: str = "Tell me a story.") -> list[EnteredFile]:
     Must run in the main thread: the server takes signals. Raises RuntimeError where the chat was
     not answered.
     """
-    from quire.api.http.server import run
+    from quire.api.server import run
     from quire.base.log import Log
     from quire.config.flags import engine_config
     from quire.config.groups import ServerConfig

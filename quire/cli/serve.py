@@ -131,7 +131,7 @@ def _serve(
     log = Log("server")
     listening, for_admins = sockets
     # Only now, while the engine's own imports run beside ours.
-    from quire.api.http.server import run as run_server
+    from quire.api.server import run as run_server
     from quire.engine.client.engine_client import EngineClient
 
     client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)

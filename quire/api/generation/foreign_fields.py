@@ -239,12 +239,12 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def same_json(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; unlike in Python, a boolean equals no number."""
+    """Return whether two JSON values are equal; unlike in Python, a boolean equals no number."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """Rows (field, what happens) of the whole table, in Markdown without its pipes."""
+    """Yield rows (field, treatment) of the whole table, in Markdown without pipes."""
     for name, path in SYNONYMS.items():
         yield f"`{name}`", f"read as `{'.'.join(path)}`"
     for name, kind in NO_EFFECT.items():

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.api.generation.choice_streams import Speeds, Timings
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.openai.dialect import error_type
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.base.log import LEVELS
@@ -349,7 +350,7 @@ def _without_docs(schema: Schema) -> Schema:
 
 def _error() -> Schema:
     shapes = [*SHAPES.values(), HEAD_TOO_LARGE]
-    types = sorted({shape.type for shape in shapes})
+    types = sorted({error_type(shape.status) for shape in shapes})
     codes = sorted({shape.code for shape in shapes if shape.code is not None})
     return _whole(
         error=_whole(

@@ -15,9 +15,8 @@ from typing import Any
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.fields import CHAT, GENERATE
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.generation.generate import STREAM_OPTIONS
+from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
-from quire.api.generation.scheduling_fields import MAX_SALT_CHARS
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
 
 
-class Document:
+class DocumentRoutes:
     """The two routes."""
 
     def __init__(self, serving: ServerState) -> None:
@@ -61,7 +61,7 @@ class Document:
     def _known(self) -> Known:
         from quire.api.openapi.field_schemas import Known
 
-        config, engine = self._serving.config, self._serving.loaded
+        config, engine = self._serving.config, self._serving.loaded_engine
         known = Known(
             max_output_tokens=config.max_output_tokens,
             warns_unknown=config.unknown_fields == "warn",
