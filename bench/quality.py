@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bench.data import outside
 from quire.bench.machine import machine_card
-from quire.execute.executor import ExecutorClass
+from quire.execute.executor import ExecutorClass, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import box_path, build_program, open_model
 from quire.program.batch import ForwardBatch
@@ -85,10 +85,10 @@ def next_logprobs(
     executor = _class_of(setting)(
         program,
         open_checkpoint(folder),
-        max_tokens=STORY_TOKENS,
-        max_samples=SLICE_ROWS,
-        max_sequences=1,
-        num_threads=1,
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=STORY_TOKENS, max_samples=SLICE_ROWS, max_sequences=1),
+            num_threads=1,
+        ),
     )
     executor.allocate_cache(STORY_TOKENS // BLOCK_SIZE + 1, BLOCK_SIZE)
 

@@ -1,8 +1,8 @@
-"""Writes what was measured, from committed results: the README's part, docs/measured.md, the tables
-of docs/simulate.md, a picture.
+"""Write the measured parts of the pages from committed results.
 
-`python -m bench.readme_table` rewrites them; `--check` exits 1 where a page is not current. No page
-has a figure that is not in a file under bench/results/.
+They are the README's chart and summary, docs/measured.md, the tables of docs/simulate.md, and the
+charts. `python -m bench.readme_table` rewrites them; `--check` exits 1 where a page is not current.
+No page has a number that is not in a file under bench/results/.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from bench.measured import peers
 from bench.measured.gpu_rows import card_text, gpu_rows, published_table
 from bench.measured.policy_table import policy_table
-from bench.measured.rows import HEADLINES, TOPICS
+from bench.measured.rows import TOPICS, start_text
 from quire.base.errors import SettingError
+from quire.bench.machine import LOAD_MARK, is_loaded
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -25,6 +27,18 @@ README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
 SCENES = ("policies-accelerator", "policies-cpu")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+CHART = "cpu-speed.png"
+CHART_TEXT = "Tokens per second of Quire and other engines on the same CPU"
+COLUMNS_OF_PROSE = 100
+# Results without times: a loaded machine cannot change them.
+TIMELESS = frozenset(
+    {"quality", "footprint", "policies-accelerator", "policies-piece"}
+    | {"forecast-accelerator", "forecast-cpu"}
+)
+FOOTNOTE = (
+    f"{LOAD_MARK} Measured while other work ran on the machine: times are upper bounds; ratios of "
+    "adjacent pairs stay comparable."
+)
 HEAD = ["| what | measured | goal |", "|---|---|---|"]
 
 PAGE_BEGINNING = Path(__file__).with_name("measured") / "page_beginning.md"
@@ -36,12 +50,12 @@ def _load(name: str) -> dict[str, Any] | None:
 
 
 def topic_rows() -> dict[str, list[str]]:
-    """Lines by topic, of the results there are."""
+    """Return table lines by topic, from the results on file."""
     found: dict[str, list[str]] = {}
     for topic, makers in TOPICS.items():
         results = {name: _load(name) for name in makers}
         lines = [
-            line
+            _marked(line) if name not in TIMELESS and is_loaded(result["machine"]) else line
             for name, rows_of in makers.items()
             if (result := results[name]) is not None
             for line in rows_of(result)
@@ -51,8 +65,14 @@ def topic_rows() -> dict[str, list[str]]:
     return found
 
 
+def _marked(line: str) -> str:
+    """Mark the first cell of a line measured on a loaded machine."""
+    first, rest = line.removeprefix("| ").split(" |", 1)
+    return f"| {first} {LOAD_MARK} |{rest}"
+
+
 def machine_text() -> str:
-    """The machine of the start-up figures, or none."""
+    """Return the machine of the start-up measurements, or an empty string."""
     result = _load("startup")
     if result is None:
         return ""
@@ -61,36 +81,53 @@ def machine_text() -> str:
 
 
 def table() -> str:
-    """The Markdown between the README's markers."""
+    """Return the Markdown between the README's markers."""
     told = peers.all_told(RESULTS)
-    lines = [line for found in topic_rows().values() for line in found]
-    short = [line for line in lines if line.startswith(HEADLINES)]
-    parts = [peers.short_table(told)] if told else []
-    parts += [[*HEAD, *short]] if short else []
-    if not parts:
+    if not told:
         return "Not yet measured."
-    whole = "All of it, with spreads and schemes: [docs/measured.md](docs/measured.md)."
-    return "\n\n".join("\n".join(part) for part in [*parts, [f"{machine_text()} {whole}".strip()]])
+    start = _load("startup")
+    return "\n".join(
+        [
+            f"![{CHART_TEXT}](bench/results/{CHART})",
+            "",
+            "Quire's tokens/s over those of the fastest other engine measured (llama.cpp, OpenVINO",
+            "GenAI, vLLM), with equal weights, prompts and threads:",
+            "",
+            *peers.summary(told),
+            "",
+            *([] if start is None else start_text(start)),
+            f"* {machine_text()} Every table, with spreads and missed goals:",
+            "  [docs/measured.md](docs/measured.md).",
+        ]
+    )
 
 
 def page() -> str:
-    """docs/measured.md, whole."""
+    """Return the text of docs/measured.md."""
     told = peers.all_told(RESULTS)
-    parts = [
-        PAGE_BEGINNING.read_text()
-        .rstrip()
-        .format(machine=machine_text(), sweeps=peers.sweeps_text(RESULTS))
-    ]
-    if told:
-        parts.append("\n".join(peers.long_table(told)))
+    beginning = PAGE_BEGINNING.read_text().rstrip()
+    words = {"machine": machine_text(), "sweeps": peers.sweeps_text(RESULTS)}
+    parts = [_wrapped(part.format(**words)) for part in beginning.split("\n\n")]
+    parts += peers.workload_tables(told)
     for topic, lines in topic_rows().items():
         parts += [f"## {topic}", "\n".join([*HEAD, *lines])]
     parts += _gpu_parts(_load("gpu-check"))
+    if any(LOAD_MARK in part for part in parts):
+        parts.append(_wrapped(FOOTNOTE))
     return "\n\n".join(parts) + "\n"
 
 
+def _wrapped(paragraph: str) -> str:
+    """Wrap a paragraph to the columns of prose; headings and images stay on their line."""
+    if paragraph.startswith(("#", "![")):
+        return paragraph
+    return textwrap.fill(
+        paragraph, COLUMNS_OF_PROSE, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _gpu_parts(result: dict[str, Any] | None) -> list[str]:
-    """What a card did, beside what others have published; without a result of one, that."""
+    """Return the GPU's results beside published ones, or that there are none."""
     lines = [] if result is None else gpu_rows(result)
     if result is None or not lines:
         return ["## On a GPU", "Not yet measured."]
@@ -98,18 +135,18 @@ def _gpu_parts(result: dict[str, Any] | None) -> list[str]:
         "## On a GPU",
         card_text(result),
         "\n".join([*HEAD, *lines]),
-        "Published by others, on other machines and by other means: where ours lies, not a race.",
+        "Published by others, on other machines and by other methods; not a direct comparison.",
         "\n".join(published_table()),
     ]
 
 
 def readme() -> str:
-    """The README with its part made anew."""
+    """Return the README with its measured part rewritten."""
     return _with_part(README, table())
 
 
 def simulate() -> str:
-    """docs/simulate.md with its tables made anew."""
+    """Return docs/simulate.md with its tables rewritten."""
     results = [result for name in SCENES if (result := _load(name)) is not None]
     return _with_part(SIMULATE, "\n\n".join(map(policy_table, results)) or "Not yet simulated.")
 
@@ -141,7 +178,7 @@ def _draw() -> None:
     told = peers.all_told(RESULTS)
     try:
         draw(told, RESULTS / "cpu-peers.png")
-        draw_speed(told, RESULTS / "cpu-speed.png", shape="qwen3-0.6b", precision="bf16")
+        draw_speed(told, RESULTS / CHART, shape="qwen3-0.6b", precision="bf16")
     except SettingError as error:
         print(error)
 

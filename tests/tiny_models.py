@@ -1,18 +1,19 @@
-"""Tiny random checkpoints with awkward shapes, and all a server needs beside the weights.
+"""Write tiny random checkpoints with odd shapes, and all files a server needs beside the weights.
 
     path = write_tiny_llama(tmp_path, seed=3, dtype="bf16", num_key_value_heads=5)
     path = write_tiny(tmp_path, {"architectures": ["GPT2LMHeadModel"], ...}, seed=3)
 
 Keyword arguments are config.json keys; None drops a key. The default shape is odd on purpose:
 hidden 60, 5 heads of 16 (not 12) over 1 KV head, inner width 97, vocabulary 307, tied False.
-The folder gets config.json, generation_config.json, model.safetensors (or shards and an index),
-and, where the vocabulary has at least 261 ids, a byte-level tokenizer.json and a
+The directory gets config.json, generation_config.json, model.safetensors (or shards and an index),
+and, if the vocabulary has at least 261 ids, a byte-level tokenizer.json and a
 tokenizer_config.json with a chat template. The same arguments always give the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from quire.program.tensors import DType
 from tests.safetensors_writer import write_safetensors
 
 BOS_ID, EOS_ID = 0, 1
+MAX_DRAWN = 1 << 20  # values of one tensor; a larger one repeats them
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MERGES = (
     "Ġ t", "h e", "Ġ a", "i n", "r e", "o n", "Ġt he", "e r", "Ġ s", "a t", "Ġ w", "n d", "o r",
@@ -78,7 +80,8 @@ def tiny_tensors(config: Mapping[str, Any], seed: int) -> dict[str, NDArray[np.f
     queries, keys = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
 
     def draw(*shape: int, scale: float, centre: float = 0.0) -> NDArray[np.float32]:
-        return (centre + scale * rng.standard_normal(shape)).astype(np.float32)
+        drawn = centre + scale * rng.standard_normal(min(math.prod(shape), MAX_DRAWN))
+        return np.resize(drawn.astype(np.float32), shape)
 
     tensors = {"model.embed_tokens.weight": draw(config["vocab_size"], hidden, scale=1.0)}
     for layer in range(config["num_hidden_layers"]):

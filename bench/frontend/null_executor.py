@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.machine import MachineMemory, machine_memory
-from quire.execute.executor import ExecutorMemory
+from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
 from quire.program.batch import ForwardBatch
 from quire.program.program import Program
-from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
@@ -96,7 +95,7 @@ class NullExecutor:
 
 
 class NullExecutorClass:
-    """An ExecutorClass whose executors have steps of `step_s`."""
+    """An ExecutorClass of executors with steps of `step_s`."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -104,7 +103,7 @@ class NullExecutorClass:
     def check_program(self, program: Program) -> None:
         """Any program: none is run."""
 
-    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """As little as the sums allow."""
         return ExecutorMemory(weights_bytes=1, step_bytes=1, token_bytes=1)
 
@@ -124,7 +123,5 @@ class NullExecutorClass:
         """As many as a fast machine's."""
         return _STEP_TOKENS
 
-    def __call__(
-        self, program: Program, checkpoint: Any, *, max_samples: int, **_: Any
-    ) -> NullExecutor:
-        return NullExecutor(program, max_samples=max_samples, step_s=self._step_s)
+    def __call__(self, program: Program, checkpoint: Any, options: ExecutorOptions) -> NullExecutor:
+        return NullExecutor(program, max_samples=options.limits.max_samples, step_s=self._step_s)

@@ -14,12 +14,12 @@ from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.limits import device_limits
 from bench.gpu.models import program_of
 from bench.gpu.stage import Stage
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.attention_steps import AttentionSteps, num_programs
 from quire.execute.gpu.kernels.attention import attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.step_buffers import StepBuffers
 from quire.program.ops import Attention
-from quire.program.tensors import Rows
 
 
 def decode(stage: Stage) -> None:
@@ -104,10 +104,8 @@ def _work(
     columns = columns_for(counts[0] + starts[0])
     batch = batch_of(counts, starts, columns=columns, vocab_size=program.vocab_size, samples=False)
     tokens = len(batch.token_ids)
-    max_rows = {Rows.TOKENS: tokens, Rows.SAMPLES: 1, Rows.SEQUENCES: len(counts)}
-    steps = AttentionSteps(
-        program, max_rows=max_rows, exact=exact, programs=num_programs(stage.device)
-    )
+    limits = StepLimits(max_tokens=tokens, max_samples=1, max_sequences=len(counts))
+    steps = AttentionSteps(program, limits=limits, exact=exact, programs=num_programs(stage.device))
     steps.allocate(stage.device)
     buffers = StepBuffers(
         max_tokens=tokens,

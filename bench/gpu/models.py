@@ -16,6 +16,7 @@ import torch
 
 from bench.gpu import absent
 from bench.gpu.stage import Stage
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, Loaded
@@ -24,7 +25,7 @@ from quire.program.declarations import Weight, WeightForm
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
-from quire.program.tensors import DType, Rows
+from quire.program.tensors import DType
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,11 +163,9 @@ def executor_of(
         weights or random_weights(program, stage.device),
         device=stage.device,
         exact=exact,
-        max_rows={
-            Rows.TOKENS: max_tokens,
-            Rows.SAMPLES: max_sequences,
-            Rows.SEQUENCES: max_sequences,
-        },
+        limits=StepLimits(
+            max_tokens=max_tokens, max_samples=max_sequences, max_sequences=max_sequences
+        ),
         kernels=True,
         stream=stage.stream,
         capture=absent.captured if stage.is_rehearsal else capture_of(stage.device),

@@ -20,6 +20,7 @@ from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.integers import integers
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.device import choose, look
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.load import Loaded
@@ -156,7 +157,7 @@ def _on_host(program: Program, of: TorchExecutor) -> TorchExecutor:
         Loaded(moved, few),
         device=torch.device("cpu"),
         exact=False,
-        max_rows={Rows.TOKENS: SEQUENCES * DEPTH, Rows.SAMPLES: 16, Rows.SEQUENCES: 16},
+        limits=StepLimits(max_tokens=SEQUENCES * DEPTH, max_samples=16, max_sequences=16),
     )
     plain.allocate_cache(SEQUENCES * columns_for(DEPTH + 1), 16)
     return plain

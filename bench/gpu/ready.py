@@ -21,6 +21,7 @@ from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.models import LLAMA, TINY, executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.engine.assembly.precision import with_precision
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.step_sizes import Size
@@ -60,9 +61,13 @@ def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, Any]:
     executor = TorchExecutorClass(stage.device)(
         program,
         open_checkpoint(folder),
-        max_tokens=16 if stage.is_dry else STEP_TOKENS,
-        max_samples=sequences,
-        max_sequences=sequences,
+        ExecutorOptions(
+            limits=StepLimits(
+                max_tokens=16 if stage.is_dry else STEP_TOKENS,
+                max_samples=sequences,
+                max_sequences=sequences,
+            )
+        ),
     )
     sizes = executor.sizes
     columns = columns_for(max(sizes.mixed, default=1))

@@ -1,18 +1,19 @@
-"""What each policy does at each speed, from a comparison made by `python -m bench.policies table`.
+"""The tables of docs/simulate.md, from a comparison made by `python -m bench.policies table`.
 
-Knows the JSON of quire/sim/compare.py and Markdown. Means of latency are read where nothing is
-refused early (`open_ended`), goodput and first tokens where it may be.
+Reads the JSON of quire/sim/compare.py. Mean latencies are of runs without early rejection
+(`open_ended`), goodput and first tokens of runs with it.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 HEAD = [
-    "| speed | offered | goodput: first come | `sjf` | mean latency, nothing refused: first come "
-    "| `sjf` | a light tenant's p99 of the first token beside a flood, times alone: first come "
-    "| `fair` |",
+    "| speed | offered | goodput, `fcfs` | goodput, `sjf` | mean latency without rejection, `fcfs` "
+    "| the same, `sjf` | light tenant's p99 TTFT beside a flood over alone, `fcfs` "
+    "| the same, `fair` |",
     "|---|---|---|---|---|---|---|---|",
 ]
 
@@ -20,16 +21,16 @@ Runs = Mapping[tuple[str, float], Mapping[str, Any]]
 
 
 def policy_table(result: Mapping[str, Any]) -> str:
-    """A line for each speed, under what was simulated."""
+    """Return a title with the simulated scene, and a table with a line per speed."""
     runs, open_ended = _by_policy(result["runs"]), _by_policy(result["open_ended"]["runs"])
     speeds = sorted({speed for policy, speed in runs if policy == "fcfs"})
     lines = [_line(speed, runs, open_ended) for speed in speeds]
     settings, goals = result["settings"], result["settings"]["goals"]
     title = (
-        f"{result['scene']}; the first {settings['num_requests']:,} requests, first token within "
-        f"{goals['ttft_s']:g} s and {1e3 * goals['tpot_s']:g} ms for each after it:"
+        f"{result['scene']}; the first {settings['num_requests']:,} requests; goals: first token "
+        f"within {goals['ttft_s']:g} s and {1e3 * goals['tpot_s']:g} ms per token after it:"
     )
-    return "\n".join([title, "", *HEAD, *lines])
+    return "\n".join([textwrap.fill(title, 100), "", *HEAD, *lines])
 
 
 def _by_policy(runs: list[Mapping[str, Any]]) -> Runs:

@@ -1,7 +1,7 @@
-"""Lines of the table of measured things, from the results under bench/results/.
+"""Table lines of docs/measured.md, from the results under bench/results/.
 
-Knows the shape of each result and nothing of pages. Always holds: a line's figures are all of one
-result file, and what has no file has no line.
+Reads the results and knows no page. Always holds: the numbers of a line come from one result file,
+and a result without a file has no line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,26 @@ from bench.measured.service_rows import (
     soak_rows,
     structured_rows,
 )
+from quire.bench.machine import is_loaded
+
+
+def start_text(result: dict[str, Any]) -> list[str]:
+    """Return the README's lines on start-up time and installed size."""
+    starts = {start["model"]: start["first_token_s"] for start in result["starts"]}
+    loaded = "; upper bounds" if is_loaded(result["machine"]) else ""
+    lines = [
+        "* Process start to first streamed token: "
+        f"{starts['box']:.2f} s (built-in model), {starts['qwen3-0.6b']:.2f} s (0.6B bf16){loaded}"
+    ]
+    if "installed_mb" in result:
+        lines.append(f"* Installed with all dependencies: {result['installed_mb']:.0f} MB")
+    return lines
 
 
 def _startup_rows(result: dict[str, Any]) -> list[str]:
     starts = {start["model"]: start for start in result["starts"]}
-    told = {
-        "model in the box": ("box",),
+    cases = {
+        "built-in model": ("box",),
         "0.6B bf16, random weights, page cache; with `--pack-cache`": (
             "qwen3-0.6b",
             "qwen3-0.6b, packed before",
@@ -35,7 +49,7 @@ def _startup_rows(result: dict[str, Any]) -> list[str]:
     rows = [
         f"| process start to first streamed token, {what} | "
         f"{seconds(names, 'first_token_s', 2)} | {seconds(names, 'goal_first_token_s', 1)} |"
-        for what, names in told.items()
+        for what, names in cases.items()
     ]
     if "installed_mb" in result:
         rows.append(
@@ -56,11 +70,11 @@ def _scheduler_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _frontend_rows(result: dict[str, Any]) -> list[str]:
-    """Of the server and engine processes together, beside an empty app on the same server."""
+    """Return the CPU time of server and engine, beside an empty app on the same HTTP server."""
     flat, paced, asked = (result[part] for part in ("flat_out", "paced", "requests"))
     return [
-        f"| front end, {result['streams']} streams, a model that takes no time: CPU a streamed "
-        f"token flat out, at {1000 / paced['step_ms']:.0f} steps/s, and a request | "
+        f"| front end, {result['streams']} streams, a model that takes no time: CPU time per "
+        f"streamed token at full speed, at {1000 / paced['step_ms']:.0f} steps/s; per request | "
         f"{flat['quire']['us_per_token']:.0f} us, {paced['quire']['us_per_token']:.0f} us, "
         f"{asked['quire']['us_per_request']:.0f} us (empty app: "
         f"{flat['floor']['us_per_token']:.0f}, {paced['floor']['us_per_token']:.0f}, "
@@ -70,14 +84,14 @@ def _frontend_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _beside(result: dict[str, Any]) -> str:
-    """The servers with a model that computes: a streamed token and a request of each."""
-    told = [
+    """Return CPU time per streamed token and per request of servers with a real model."""
+    shown = [
         f"{name} {found['streamed']['us_per_token']:.0f}, "
         f"{found['requests']['us_per_request']:.0f} us"
         for name, found in result.get("with_a_model", {}).items()
         if isinstance(found, dict) and "streamed" in found
     ]
-    return f"; with the model in the box, its compute included: {'; '.join(told)}" if told else ""
+    return f"; with the built-in model, compute included: {'; '.join(shown)}" if shown else ""
 
 
 def _memory_rows(result: dict[str, Any]) -> list[str]:
@@ -92,23 +106,23 @@ def _memory_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _footprint_rows(result: dict[str, Any]) -> list[str]:
-    """Memory of a serving engine over what it has to hold."""
+    """Return the memory of an engine process over its weights and KV cache."""
     return [
         f"| memory of the engine's process, {one['shape']} in {one['precision']}, KV for "
-        f"{one['kv_tokens']:,} tokens, all used: over weights + KV "
-        f"({one['planned_bytes'] / 1e6:,.0f} MB), files that are only mapped apart "
+        f"{one['kv_tokens']:,} tokens, all used, over weights + KV "
+        f"({one['planned_bytes'] / 1e6:,.0f} MB); mapped files not counted "
         f"| {one['ratio']:.2f}x; with the API's {one['server_ratio']:.2f}x | {one['goal']}x |"
         for one in result["footprints"]
     ]
 
 
 def _sharing_rows(result: dict[str, Any]) -> list[str]:
-    """Prompts that begin alike, and what finding their blocks costs."""
+    """Return what shared prefixes save and what looking them up costs."""
     most = max(case["ratio"] for case in result["sharing"])
     cost = max(result["microseconds"]["digests_and_match_us"].values())
     return [
         f"| 16 requests with 1,024 tokens in common: prompt tokens computed | "
-        f"{100 * most:.1f} % of those apart | 12.5 % |",
+        f"{100 * most:.1f} % of those without sharing | 12.5 % |",
         f"| hashing and matching a block of 16 tokens | {cost:.2f} us | 2 us |",
         *(
             f"| time with a prefix cache over without, where nothing is shared "
@@ -124,7 +138,7 @@ def _percent(size: dict[str, Any]) -> str:
 
 
 def _belady_row(replay: dict[str, Any]) -> str:
-    """Hits of the prefix cache beside the best that any rule could find, and beside LRU."""
+    """Return prefix hits beside those of the optimal policy (Belady) and of LRU."""
     sizes = replay["sizes"]
     shares = [size["of_belady"]["quire"] for size in sizes]
     below = [size for size in sizes if size["hits"]["quire"] < size["hits"]["lru"]]
@@ -135,7 +149,7 @@ def _belady_row(replay: dict[str, Any]) -> str:
     return (
         f"| prefix hits ({replay['trace']}, pools of {_percent(sizes[0])} to {_percent(sizes[-1])} "
         f"% of the distinct blocks): share of Belady's, "
-        f"sizes below plain LRU | {min(shares):.2f} to {max(shares):.2f}; "
+        f"pool sizes with fewer hits than LRU | {min(shares):.2f} to {max(shares):.2f}; "
         f"{f'{len(below)} of {len(sizes)} ({worst})' if below else 'none'} | 0.95; none |"
     )
 
@@ -144,8 +158,8 @@ def _preemption_rows(result: dict[str, Any]) -> list[str]:
     kept, sooner = result["summary"]["w3"], result["summary"]["long"]
     return [
         f"| 16 requests at once, KV for 4 of them: throughput, all finished and exact | "
-        f"{100 * kept['cut_of_uncut']:.0f} % of that with room for all | 60 % |",
-        f"| long conversations in turn, KV for 2.5 of 6: a disk tier against computing again | "
+        f"{100 * kept['cut_of_uncut']:.0f} % of that with KV for all | 60 % |",
+        f"| long conversations in turn, KV for 2.5 of 6: a disk tier over recomputation | "
         f"{sooner['tier_of_cut']:.2f}x | 1.2x |",
     ]
 
@@ -154,17 +168,17 @@ def _tier_rows(result: dict[str, Any]) -> list[str]:
     summary = result["summary"]
     return [
         f"| first token of a 4,096-token prefix after a restart, from the disk tier, {name} | "
-        f"{summary[key]['times_sooner']:.1f}x sooner than computed | 5x |"
+        f"{summary[key]['times_sooner']:.1f}x faster than computing it | 5x |"
         for key, name in (("warm", "page cache warm"), ("dropped", "page cache dropped"))
     ]
 
 
 def _interference_rows(result: dict[str, Any]) -> list[str]:
-    """Of each shape and length of prompt that was run."""
+    """Return the effect of a long prompt on running answers, by shape and length."""
     return [
-        f"| a prompt of {int(prompt):,} beside {beside} decoding ({shape}): their p99 between "
-        f"tokens, its first token | {entry['p99_over_median_before']:.1f}x their median before, "
-        f"{entry['ttft_over_alone']:.1f}x alone | 2x, 3x |"
+        f"| a prompt of {int(prompt):,} beside {beside} decoding ({shape}): p99 between their "
+        f"tokens; time to its first token | {entry['p99_over_median_before']:.1f}x their median "
+        f"before; {entry['ttft_over_alone']:.1f}x that alone | 2x, 3x |"
         for name, entry in result["summaries"].items()
         for shape, _, rest in (name.partition(", "),)
         for prompt, _, beside in (rest.partition(" beside "),)
@@ -172,7 +186,7 @@ def _interference_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _scaling_rows(result: dict[str, Any]) -> list[str]:
-    """What a second thread and continuous batching bring, and Python's share."""
+    """Return the gain of a second thread and of continuous batching, and Python's share."""
     median = result["batching"]["median"]
     rates = {mode: float(median[mode]["total_tokens_per_s"]) for mode in median}
     return [
@@ -185,8 +199,10 @@ def _scaling_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _serving_rows(result: dict[str, Any]) -> list[str]:
-    """Goodput at each server's knee, Quire's over the best peer's; where no peer served nine in
-    ten in time at any rate, what the lowest rate was and how long they took."""
+    """Return goodput at each server's knee, and Quire's over the best peer's.
+
+    If no peer met the objective at any rate, return the peers' times at their lowest rate.
+    """
     engines = result["engines"]
     knees = {name: entry["knee"] for name, entry in engines.items() if entry["knee"] is not None}
     if "quire" not in knees or len(engines) < 2:
@@ -195,21 +211,21 @@ def _serving_rows(result: dict[str, Any]) -> list[str]:
     peers = {name: float(knee["goodput_per_s"]) for name, knee in knees.items() if name != "quire"}
     if peers:
         best = max(peers, key=lambda name: peers[name])
-        told = f"{best} {peers[best]:.2f}: {ours / peers[best]:.2f}x"
+        beside = f"{best} {peers[best]:.2f}: {ours / peers[best]:.2f}x"
     else:
-        told = "of no other server any rate: " + ", ".join(
+        beside = "no peer met the objective at any rate: " + ", ".join(
             f"{name} {_pace(entry['rates'][0])}"
             for name, entry in engines.items()
             if name != "quire" and entry["rates"]
         )
     return [
-        "| 0.6B bf16 over HTTP, rising rates: good requests a second where nine in ten have their "
-        f"first token within 2 s, others within 100 ms | {ours:.2f}; {told} | 1.5x |"
+        "| 0.6B bf16 over HTTP, rising rates: highest goodput (requests/s) with 90 % of first "
+        f"tokens within 2 s and of token gaps within 100 ms | {ours:.2f}; {beside} | 1.5x |"
     ]
 
 
 def _pace(rate: dict[str, Any]) -> str:
-    """Of half of the requests at a rate."""
+    """Return the median times at a rate."""
     return (
         f"{rate['ttft_s']['p50']:.1f} s and {1000 * rate['tpot_s']['p50']:.0f} ms at "
         f"{rate['offered_per_s']:.2f}/s"
@@ -217,7 +233,7 @@ def _pace(rate: dict[str, Any]) -> str:
 
 
 def _quality_rows(result: dict[str, Any]) -> list[str]:
-    """Perplexity and divergence of the settings that have a goal, and of fp8, which has none."""
+    """Return perplexity and divergence of the settings with a goal, and of fp8, which has none."""
     rows = []
     for model in ("stories260K", "box"):
         for entry in result[model]["settings"]:
@@ -232,7 +248,7 @@ def _quality_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
-# Result files, by the topic their lines stand under, each with what makes lines of it.
+# Result files by topic, each with the function that turns it into lines.
 TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = MappingProxyType(
     {
         "Start and size": {"startup": _startup_rows},
@@ -244,7 +260,7 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "interference": _interference_rows,
             "soak": soak_rows,
         },
-        "Policies and forecasts": {
+        "Scheduling policies and predictions": {
             "policies-accelerator": policy_rows,
             "policies-piece": piece_rows,
             "forecast-accelerator": forecast_rows,
@@ -258,20 +274,6 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "memory": _memory_rows,
             "footprint": _footprint_rows,
         },
-        "Quality of weights in few bits": {"quality": _quality_rows},
+        "Quality of quantized weights": {"quality": _quality_rows},
     }
-)
-
-# What the README tells of all this: lines that begin so.
-HEADLINES = (
-    "| process start to first streamed token",
-    "| installed, with",
-    "| 0.6B bf16 over HTTP",
-    "| schedule + update, 256",
-    "| front end",
-    "| 16 requests at once, KV for 4",
-    "| first token of a 4,096-token prefix after a restart, from the disk tier, page cache warm",
-    "| 32 requests, 16 at once: continuous",
-    "| int8 against f32, box",
-    "| int4-g32 against f32, box",
 )

@@ -1,29 +1,28 @@
-"""Lines about grammars, policies, forecasts and long service, from files of bench/results/.
+"""Table lines on grammars, policies, predictions and the soak test, from bench/results/.
 
-Knows the shape of each result and nothing of pages. Always holds: a goal that was missed stands
-beside what was measured like any other.
+Reads the results and knows no page. Always holds: a missed goal is shown like any other.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_VOCABULARIES = {"box": "the box", "llama3": "Llama 3", "qwen": "Qwen"}
+_VOCABULARIES = {"box": "built-in model", "llama3": "Llama 3", "qwen": "Qwen"}
 FORECAST_GOAL = "0.75 to 1.25"
 
 
 def structured_rows(result: dict[str, Any]) -> list[str]:
-    """Grammars compiled, compiling and masks by vocabulary, and what jumping ahead brings."""
+    """Return compile and mask times by vocabulary, valid answers, and the gain of forced tokens."""
     goals, answers = result["goals"], result["answers"]
-    told = [
+    named = [
         (f"{_VOCABULARIES.get(name, name)}, {one['tokens']:,} tokens", one)
         for name, one in result["vocabularies"].items()
     ]
     rows = []
-    for name, one in told:
+    for name, one in named:
         compiled, masks = one["compile_ms"], one["mask_us"]
         rows += [
-            f"| JSON schemas that compile ({name}, {one['schemas']:,} schemas); p50, p99 of it "
+            f"| JSON schemas that compile ({name}, {one['schemas']:,} schemas); p50, p99 "
             f"| {100 * one['compiled']:.1f} %; {compiled['p50']:.2f} ms, {compiled['p99']:.2f} ms "
             f"| {100 * goals['compiled']:.0f} %; {goals['compile_p50_ms']:.0f} ms |",
             f"| token mask of a row ({name}): p50, p99 | {masks['p50']:.0f} us, "
@@ -32,16 +31,16 @@ def structured_rows(result: dict[str, Any]) -> list[str]:
         ]
     jumps = result["jump_ahead"]
     rows += [
-        f"| answers under random schemas that are valid | {answers['valid']:,} of "
+        f"| valid answers under random schemas | {answers['valid']:,} of "
         f"{answers['answers']:,} | all |",
-        f"| tokens that must follow, all in one step: against step by step | {jumps['gain']:.2f}x, "
+        f"| forced tokens in one step, over step by step | {jumps['gain']:.2f}x, "
         f"{jumps['jumping']['steps']} steps for {jumps['jumping']['tokens']:,} tokens | 1x |",
     ]
     return rows
 
 
 def policy_rows(result: dict[str, Any]) -> list[str]:
-    """The goals that the simulator's table is held against."""
+    """Return the simulator's goals with what was found."""
     scene = result["scene"].split(";")[0]
     return [
         f"| simulated ({scene}): {goal['what']} | {goal['found']} | {goal['wanted']} |"
@@ -50,21 +49,21 @@ def policy_rows(result: dict[str, Any]) -> list[str]:
 
 
 def piece_rows(result: dict[str, Any]) -> list[str]:
-    """The simulator beside the real engine."""
+    """Return how far the simulator agrees with the real engine."""
     settings, agreement = result["settings"], result["agreement"]
-    ranks = "the same" if agreement["same_ranks"] else "another"
+    ranks = "equal" if agreement["same_ranks"] else "different"
     shorter = settings["shorter"]
     lengths = "" if shorter == 1 else f" lengths over {shorter:.0f},"
     return [
         f"| {settings['num_requests']} requests of {settings['seconds']:.0f} s of a trace at "
         f"{settings['speed']:g} of its pace,{lengths} on the real engine and simulated "
-        f"({', '.join(result['runs'])}): order of the policies; most that a mean latency differs "
-        f"| {ranks}; {100 * agreement['most_off']:.0f} % | the same; 15 % |"
+        f"({', '.join(result['runs'])}): order of the policies; largest difference in mean latency "
+        f"| {ranks}; {100 * agreement['most_off']:.0f} % | equal; 15 % |"
     ]
 
 
 def forecast_rows(result: dict[str, Any]) -> list[str]:
-    """Foretold over actual time to the first token, medians of all speeds, by policy."""
+    """Return predicted over actual time to first token, by policy: medians of all speeds."""
     scene = result["scene"].split(";")[0]
     rows = []
     for policy in dict.fromkeys(run["policy"] for run in result["runs"]):
@@ -74,8 +73,8 @@ def forecast_rows(result: dict[str, Any]) -> list[str]:
         highest = max(run["ratio_p10_p50_p90"][2] for run in runs)
         wrongly = max(run["refused_wrongly_share"] for run in runs)
         rows.append(
-            f"| first token foretold over actual ({scene}; {policy}, {len(runs)} speeds): medians, "
-            f"10th to 90th percentile; refused wrongly at most | {min(medians):.2f} to "
+            f"| predicted over actual time to first token ({scene}; {policy}, {len(runs)} speeds): "
+            f"medians, 10th to 90th percentile; wrongly rejected at most | {min(medians):.2f} to "
             f"{max(medians):.2f}, {lowest:.2f} to {highest:.2f}; {100 * wrongly:.1f} % "
             f"| {FORECAST_GOAL} |"
         )
@@ -83,7 +82,7 @@ def forecast_rows(result: dict[str, Any]) -> list[str]:
 
 
 def soak_rows(result: dict[str, Any]) -> list[str]:
-    """What a thousand callers leave behind."""
+    """Return wrong answers of the soak test and the resources held after it."""
     before, rounds, done = result["before"], result["after_rounds"], result["done"]
     held = ("open_requests", "engine_requests", "blocks", "tasks", "descriptors")
     kept = sum(abs(rounds[-1][name] - before[name]) for name in held)
@@ -93,9 +92,9 @@ def soak_rows(result: dict[str, Any]) -> list[str]:
     )
     others = sum(count for name, count in done.items() if name not in ("good", "whole"))
     return [
-        f"| {result['streams']:,} callers at once for {result['minutes']:.0f} minutes: wrong among "
-        f"{done['good'] + done['whole']:,} answers, beside {others:,} that vanish, stall or are "
-        f"rubbish | {len(result['wrong'])} | 0 |",
-        f"| requests, blocks, tasks and descriptors held afterwards; memory after the first and "
-        f"the last of {len(rounds)} rounds | {kept} more than before; {memory} | 0 more |",
+        f"| {result['streams']:,} clients at once for {result['minutes']:.0f} minutes: wrong among "
+        f"{done['good'] + done['whole']:,} answers, beside {others:,} that disconnect, stall or "
+        f"are malformed | {len(result['wrong'])} | 0 |",
+        f"| requests, blocks, tasks and descriptors in use afterwards; memory after the first "
+        f"and the last of {len(rounds)} rounds | {kept} more than before; {memory} | 0 more |",
     ]

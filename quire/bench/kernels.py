@@ -38,7 +38,7 @@ from quire.bench.reading import ReadProbe
 from quire.bench.report import result
 from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.obs.report import Progress, table
@@ -370,10 +370,10 @@ def _executor(
     return make(
         program,
         MadeUpTensors(program),
-        max_tokens=rows,
-        max_samples=rows,
-        max_sequences=rows,
-        num_threads=threads,
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=rows, max_samples=rows, max_sequences=rows),
+            num_threads=threads,
+        ),
     )
 
 

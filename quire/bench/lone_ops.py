@@ -151,7 +151,6 @@ class MadeUpTensors:
         return ""
 
     def tensor(self, name: str) -> StoredTensor:
-        """The tensor."""
         values = self._values(name)
         raw = values.reshape(-1).view(np.uint8)
         return StoredTensor(name=name, dtype="f32", shape=values.shape, raw=raw)

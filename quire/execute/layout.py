@@ -1,4 +1,4 @@
-"""Where each buffer of a program lies in one arena: areas are reused once nobody reads them.
+"""Where each buffer of a program lies in one arena: areas are reused after their last reader.
 
 A pass over the operations in order; a buffer lives from its first use to its last. Always holds:
 buffers alive at the same operation never overlap, and what a later segment reads (or the program
@@ -7,11 +7,12 @@ names as an output) stays until the next step. Knows no executor's memory, only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.execute.executor import StepLimits
 from quire.program.program import Program
-from quire.program.tensors import Buffer, Rows
+from quire.program.tensors import Buffer
 
 ALIGNMENT_BYTES = 64
 
@@ -34,8 +35,8 @@ class Layout:
     arena_bytes: int
 
 
-def lay_out(program: Program, max_rows: Mapping[Rows, int]) -> Layout:
-    """Places for all buffers of `program`, for steps of at most `max_rows`."""
+def lay_out(program: Program, limits: StepLimits) -> Layout:
+    """Places for all buffers of `program`, for steps of at most `limits`."""
     lifetimes = _lifetimes(program)
     order = sorted(range(len(program.buffers)), key=lambda index: lifetimes[index][0])
     places: dict[int, Place] = {}
@@ -46,7 +47,7 @@ def lay_out(program: Program, max_rows: Mapping[Rows, int]) -> Layout:
         alive = [area for area in alive if area[2] >= first]
         buffer = program.buffers[index]
         stride = _stride(buffer)
-        num_bytes = stride * buffer.dtype.itemsize * max_rows[buffer.rows]
+        num_bytes = stride * buffer.dtype.itemsize * limits.rows(buffer.rows)
         offset = _lowest_gap(alive, num_bytes)
         alive.append((offset, offset + num_bytes, last))
         alive.sort()
@@ -54,7 +55,7 @@ def lay_out(program: Program, max_rows: Mapping[Rows, int]) -> Layout:
         places[index] = Place(
             offset_bytes=offset,
             stride=stride,
-            max_rows=max_rows[buffer.rows],
+            max_rows=limits.rows(buffer.rows),
             num_bytes=num_bytes,
         )
     return Layout(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,14 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
-from quire.execute.executor import HEAD_ROWS, PART_ROWS, PART_TOKENS, ExecutorMemory, Progress
+from quire.execute.executor import (
+    HEAD_ROWS,
+    PART_LIMITS,
+    PART_TOKENS,
+    ExecutorMemory,
+    ExecutorOptions,
+    StepLimits,
+)
 from quire.execute.layout import lay_out
 from quire.execute.native_ops import encode, encode_view
 from quire.execute.packing import load
@@ -34,7 +42,6 @@ from quire.sampling.native_scoring import score
 from quire.sampling.scoring import ScoreBatch, Scores
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.pack_cache import PackCache
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
@@ -54,9 +61,9 @@ ROW_CODES: Mapping[Rows, int] = MappingProxyType(
 
 
 class NativeExecutor:
-    """An Executor (see executor.py). max_tokens, max_samples, max_sequences bound a step.
+    """An Executor (see executor.py).
 
-    pack_cache: where packed weights are kept, and found. isa: an instruction set by name; empty
+    isa: an instruction set by name; empty
     takes QUIRE_ISA, else the machine's best. poison fills buffers with NaN before each run, for
     tests. Raises WeightsError where the checkpoint is not what the program needs, CapacityError
     where memory does not suffice, SettingError for an instruction set this machine does not have.
@@ -68,39 +75,28 @@ class NativeExecutor:
         self,
         program: Program,
         checkpoint: Checkpoint,
+        options: ExecutorOptions,
         *,
-        max_tokens: int,
-        max_samples: int,
-        max_sequences: int,
-        num_threads: int = 1,
-        progress: Progress | None = None,
-        pack_cache: PackCache | None = None,
         isa: str = "",
         poison: bool = False,
     ) -> None:
         self.check_program(program)
         binding = bind(program, checkpoint)
         try:
-            self.pool = _native.Pool(num_threads, isa=isa)
+            self.pool = _native.Pool(options.num_threads, isa=isa)
         except RuntimeError as error:  # its words name the instruction sets, or the threads
             raise SettingError(str(error)) from error
         self.recipe: str = self.pool.isa
         self._program = program
-        self._max_samples = max_samples
         self._ropes = [RopeTable(spec) for spec in program.ropes]
-        max_rows = {
-            Rows.TOKENS: max_tokens,
-            Rows.SAMPLES: max_samples,
-            Rows.SEQUENCES: max_sequences,
-        }
         try:
-            self._native = _place_buffers(program, max_rows, self.pool)
-            packed = load(program, binding, self.pool, progress, pack_cache)
+            self._native = _place_buffers(program, options.limits, self.pool)
+            packed = load(program, binding, self.pool, options.progress, options.pack_cache)
         except MemoryError as error:
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
-                f"{max_tokens} tokens do not fit into memory; lower max_num_batched_tokens or "
-                "take a smaller model"
+                f"{options.limits.max_tokens} tokens do not fit into memory; lower "
+                "max_num_batched_tokens or take a smaller model"
             ) from error
         self.weights_digest, self.coarse_rows = packed.digest, packed.coarse_rows
         for segment in SEGMENTS:
@@ -109,7 +105,7 @@ class NativeExecutor:
             )
         self._native.set_poison(poison)
         self.num_layers: int = self._native.num_layers(TRUNK)
-        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
+        self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
         self._outputs: dict[tuple[str, int], NDArray[Any]] = {}
         self._pool_bytes = _NO_POOL
 
@@ -142,7 +138,7 @@ class NativeExecutor:
         self._pool_bytes = used.reshape(*shape, block_layer_bytes)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Write the zero that is there to each page of blocks nobody has written yet."""
+        """Write a zero to each page of blocks that were never written."""
         self._pool_bytes[layer, first:last, ::_PAGE_BYTES] = 0
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
@@ -270,14 +266,14 @@ class NativeExecutor:
             )
 
     @staticmethod
-    def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+    def memory_for(program: Program, limits: StepLimits) -> ExecutorMemory:
         """Weights and cache as the program says; buffers share one arena."""
         return ExecutorMemory(
             weights_bytes=program.weight_bytes,
-            step_bytes=lay_out(program, max_rows).arena_bytes
-            + lay_out(program, PART_ROWS).arena_bytes
+            step_bytes=lay_out(program, limits).arena_bytes
+            + lay_out(program, PART_LIMITS).arena_bytes
             + rope_bytes(program)
-            + _int_row_bytes(program, max_rows),
+            + _int_row_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
 
@@ -341,12 +337,12 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
     }
 
 
-def _int_row_bytes(program: Program, max_rows: Mapping[Rows, int]) -> int:
+def _int_row_bytes(program: Program, limits: StepLimits) -> int:
     """What rows of a step, or of a part by layers, take as integers, at most:
     native/include/quire/int_rows.h."""
-    most = {**max_rows, Rows.TOKENS: max(max_rows[Rows.TOKENS], PART_TOKENS)}
+    most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
     sizes = [
-        most[op.x.buffer.rows] * (-(-weight.columns // 64) * 136 + 64)
+        most.rows(op.x.buffer.rows) * (-(-weight.columns // 64) * 136 + 64)
         for ops in program.segments.values()
         for op in ops
         if isinstance(op, Linear) and (weight := program.weights[op.weight]).ints is not None
@@ -389,11 +385,9 @@ def _weight_problems(program: Program) -> Iterator[str]:
         )
 
 
-def _place_buffers(
-    program: Program, max_rows: Mapping[Rows, int], pool: _native.Pool
-) -> _native.Program:
+def _place_buffers(program: Program, limits: StepLimits, pool: _native.Pool) -> _native.Program:
     """A native program with an arena for steps, and one for a part that is computed by layers."""
-    layout, apart = lay_out(program, max_rows), lay_out(program, PART_ROWS)
+    layout, apart = lay_out(program, limits), lay_out(program, PART_LIMITS)
     native = _native.Program(pool, layout.arena_bytes, apart.arena_bytes)
     for places, is_apart in ((layout.places, False), (apart.places, True)):
         for buffer, place in zip(program.buffers, places, strict=True):

@@ -8,7 +8,7 @@ can pass unseen. Knows nothing of requests; NumPy decides how many threads its p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import numpy as np
@@ -18,8 +18,15 @@ from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
-from quire.execute.executor import HEAD_ROWS, PART_ROWS, ExecutorMemory, Progress
-from quire.execute.few_bits import in_few_bits, read_f32
+from quire.execute.executor import (
+    HEAD_ROWS,
+    PART_LIMITS,
+    ExecutorMemory,
+    ExecutorOptions,
+    Progress,
+    StepLimits,
+)
+from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -50,14 +57,13 @@ from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.content import WeightsDigest
 from quire.weights.dtypes import round_to_bf16
-from quire.weights.pack_cache import PackCache
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 
 
 class ReferenceExecutor:
-    """An Executor (see executor.py). max_tokens, max_samples, max_sequences bound a step.
+    """An Executor (see executor.py).
 
     Raises WeightsError where the checkpoint is not what the program needs.
     """
@@ -65,39 +71,24 @@ class ReferenceExecutor:
     name = "reference"
     recipe = "numpy"
 
-    def __init__(
-        self,
-        program: Program,
-        checkpoint: Checkpoint,
-        *,
-        max_tokens: int,
-        max_samples: int,
-        max_sequences: int,
-        num_threads: int = 1,
-        progress: Progress | None = None,
-        pack_cache: PackCache | None = None,
-    ) -> None:
-        if pack_cache is not None:
+    def __init__(self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions) -> None:
+        if options.pack_cache is not None:
             raise SettingError(
                 "pack_cache: the reference executor packs nothing; leave it out, or take the "
                 "native executor"
             )
         binding = bind(program, checkpoint)
-        if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}; at least 1 is allowed")
+        if options.num_threads < 1:
+            raise ValueError(f"num_threads is {options.num_threads}; at least 1 is allowed")
         self._program = program
-        self._limits = {
-            Rows.TOKENS: max_tokens,
-            Rows.SAMPLES: max_samples,
-            Rows.SEQUENCES: max_sequences,
-        }
+        self._limits = options.limits
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
-        self._weights, self._few = _load(program, binding, digest, coarse, progress)
+        self._weights, self._few = _load(program, binding, digest, coarse, options.progress)
         self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
-        self._buffers = self._new_buffers(self._limits)
+        self._buffers = self._new_buffers(self._limits.rows)
         self._apart: list[Float32s] = []  # of a part that is computed by layers
         self._layers = program.layer_starts
         self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
@@ -120,7 +111,7 @@ class ReferenceExecutor:
             ) from error
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Nothing: nobody waits for these pages."""
+        """Do nothing: page faults do not matter here."""
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, one after the other."""
@@ -168,7 +159,7 @@ class ReferenceExecutor:
             raise ValueError(f"layers {first} to {end} of {len(self._layers)}")
         self._begin(batch)
         if first == 0:
-            self._apart = self._new_buffers(_counts(batch) | {Rows.SAMPLES: 0})
+            self._apart = self._new_buffers((_counts(batch) | {Rows.SAMPLES: 0}).__getitem__)
         trunk, starts = self._program.segments["trunk"], self._layers
         begins = starts[first] if first else 0
         ends = starts[end] if end < len(starts) else len(trunk)
@@ -225,10 +216,12 @@ class ReferenceExecutor:
         return 128
 
     @staticmethod
-    def memory_for(program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+    def memory_for(program: Program, limits: StepLimits) -> ExecutorMemory:
         """Everything in float32, each buffer by itself, whatever the program's dtypes."""
         weights = sum(weight.size for weight in program.weights.values())
-        columns = sum((max_rows[b.rows] + PART_ROWS[b.rows]) * b.width for b in program.buffers)
+        columns = sum(
+            (limits.rows(b.rows) + PART_LIMITS.rows(b.rows)) * b.width for b in program.buffers
+        )
         token = sum(2 * c.layers * c.kv_heads * (c.head_dim + 1) for c in program.caches)
         return ExecutorMemory(
             weights_bytes=4 * weights,
@@ -249,8 +242,9 @@ class ReferenceExecutor:
     def _check_fits(self, rows: Rows, count: int) -> None:
         if self._is_closed:
             raise WorkerError("this executor is closed; nothing can be run with it")
-        if count > self._limits[rows]:
-            raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
+        most = self._limits.rows(rows)
+        if count > most:
+            raise ValueError(f"a step of {count} {rows}; at most {most} are allowed")
 
     def _begin(self, batch: ForwardBatch) -> None:
         check_batch(
@@ -262,9 +256,9 @@ class ReferenceExecutor:
         for table in self._ropes:
             table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
 
-    def _new_buffers(self, rows: Mapping[Rows, int]) -> list[Float32s]:
+    def _new_buffers(self, rows: Callable[[Rows], int]) -> list[Float32s]:
         return [
-            np.full((rows[buffer.rows], buffer.width), np.nan, np.float32)
+            np.full((rows(buffer.rows), buffer.width), np.nan, np.float32)
             for buffer in self._program.buffers
         ]
 
@@ -421,7 +415,7 @@ def _load(
             values = read_f32(weight, binding)
             loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
         else:
-            few[name], count = in_few_bits(weight, binding)
+            few[name], count = quantize_weight(weight, binding)
             if count:
                 coarse[name] = count
         for part in weight.parts:

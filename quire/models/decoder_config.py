@@ -8,6 +8,7 @@ change an answer; any other key is a problem. Knows JSON only through ConfigRead
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,17 @@ from quire.models.fp8_config import read_quantization
 from quire.models.passed_over import FIXED, PASSED_OVER, SAMPLING_DEFAULTS, SAMPLING_ELSEWHERE
 from quire.models.refusals import code_problem
 from quire.models.rope_reader import check_rotated_columns, read_rope
-from quire.models.spec import ModelSpec
+from quire.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RotarySpec,
+)
+from quire.program.ops import ActivationForm
 
 MAX_POSITIONS = 2**27
 MIN_POSITIONS = 2  # a token of the prompt and one of the answer
@@ -30,6 +41,17 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+
+# Fields of a record of the spec, by name.
+Fields = Mapping[str, Any]
+NO_FIELDS: Fields = MappingProxyType({})
+
+
+class Shared(Enum):
+    """Stands for what a family leaves to the shared reader, where None means something else."""
+
+    ROTARY = "rotary"
+
 
 # What most families call the numbers that some call otherwise.
 SHARED_NAMES: Mapping[str, str] = MappingProxyType(
@@ -51,13 +73,20 @@ def read_decoder(
     default_tied: bool = False,
     default_head_dim: int = 0,
     names: Mapping[str, str] = SHARED_NAMES,
-    **own: Any,
+    attention: Fields = NO_FIELDS,
+    mlp: Fields = NO_FIELDS,
+    norm: Fields = NO_FIELDS,
+    embedding: Fields = NO_FIELDS,
+    head: Fields = NO_FIELDS,
+    residual_scale: float = 1.0,
+    rotary: RotarySpec | Shared | None = Shared.ROTARY,
 ) -> ModelSpec:
-    """The spec from the keys all share; `own` are fields the family has read or always has.
+    """Return the spec from the keys that decoders share and from what the family has read.
 
-    The key that a field of `own` stands for is not read here. default_head_dim 0 means
-    hidden_size / num_attention_heads. names: what the family calls hidden_size,
-    num_attention_heads, num_hidden_layers and max_position_embeddings, where it has other words.
+    attention, mlp, norm, embedding, head: fields of these records that the family has read or
+    always has; the keys that such fields stand for are not read here. rotary: None where positions
+    are learned. default_head_dim 0 means hidden_size / num_attention_heads. names: the family's
+    names of hidden_size, num_attention_heads, num_hidden_layers and max_position_embeddings.
     Raises ConfigError with every problem of the file.
     """
     config.pass_over(PASSED_OVER)
@@ -75,31 +104,52 @@ def read_decoder(
     num_heads = config.whole(names["num_attention_heads"], 1, 2**16)
     vocab_size = config.whole("vocab_size", 1, 2**24)
     max_positions = config.whole(names["max_position_embeddings"], MIN_POSITIONS, MAX_POSITIONS)
-    fields: dict[str, Any] = {
-        "architecture": architecture,
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "num_layers": config.whole(names["num_hidden_layers"], 1, 10_000),
-        "num_heads": num_heads,
-        "max_positions": max_positions,
-        "tied_head": config.flag("tie_word_embeddings", default=default_tied),
-        "dtype": read_dtype(config),
-        "static_activations": static_activations,
-        "bos_ids": config.ids("bos_token_id", vocab_size, past=True),
-        "eos_ids": config.ids("eos_token_id", vocab_size, past=True),
+    num_layers = config.whole(names["num_hidden_layers"], 1, 10_000)
+    is_tied = config.flag("tie_word_embeddings", default=default_tied)
+    dtype = read_dtype(config)
+    generation = GenerationSpec(
+        bos_ids=config.ids("bos_token_id", vocab_size, past=True),
+        eos_ids=config.ids("eos_token_id", vocab_size, past=True),
+    )
+
+    def own(given: Fields, readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        return {**given, **{name: read() for name, read in readers.items() if name not in given}}
+
+    mlp = own(mlp, {"size": lambda: config.whole("intermediate_size", 1, 2**22)})
+    attention = own(
+        attention,
+        {
+            "num_kv_heads": lambda: _read_kv_heads(config, num_heads),
+            "head_dim": lambda: _read_head_dim(config, hidden_size, num_heads, default_head_dim),
+        },
+    )
+    norm = own(norm, {"eps": lambda: config.number("rms_norm_eps", 1e-12, 0.1)})
+    activations = {
+        "activation": lambda: config.choice("hidden_act", ACTIVATIONS, default=default_activation)
     }
-    readers: Mapping[str, Callable[[], Any]] = {
-        "intermediate_size": lambda: config.whole("intermediate_size", 1, 2**22),
-        "num_kv_heads": lambda: _read_kv_heads(config, num_heads),
-        "head_dim": lambda: _read_head_dim(config, hidden_size, num_heads, default_head_dim),
-        "norm_eps": lambda: config.number("rms_norm_eps", 1e-12, 0.1),
-        "activation": lambda: config.choice("hidden_act", ACTIVATIONS, default=default_activation),
-        "rope": lambda: read_rope(config, max_positions),
-    }
-    fields |= own | {field: read() for field, read in readers.items() if field not in own}
-    _check_ropes(config, fields)
+    mlp = own(mlp, activations)
+    if isinstance(rotary, Shared):
+        rotary = RotarySpec(full=read_rope(config, max_positions))
+    if rotary is not None:
+        max_positions = _check_ropes(config, rotary, attention["head_dim"], max_positions)
     config.finish()
-    return ModelSpec(**fields)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_positions=max_positions,
+        dtype=dtype,
+        attention=AttentionSpec(num_heads=num_heads, **attention),
+        mlp=MlpSpec(**{**mlp, "activation": ActivationForm(mlp["activation"])}),
+        rotary=rotary,
+        norm=NormSpec(**norm),
+        embedding=EmbeddingSpec(**embedding),
+        head=HeadSpec(is_tied=is_tied, **head),
+        generation=generation,
+        residual_scale=residual_scale,
+        static_activations=static_activations,
+    )
 
 
 def read_layer_windows(
@@ -136,19 +186,22 @@ def _read_kv_heads(config: ConfigReader, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _check_ropes(config: ConfigReader, fields: dict[str, Any]) -> None:
-    """Note angles that do not fit the heads; take the length a rope stretches to."""
-    rope = fields["rope"]
-    for one in (rope, fields.get("local_rope")):
+def _check_ropes(
+    config: ConfigReader, rotary: RotarySpec, head_dim: int, max_positions: int
+) -> int:
+    """Note angles that do not fit the heads; return the length that the angles stretch to."""
+    rope = rotary.full
+    for one in (rope, rotary.windowed):
         if one is not None:
-            check_rotated_columns(config, one, fields["head_dim"])
-    if rope is not None and rope.kind == "yarn":
-        # Qwen's and SmolLM's keep the length before scaling there, others the one after.
+            check_rotated_columns(config, one, head_dim)
+    if rope.kind == "yarn":
+        # Qwen and SmolLM give the length before scaling there, others the one after.
         scaled = min(int(rope.original_max_positions * rope.factor), MAX_POSITIONS)
-        fields["max_positions"] = max(fields["max_positions"], scaled)
-    if rope is not None and rope.kind == "dynamic":
-        # What max_position_embeddings says is the length before scaling.
-        fields["max_positions"] = min(int(fields["max_positions"] * rope.factor), MAX_POSITIONS)
+        return max(max_positions, scaled)
+    if rope.kind == "dynamic":
+        # max_position_embeddings is the length before scaling.
+        return min(int(max_positions * rope.factor), MAX_POSITIONS)
+    return max_positions
 
 
 def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int, default: int) -> int:

@@ -1,19 +1,21 @@
 """Gemma and CodeGemma (GemmaForCausalLM), and what the configurations of all Gemmas share.
 
-The first Gemma is a Llama whose embeddings are scaled by the square root of the hidden width and
-whose norms add 1 to their stored weights; its builder is Llama's.
+The first Gemma is a Llama with embeddings scaled by the square root of the hidden width, and norms
+that add 1 to their stored weights; its builder is Llama's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import read_decoder, read_layer_windows
 from quire.models.spec import ModelSpec
 
-HEAD_DIM = 256  # of every Gemma whose configuration does not say
+HEAD_DIM = 256  # of every Gemma, unless its configuration gives one
 # "gelu" in a Gemma's configuration has always meant its approximation by tanh.
 GEMMA_ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -28,11 +30,17 @@ def read_gemma(config: ConfigReader, architecture: str) -> ModelSpec:
     activation = config.choice("hidden_act", GEMMA_ACTIVATIONS, default="gelu_tanh")
     # The key that replaced hidden_act for a while, null in most files: it must not disagree.
     config.choice("hidden_activation", GEMMA_ACTIVATIONS, default="gelu_tanh")
-    return read_any_gemma(config, architecture, model_type="gemma", activation=activation)
+    mlp = {"activation": activation}
+    return read_any_gemma(config, architecture, model_type="gemma", mlp=mlp)
 
 
 def read_any_gemma(
-    config: ConfigReader, architecture: str, *, model_type: str, **own: Any
+    config: ConfigReader,
+    architecture: str,
+    *,
+    model_type: str,
+    attention: Mapping[str, Any] = MappingProxyType({}),
+    **own: Any,
 ) -> ModelSpec:
     """The spec with what all Gemmas have in common; `own` are fields one generation has read."""
     config.pass_over(["cache_implementation"])
@@ -49,10 +57,9 @@ def read_any_gemma(
         model_type=model_type,
         default_tied=True,
         default_head_dim=HEAD_DIM,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        norm_offset=1.0,
-        embedding_scale=hidden_size**0.5,
+        attention={"qkv_bias": has_bias, "output_bias": has_bias} | dict(attention),
+        norm={"offset": 1.0},
+        embedding={"scale": hidden_size**0.5},
         **own,
     )
 

@@ -15,7 +15,9 @@ from quire.models.gemma import (
     read_soft_cap,
     read_windows,
 )
+from quire.models.layers import Ropes
 from quire.models.spec import ModelSpec
+from quire.program.builder import ProgramBuilder
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 
@@ -32,30 +34,30 @@ def read_gemma2(config: ConfigReader, architecture: str) -> ModelSpec:
         config,
         architecture,
         model_type="gemma2",
-        activation=config.choice("hidden_activation", GEMMA_ACTIVATIONS, default="gelu_tanh"),
-        windows=read_windows(config, pattern=2),
-        attention_scale=read_query_scale(config),
-        attention_soft_cap=read_soft_cap(config, "attn_logit_softcapping", ATTENTION_SOFT_CAP),
-        logit_soft_cap=read_soft_cap(config, "final_logit_softcapping", LOGIT_SOFT_CAP),
+        mlp={
+            "activation": config.choice("hidden_activation", GEMMA_ACTIVATIONS, default="gelu_tanh")
+        },
+        attention={
+            "windows": read_windows(config, pattern=2),
+            "scale": read_query_scale(config),
+            "soft_cap": read_soft_cap(config, "attn_logit_softcapping", ATTENTION_SOFT_CAP),
+        },
+        head={"soft_cap": read_soft_cap(config, "final_logit_softcapping", LOGIT_SOFT_CAP)},
     )
 
 
-def build_gemma2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of a Gemma 2; activations, products and cache in `dtype`, residual in f32."""
-    p = layers.begin(spec, dtype)
-    angles = layers.ropes(p, spec, max_positions)
+def _layer(
+    p: ProgramBuilder, spec: ModelSpec, x: View, delta: View | None, layer: int, ropes: Ropes
+) -> View:
+    source = f"model.layers.{layer}."
+    h = layers.norm(p, spec, x, f"{source}input_layernorm", delta)
+    out = layers.self_attention(p, spec, layers.qkv(p, spec, h, layer), layer, ropes)
+    delta = layers.norm(p, spec, out, f"{source}post_attention_layernorm")
+    h = layers.norm(p, spec, x, f"{source}pre_feedforward_layernorm", delta)
+    out = layers.gated_mlp(p, spec, h, layer)
+    return layers.norm(p, spec, out, f"{source}post_feedforward_layernorm")
 
-    x, head = layers.embed(p, spec)  # [T, H]
-    delta: View | None = None
-    for layer in range(spec.num_layers):
-        source = f"model.layers.{layer}."
-        h = layers.rms_norm(p, spec, x, f"{source}input_layernorm", delta)
-        q, k, v = layers.qkv(p, spec, h, layer)
-        layers.rotate(p, spec, q, k, layer, angles)
-        attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
-        out = layers.attention_out(p, spec, attended, layer)  # [T, H]
-        delta = layers.rms_norm(p, spec, out, f"{source}post_attention_layernorm")
-        h = layers.rms_norm(p, spec, x, f"{source}pre_feedforward_layernorm", delta)
-        out = layers.gated_mlp(p, spec, h, layer)  # [T, H]
-        delta = layers.rms_norm(p, spec, out, f"{source}post_feedforward_layernorm")
-    return layers.finish(p, spec, x, delta, head, max_positions=max_positions)
+
+def build_gemma2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
+    """Return the program of a Gemma 2 or 3."""
+    return layers.decoder(spec, _layer, dtype=dtype, max_positions=max_positions)

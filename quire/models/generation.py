@@ -15,7 +15,7 @@ from typing import Any
 from quire.base.sampling_params import MAX_REPEAT_TOKENS
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
-from quire.models.spec import ModelSpec
+from quire.models.spec import GenerationSpec, ModelSpec
 
 # Bookkeeping; length limits that the context length already sets; what only training reads; how
 # transformers caches, compiles and drafts, which changes no answer.
@@ -135,15 +135,15 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
     banned: list[tuple[int, ...]] = [
         (id_,) for id_ in reader.ids("suppress_tokens", spec.vocab_size)
     ]
-    banned += _bad_words(reader, spec.vocab_size, eos_ids or spec.eos_ids)
+    banned += _bad_words(reader, spec.vocab_size, eos_ids or spec.generation.eos_ids)
     reader.finish()
-    return replace(
-        spec,
-        bos_ids=bos_ids or spec.bos_ids,
-        eos_ids=eos_ids or spec.eos_ids,
-        generation_defaults=defaults,
+    generation = GenerationSpec(
+        bos_ids=bos_ids or spec.generation.bos_ids,
+        eos_ids=eos_ids or spec.generation.eos_ids,
+        defaults=defaults,
         banned_sequences=tuple(dict.fromkeys(banned)),
     )
+    return replace(spec, generation=generation)
 
 
 def _bad_words(

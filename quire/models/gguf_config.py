@@ -91,14 +91,20 @@ def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
     where = f"{path}: its metadata, read as a config.json,"
     spec = read_family(values, where)
     if divisors is not None and values.get("rope_scaling") is None:
-        spec = replace(spec, rope=divided(divisors, values["rope_theta"], spec.max_positions))
+        assert spec.rotary is not None, "it has divisors of angles"
+        rope = divided(divisors, values["rope_theta"], spec.max_positions)
+        spec = replace(spec, rotary=replace(spec.rotary, full=rope))
+    tensors = model.tensors
     return replace(
         spec,
-        norm_offset=0.0,
-        qkv_bias="blk.0.attn_q.bias" in model.tensors or "blk.0.attn_qkv.bias" in model.tensors,
-        output_bias="blk.0.attn_output.bias" in model.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in model.tensors,
-        generation_defaults=read_sampling(model.metadata, str(path)),
+        norm=replace(spec.norm, offset=0.0),
+        attention=replace(
+            spec.attention,
+            qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+            output_bias="blk.0.attn_output.bias" in tensors,
+        ),
+        mlp=replace(spec.mlp, bias="blk.0.ffn_down.bias" in tensors),
+        generation=replace(spec.generation, defaults=read_sampling(model.metadata, str(path))),
     )
 
 

@@ -15,6 +15,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import ACTIVATIONS, read_decoder
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
+from quire.program.ops import NormForm
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 
@@ -59,19 +60,25 @@ def read_gpt2(config: ConfigReader, architecture: str) -> ModelSpec:
         model_type="gpt2",
         names=NAMES,
         default_tied=True,
-        num_kv_heads=num_heads,
-        head_dim=max(1, hidden_size // num_heads),
-        intermediate_size=config.whole("n_inner", 1, 2**22, default=4 * hidden_size),
-        activation=config.choice("activation_function", ACTIVATIONS, default="gelu_tanh"),
-        norm_eps=config.number("layer_norm_epsilon", 1e-12, 0.1, default=1e-5),
-        norm_form="layer",
-        norm_bias=True,
-        rope=None,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        attention_scale=None if is_scaled else 1.0,
-        scores_by_layer=config.flag("scale_attn_by_inverse_layer_idx", default=False),
+        attention={
+            "num_kv_heads": num_heads,
+            "head_dim": max(1, hidden_size // num_heads),
+            "qkv_bias": True,
+            "output_bias": True,
+            "scale": None if is_scaled else 1.0,
+            "scale_by_layer": config.flag("scale_attn_by_inverse_layer_idx", default=False),
+        },
+        mlp={
+            "size": config.whole("n_inner", 1, 2**22, default=4 * hidden_size),
+            "activation": config.choice("activation_function", ACTIVATIONS, default="gelu_tanh"),
+            "bias": True,
+        },
+        norm={
+            "eps": config.number("layer_norm_epsilon", 1e-12, 0.1, default=1e-5),
+            "form": NormForm.LAYER,
+            "has_bias": True,
+        },
+        rotary=None,
     )
 
 

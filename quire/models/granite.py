@@ -1,4 +1,4 @@
-"""Granite 3: a Llama whose embeddings, scores, sums and logits are multiplied by constants.
+"""Granite 3: a Llama that multiplies embeddings, scores, sums and logits by constants.
 
 Its ModelSpec says all of that, so `build_llama` is its builder. (Granite 4 is another family.)
 """
@@ -19,11 +19,13 @@ def read_granite(config: ConfigReader, architecture: str) -> ModelSpec:
         config,
         architecture,
         model_type="granite",
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        mlp_bias=config.flag("mlp_bias", default=False),
-        embedding_scale=config.number("embedding_multiplier", LEAST, MOST, default=1.0),
-        attention_scale=config.number("attention_multiplier", LEAST, MOST, default=1.0),
+        attention={
+            "qkv_bias": has_bias,
+            "output_bias": has_bias,
+            "scale": config.number("attention_multiplier", LEAST, MOST, default=1.0),
+        },
+        mlp={"bias": config.flag("mlp_bias", default=False)},
+        embedding={"scale": config.number("embedding_multiplier", LEAST, MOST, default=1.0)},
         residual_scale=config.number("residual_multiplier", LEAST, MOST, default=1.0),
-        logit_scale=1 / config.number("logits_scaling", LEAST, MOST, default=1.0),
+        head={"scale": 1 / config.number("logits_scaling", LEAST, MOST, default=1.0)},
     )

@@ -1,16 +1,17 @@
-"""The layers families share: what a decoder is made of, written once over ProgramBuilder.
+"""The layers that model families share, written once over ProgramBuilder.
 
-A family file strings these together as a forward pass and writes itself only what it does
-differently. What a layer does beyond the plain case (windows, biases, caps, scales) it reads from
-the ModelSpec, so that a family whose configuration says it all needs no builder of its own.
-Source names are those transformers gives its decoders (`model.layers.N.self_attn.q_proj`), and a
-caller can give others. Letters: T token rows, S sample rows, H hidden width, I inner width.
+A family file writes one layer as a forward pass and hands it to `decoder`. What a layer does beyond
+the plain case (windows, biases, caps, scales) is read from the ModelSpec, so a family that differs
+only in its configuration needs no builder of its own. Source names are those of transformers'
+decoders (`model.layers.N.self_attn.q_proj`); a caller can give others. Letters: T token rows,
+S sample rows, H hidden width, I inner width, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -18,38 +19,69 @@ from quire.models.rope import rope_spec
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
 from quire.program.declarations import CacheSpec, WeightPart
-from quire.program.ops import ActivationForm, IdSource, NormForm
+from quire.program.ops import IdSource
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ropes:
-    """Indices of a program's angles: for layers that see everything, and for those that do not."""
+    """Indices of a program's angles: for layers without a window, and for those with one."""
 
-    everywhere: int
+    full: int
     windowed: int
+
+
+class Layer(Protocol):
+    """A layer of a family: adds `delta` of the layer before to the stream x [T, H] (None in the
+    first), and returns what the layer after it adds."""
+
+    def __call__(
+        self,
+        p: ProgramBuilder,
+        spec: ModelSpec,
+        x: View,
+        delta: View | None,
+        layer: int,
+        ropes: Ropes,
+    ) -> View: ...
+
+
+def decoder(spec: ModelSpec, layer: Layer, *, dtype: DType, max_positions: int) -> Program:
+    """Return the program of a decoder with rotary angles: embedding, layers, norm and head.
+
+    Activations, products and cache are in `dtype`, the residual stream in f32.
+    """
+    p = begin(spec, dtype)
+    ropes = declare_ropes(p, spec, max_positions)
+    x, head = embed(p, spec)  # [T, H]
+    delta: View | None = None
+    for index in range(spec.num_layers):
+        delta = layer(p, spec, x, delta, index, ropes)
+    return finish(p, spec, x, delta, head, max_positions=max_positions)
 
 
 def begin(spec: ModelSpec, dtype: DType) -> ProgramBuilder:
     """A builder with the model's cache declared: a paged one over all layers."""
     p = ProgramBuilder(spec.architecture, dtype=dtype)
-    # What no layer sees any more need not be kept.
-    window = max(spec.windows) if spec.windows and all(spec.windows) else 0
-    geometry = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    attention = spec.attention
+    # Positions beyond every layer's window need not be kept.
+    window = max(attention.windows) if attention.windows and all(attention.windows) else 0
+    geometry = spec.num_layers, attention.num_kv_heads, attention.head_dim
     p.cache(CacheSpec("paged", *geometry, dtype, window))
     return p
 
 
-def ropes(p: ProgramBuilder, spec: ModelSpec, max_positions: int) -> Ropes:
+def declare_ropes(p: ProgramBuilder, spec: ModelSpec, max_positions: int) -> Ropes:
     """Declare the rotary angles of a model that has some."""
-    if spec.rope is None:
+    if spec.rotary is None:
         raise ValueError(f"{spec.architecture} has no rotary angles")
-    everywhere = p.rope_spec(rope_spec(spec.rope, spec.head_dim, max_positions))
-    if spec.local_rope is None:
-        return Ropes(everywhere=everywhere, windowed=everywhere)
-    windowed = p.rope_spec(rope_spec(spec.local_rope, spec.head_dim, max_positions))
-    return Ropes(everywhere=everywhere, windowed=windowed)
+    head_dim = spec.attention.head_dim
+    full = p.rope_spec(rope_spec(spec.rotary.full, head_dim, max_positions))
+    if spec.rotary.windowed is None:
+        return Ropes(full=full, windowed=full)
+    windowed = p.rope_spec(rope_spec(spec.rotary.windowed, head_dim, max_positions))
+    return Ropes(full=full, windowed=windowed)
 
 
 def embed(
@@ -60,20 +92,20 @@ def embed(
 ) -> tuple[View, str]:
     """Embedded tokens [T, H], and the name of the head: the same matrix where they are tied.
 
-    They are spec.embedding_size wide where that is not 0.
+    They are spec.embedding.size wide where that is not 0.
     """
-    width = spec.embedding_size or spec.hidden_size
+    width = spec.embedding.size or spec.hidden_size
     part = WeightPart("embed", source, spec.vocab_size)
-    if spec.tied_head:
+    if spec.head.is_tied:
         embedding = head = p.matrix("embed", [part], width)
     else:
         embedding = p.table("embed", part, width)
         head_part = WeightPart("head", head_source, spec.vocab_size)
         head = p.matrix("head", [head_part], width)
     x = p.embed(embedding)
-    if spec.embedding_scale != 1.0:
+    if spec.embedding.scale != 1.0:
         # Gemma's and Granite's were trained with the factor rounded to the weights' type.
-        p.scale(x, rounded(spec.embedding_scale, p.dtype))
+        p.scale(x, rounded(spec.embedding.scale, p.dtype))
     return x, head
 
 
@@ -92,56 +124,27 @@ def norm(
     x: View,
     source: str,
     delta: View | None = None,
-) -> View:
-    """The model's norm of x (after x += delta): an RMS norm or a layer norm, by its spec."""
-    if spec.norm_form == "layer":
-        return layer_norm(p, spec, x, source, delta)
-    return rms_norm(p, spec, x, source, delta)
-
-
-def layer_norm(
-    p: ProgramBuilder,
-    spec: ModelSpec,
-    x: View,
-    source: str,
-    delta: View | None = None,
     *,
     dtype: DType | None = None,
 ) -> View:
-    """Layer norm of x (after x += delta): `source`.weight and .bias where the model has them."""
+    """The model's norm of x (after x += delta); tensors `source`.weight and .bias, as it has."""
     name = own_name(source)
     weight = bias = None
-    if spec.norm_weight:
-        weight = p.vector(name, [WeightPart("norm", f"{source}.weight", x.width)])
-    if spec.norm_bias:
+    if spec.norm.has_weight:
+        part = WeightPart("norm", f"{source}.weight", x.width)
+        weight = p.vector(name, [part], offset=spec.norm.offset)
+    if spec.norm.has_bias:
         bias = p.vector(f"{name}.bias", [WeightPart("norm", f"{source}.bias", x.width)])
-    return p.norm(
-        x, weight, eps=spec.norm_eps, delta=delta, form=NormForm.LAYER, bias=bias, dtype=dtype
-    )
-
-
-def rms_norm(
-    p: ProgramBuilder,
-    spec: ModelSpec,
-    x: View,
-    source: str,
-    delta: View | None = None,
-    *,
-    dtype: DType | None = None,
-) -> View:
-    """RMS norm of x (after x += delta), its weight from tensor `source`.weight."""
-    name = own_name(source)
-    part = WeightPart("norm", f"{source}.weight", x.width)
-    weight = p.vector(name, [part], offset=spec.norm_offset)
-    return p.norm(x, weight, eps=spec.norm_eps, delta=delta, dtype=dtype)
+    form, eps = spec.norm.form, spec.norm.eps
+    return p.norm(x, weight, eps=eps, delta=delta, form=form, bias=bias, dtype=dtype)
 
 
 def norm_heads(p: ProgramBuilder, spec: ModelSpec, x: View, source: str) -> View:
     """RMS norm of each head of x by itself, in place (q/k norm)."""
-    name = own_name(source)
-    part = WeightPart("norm", f"{source}.weight", spec.head_dim)
-    weight = p.vector(name, [part], offset=spec.norm_offset)
-    return p.norm_heads(x, weight, eps=spec.norm_eps, head_dim=spec.head_dim)
+    head_dim = spec.attention.head_dim
+    part = WeightPart("norm", f"{source}.weight", head_dim)
+    weight = p.vector(own_name(source), [part], offset=spec.norm.offset)
+    return p.norm_heads(x, weight, eps=spec.norm.eps, head_dim=head_dim)
 
 
 def qkv(
@@ -149,47 +152,59 @@ def qkv(
 ) -> tuple[View, View, View]:
     """Queries [T, heads * D], keys and values [T, kv_heads * D]: one product of three tensors.
 
-    source: how their names begin, where not "model.layers.N.self_attn.".
+    source: the prefix of their names, "model.layers.N.self_attn." by default.
     """
     source = source or f"model.layers.{layer}.self_attn."
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = {"q": queries, "k": keys, "v": keys}
-    weight = p.matrix(
-        f"layers.{layer}.qkv",
-        [WeightPart(name, f"{source}{name}_proj.weight", n) for name, n in rows.items()],
-        h.width,
-    )
-    bias = None
-    if spec.qkv_bias:
-        bias = p.vector(
-            f"layers.{layer}.qkv.bias",
-            [WeightPart(name, f"{source}{name}_proj.bias", n) for name, n in rows.items()],
-        )
-    q, k, v = p.parts(p.linear(h, weight, bias=bias, out_name="qkv"), weight)
+    attention = spec.attention
+    rows = {"q": attention.query_size, "k": attention.kv_size, "v": attention.kv_size}
+    q, k, v = _fused(p, h, f"layers.{layer}.qkv", source, rows, has_bias=attention.qkv_bias)
     return q, k, v
 
 
 def rotate(
-    p: ProgramBuilder, spec: ModelSpec, q: View, k: View, layer: int, angles: Ropes
+    p: ProgramBuilder, spec: ModelSpec, q: View, k: View, layer: int, ropes: Ropes
 ) -> tuple[View, View]:
-    """q and k turned by their positions' angles, in place, where the layer has any."""
-    if layer not in spec.unrotated_layers:
-        rope = angles.windowed if spec.window(layer) else angles.everywhere
-        p.rope(q, rope, heads=spec.num_heads, head_dim=spec.head_dim)
-        p.rope(k, rope, heads=spec.num_kv_heads, head_dim=spec.head_dim)
+    """q and k rotated by their positions' angles, in place, where the layer has any."""
+    assert spec.rotary is not None, "angles were declared"
+    attention = spec.attention
+    if layer not in spec.rotary.unrotated_layers:
+        rope = ropes.windowed if attention.window(layer) else ropes.full
+        p.rope(q, rope, heads=attention.num_heads, head_dim=attention.head_dim)
+        p.rope(k, rope, heads=attention.num_kv_heads, head_dim=attention.head_dim)
     return q, k
 
 
+def self_attention(
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    qkv: tuple[View, View, View],
+    layer: int,
+    ropes: Ropes,
+    *,
+    dtype: DType | None = None,
+) -> View:
+    """The attention half of a layer, from queries, keys and values to what it adds [T, H]."""
+    q, k, v = qkv
+    if spec.attention.head_norms:
+        source = f"model.layers.{layer}.self_attn."
+        norm_heads(p, spec, q, f"{source}q_norm")
+        norm_heads(p, spec, k, f"{source}k_norm")
+    rotate(p, spec, q, k, layer, ropes)
+    attended = attend(p, spec, q, k, v, layer)  # [T, heads * D]
+    return attention_out(p, spec, attended, layer, dtype=dtype)
+
+
 def attend(p: ProgramBuilder, spec: ModelSpec, q: View, k: View, v: View, layer: int) -> View:
-    """Store keys and values, then attend [T, heads * D] as far back as the layer sees."""
+    """Store keys and values, then attend [T, heads * D] within the layer's window."""
+    attention = spec.attention
     p.store_kv(k, v, layer=layer)
     return p.attention(
         q,
         layer=layer,
-        heads=spec.num_heads,
-        scale=spec.score_scale(layer),
-        window=spec.window(layer),
-        soft_cap=spec.attention_soft_cap,
+        heads=attention.num_heads,
+        scale=attention.score_scale(layer),
+        window=attention.window(layer),
+        soft_cap=attention.soft_cap,
     )
 
 
@@ -197,33 +212,27 @@ def attention_out(
     p: ProgramBuilder, spec: ModelSpec, attended: View, layer: int, *, dtype: DType | None = None
 ) -> View:
     """What attention adds to the residual stream [T, H], in the program's dtype or `dtype`."""
-    source = f"model.layers.{layer}.self_attn.o_proj"
-    name = f"layers.{layer}.o"
-    return product(p, spec, attended, name, source, has_bias=spec.output_bias, dtype=dtype)
+    source, has_bias = f"model.layers.{layer}.self_attn.o_proj", spec.attention.output_bias
+    return product(p, spec, attended, f"layers.{layer}.o", source, has_bias=has_bias, dtype=dtype)
 
 
 def gated_mlp(
     p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, *, dtype: DType | None = None
 ) -> View:
     """What the gated feed-forward half adds [T, H], in the program's dtype or `dtype`."""
-    source = f"model.layers.{layer}.mlp."
-    parts = ("gate", "up")
-    weight = p.matrix(
-        f"layers.{layer}.gate_up",
-        [WeightPart(n, f"{source}{n}_proj.weight", spec.intermediate_size) for n in parts],
-        h.width,
-    )
-    bias = None
-    if spec.mlp_bias:
-        bias = p.vector(
-            f"layers.{layer}.gate_up.bias",
-            [WeightPart(n, f"{source}{n}_proj.bias", spec.intermediate_size) for n in parts],
-        )
-    gate, up = p.parts(p.linear(h, weight, bias=bias, out_name="gate_up"), weight)
-    activated = p.activation(gate, up, form=ActivationForm(spec.activation))  # [T, I]
+    source, has_bias = f"model.layers.{layer}.mlp.", spec.mlp.bias
+    rows = {"gate": spec.mlp.size, "up": spec.mlp.size}
+    gate, up = _fused(p, h, f"layers.{layer}.gate_up", source, rows, has_bias=has_bias)
+    return mlp_out(p, spec, p.activation(gate, up, form=spec.mlp.activation), layer, dtype=dtype)
+
+
+def mlp_out(
+    p: ProgramBuilder, spec: ModelSpec, activated: View, layer: int, *, dtype: DType | None = None
+) -> View:
+    """What a gated feed-forward half adds [T, H], from its activated columns [T, I]."""
+    source, has_bias = f"model.layers.{layer}.mlp.down_proj", spec.mlp.bias
     name = f"layers.{layer}.down"
-    down = f"{source}down_proj"
-    return product(p, spec, activated, name, down, has_bias=spec.mlp_bias, dtype=dtype)
+    return product(p, spec, activated, name, source, has_bias=has_bias, dtype=dtype)
 
 
 def plain_mlp(
@@ -237,18 +246,16 @@ def plain_mlp(
     transposed: bool = False,
 ) -> View:
     """What a feed-forward half without a gate adds [T, H]; `up` and `down` name its tensors."""
-    inner = spec.intermediate_size
+    inner, form = spec.mlp.size, spec.mlp.activation
     name = f"layers.{layer}.up"
     part = WeightPart("up", f"{up}.weight", inner, transposed=transposed)
     weight = p.matrix(name, [part], h.width)
     bias = None
-    if spec.mlp_bias:
+    if spec.mlp.bias:
         bias = p.vector(f"{name}.bias", [WeightPart("up", f"{up}.bias", inner)])
-    activated = p.activation(
-        p.linear(h, weight, bias=bias, out_name="up"), form=ActivationForm(spec.activation)
-    )
+    activated = p.activation(p.linear(h, weight, bias=bias, out_name="up"), form=form)
     name = f"layers.{layer}.down"
-    return product(p, spec, activated, name, down, has_bias=spec.mlp_bias, transposed=transposed)
+    return product(p, spec, activated, name, down, has_bias=spec.mlp.bias, transposed=transposed)
 
 
 def product(
@@ -276,10 +283,10 @@ def product(
 def logits(p: ProgramBuilder, spec: ModelSpec, h: View, head: str) -> View:
     """The head's product [S, V] in f32, scaled and capped where the model says so."""
     y = p.linear(h, head, dtype=DType.F32, out_name="logits")
-    if spec.logit_scale != 1.0:
-        p.scale(y, spec.logit_scale)
-    if spec.logit_soft_cap:
-        p.soft_cap(y, spec.logit_soft_cap)
+    if spec.head.scale != 1.0:
+        p.scale(y, spec.head.scale)
+    if spec.head.soft_cap:
+        p.soft_cap(y, spec.head.soft_cap)
     p.output("logits", y)
     return y
 
@@ -294,7 +301,7 @@ def finish(
     max_positions: int,
     norm_source: str = "model.norm",
 ) -> Program:
-    """The last sum, the rows that sample, the last norm and the head; then the Program."""
+    """Add the last sum, the rows that sample, the final norm and the head; return the Program."""
     assert delta is not None, "a model has at least one layer"
     x = p.begin_head(p.add(x, delta))  # [S, H]
     logits(p, spec, norm(p, spec, x, norm_source), head)
@@ -302,7 +309,7 @@ def finish(
 
 
 def rounded(value: float, dtype: DType) -> float:
-    """`value` as `dtype` holds it, ties to even."""
+    """Round `value` to `dtype`, ties to even."""
     single = np.float32(value)
     if dtype is DType.F32:
         return float(single)
@@ -312,17 +319,42 @@ def rounded(value: float, dtype: DType) -> float:
 
 
 def own_name(source: str) -> str:
-    """The name of a weight by that of its tensor: without what all tensors of the file share."""
+    """The name of a weight: its tensor's without the prefix that all tensors of a file share."""
     return source.removeprefix("model.").removeprefix("decoder.").removeprefix("transformer.")
 
 
 def parts_of(
     source: str, rows: Sequence[tuple[str, int]], *, transposed: bool = False
 ) -> list[WeightPart]:
-    """Parts that lie one after another in a single fused tensor `source`."""
+    """Consecutive parts of a single fused tensor `source`."""
     total, first, parts = sum(n for _, n in rows), 0, []
     for name, n in rows:
         part = WeightPart(name, source, n, first_row=first, of_rows=total, transposed=transposed)
         parts.append(part)
         first += n
     return parts
+
+
+def _fused(
+    p: ProgramBuilder,
+    h: View,
+    name: str,
+    source: str,
+    rows: Mapping[str, int],
+    *,
+    has_bias: bool,
+) -> tuple[View, ...]:
+    """One product of the tensors `source`PART_proj, and the columns of each part."""
+    parts = {part: f"{source}{part}_proj" for part in rows}
+    weight = p.matrix(
+        name,
+        [WeightPart(part, f"{tensor}.weight", rows[part]) for part, tensor in parts.items()],
+        h.width,
+    )
+    bias = None
+    if has_bias:
+        bias = p.vector(
+            f"{name}.bias",
+            [WeightPart(part, f"{tensor}.bias", rows[part]) for part, tensor in parts.items()],
+        )
+    return p.parts(p.linear(h, weight, bias=bias, out_name=name.rsplit(".", 1)[-1]), weight)

@@ -1,12 +1,10 @@
-"""Mistral: Llamas whose layers may all see a window only (Mistral 7B, Nemo, Small; Zephyr).
+"""Mistral: Llamas that may have a window in all layers (Mistral 7B, Nemo, Small; Zephyr).
 
 Ministral is the same with a window in some layers. Their ModelSpec says it all, so `build_llama`
 is their builder.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
@@ -41,10 +39,13 @@ def read_ministral(config: ConfigReader, architecture: str) -> ModelSpec:
     return _read(config, architecture, model_type="ministral", windows=windows)
 
 
-def _read(config: ConfigReader, architecture: str, **own: Any) -> ModelSpec:
+def _read(
+    config: ConfigReader, architecture: str, *, model_type: str, windows: tuple[int, ...]
+) -> ModelSpec:
     if not config.has("num_key_value_heads"):
         config.note("num_key_value_heads is missing; it has no sensible default in a Mistral")
-    return read_decoder(config, architecture, **own)
+    attention = {"windows": windows}
+    return read_decoder(config, architecture, model_type=model_type, attention=attention)
 
 
 def _read_window(config: ConfigReader) -> tuple[int, ...]:

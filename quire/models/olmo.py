@@ -15,8 +15,9 @@ from quire.models.decoder_config import (
     read_decoder,
     read_layer_windows,
 )
+from quire.models.layers import Ropes
 from quire.models.rope_reader import read_rope_by_layer
-from quire.models.spec import ModelSpec
+from quire.models.spec import ModelSpec, RotarySpec
 from quire.program.builder import ProgramBuilder
 from quire.program.program import Program
 from quire.program.tensors import DType, View
@@ -30,7 +31,10 @@ def read_olmo2(config: ConfigReader, architecture: str) -> ModelSpec:
     """The spec; raises ConfigError with every problem of the file."""
     has_bias = config.flag("attention_bias", default=False)
     return read_decoder(
-        config, architecture, model_type="olmo2", qkv_bias=has_bias, output_bias=has_bias
+        config,
+        architecture,
+        model_type="olmo2",
+        attention={"qkv_bias": has_bias, "output_bias": has_bias},
     )
 
 
@@ -45,40 +49,30 @@ def read_olmo3(config: ConfigReader, architecture: str) -> ModelSpec:
         config,
         architecture,
         model_type="olmo3",
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        rope=everywhere,
-        local_rope=windowed,
-        windows=_read_windows(config),
+        attention={"qkv_bias": has_bias, "output_bias": has_bias, "windows": _read_windows(config)},
+        rotary=RotarySpec(full=everywhere, windowed=windowed),
     )
 
 
+def _layer(
+    p: ProgramBuilder, spec: ModelSpec, x: View, delta: View | None, layer: int, ropes: Ropes
+) -> View:
+    source, f32 = f"model.layers.{layer}.", DType.F32
+    h = p.rounded(x if delta is None else p.add(x, delta))
+    q, k, v = layers.qkv(p, spec, h, layer)
+    q = layers.norm(p, spec, q, f"{source}self_attn.q_norm")
+    k = layers.norm(p, spec, k, f"{source}self_attn.k_norm")
+    # The outputs of both halves are normed and added to the stream, not multiplied: f32.
+    out = layers.self_attention(p, spec, (q, k, v), layer, ropes, dtype=f32)
+    delta = layers.norm(p, spec, out, f"{source}post_attention_layernorm", dtype=f32)
+    h = p.rounded(p.add(x, delta))
+    out = layers.gated_mlp(p, spec, h, layer, dtype=f32)
+    return layers.norm(p, spec, out, f"{source}post_feedforward_layernorm", dtype=f32)
+
+
 def build_olmo(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of an OLMo 2 or 3; activations, products and cache in `dtype`, residual f32."""
-    p = layers.begin(spec, dtype)
-    angles = layers.ropes(p, spec, max_positions)
-
-    x, head = layers.embed(p, spec)  # [T, H]
-    delta: View | None = None
-    for layer in range(spec.num_layers):
-        source = f"model.layers.{layer}."
-        h = p.rounded(x if delta is None else p.add(x, delta))
-        q, k, v = layers.qkv(p, spec, h, layer)
-        q = layers.rms_norm(p, spec, q, f"{source}self_attn.q_norm")
-        k = layers.rms_norm(p, spec, k, f"{source}self_attn.k_norm")
-        layers.rotate(p, spec, q, k, layer, angles)
-        attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
-        out = layers.attention_out(p, spec, attended, layer, dtype=DType.F32)  # [T, H]
-        delta = _normed(p, spec, out, f"{source}post_attention_layernorm")
-        h = p.rounded(p.add(x, delta))
-        out = layers.gated_mlp(p, spec, h, layer, dtype=DType.F32)  # [T, H]
-        delta = _normed(p, spec, out, f"{source}post_feedforward_layernorm")
-    return layers.finish(p, spec, x, delta, head, max_positions=max_positions)
-
-
-def _normed(p: ProgramBuilder, spec: ModelSpec, out: View, source: str) -> View:
-    """What a half of a layer adds to the stream [T, H]: it meets no product, so it is f32."""
-    return layers.rms_norm(p, spec, out, source, dtype=DType.F32)
+    """Return the program of an OLMo 2 or 3."""
+    return layers.decoder(spec, _layer, dtype=dtype, max_positions=max_positions)
 
 
 def _read_windows(config: ConfigReader) -> tuple[int, ...]:

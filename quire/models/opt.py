@@ -14,6 +14,7 @@ from quire.models.decoder_config import ACTIVATIONS, read_decoder
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
 from quire.program.declarations import WeightPart
+from quire.program.ops import NormForm
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 
@@ -48,21 +49,27 @@ def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
         architecture,
         model_type="opt",
         default_tied=True,
-        num_kv_heads=num_heads,
-        head_dim=max(1, hidden_size // num_heads),
-        intermediate_size=config.whole("ffn_dim", 1, 2**22),
-        activation=config.choice("activation_function", ACTIVATIONS, default="relu"),
-        norm_eps=NORM_EPS,
-        norm_form="layer",
-        norm_weight=is_affine,
-        norm_bias=is_affine,
-        norms_sums=not comes_before,
-        final_norm=comes_before and not drops_final_norm,
-        embedding_size=0 if embedding_size == hidden_size else embedding_size,
-        rope=None,
-        qkv_bias=is_biased,
-        output_bias=is_biased,
-        mlp_bias=is_biased,
+        attention={
+            "num_kv_heads": num_heads,
+            "head_dim": max(1, hidden_size // num_heads),
+            "qkv_bias": is_biased,
+            "output_bias": is_biased,
+        },
+        mlp={
+            "size": config.whole("ffn_dim", 1, 2**22),
+            "activation": config.choice("activation_function", ACTIVATIONS, default="relu"),
+            "bias": is_biased,
+        },
+        norm={
+            "eps": NORM_EPS,
+            "form": NormForm.LAYER,
+            "has_weight": is_affine,
+            "has_bias": is_affine,
+            "on_sums": not comes_before,
+            "has_final": comes_before and not drops_final_norm,
+        },
+        embedding={"size": 0 if embedding_size == hidden_size else embedding_size},
+        rotary=None,
     )
 
 
@@ -81,16 +88,20 @@ def build_opt(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
         q, k, v = layers.qkv(p, spec, h, layer, source=f"{source}self_attn.")
         attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
         name, out = f"layers.{layer}.o", f"{source}self_attn.out_proj"
-        delta = layers.product(p, spec, attended, name, out, has_bias=spec.output_bias)
+        delta = layers.product(p, spec, attended, name, out, has_bias=spec.attention.output_bias)
         x = _sum(p, spec, x, delta, f"{source}self_attn_layer_norm")
         h = _norm_before(p, spec, x, f"{source}final_layer_norm")
         up, down = f"{source}fc1", f"{source}fc2"
         delta = layers.plain_mlp(p, spec, h, layer, up=up, down=down)
         x = _sum(p, spec, x, delta, f"{source}final_layer_norm")
     h = p.begin_head(x)  # [S, H]
-    h = layers.norm(p, spec, h, f"{SOURCE}final_layer_norm") if spec.final_norm else p.rounded(h)
-    if spec.embedding_size:
-        out_part = WeightPart("project_out", f"{SOURCE}project_out.weight", spec.embedding_size)
+    h = (
+        layers.norm(p, spec, h, f"{SOURCE}final_layer_norm")
+        if spec.norm.has_final
+        else p.rounded(h)
+    )
+    if spec.embedding.size:
+        out_part = WeightPart("project_out", f"{SOURCE}project_out.weight", spec.embedding.size)
         h = p.linear(h, p.matrix("project_out", [out_part], spec.hidden_size))  # [S, E]
     layers.logits(p, spec, h, head)
     return p.build(vocab_size=spec.vocab_size, max_positions=max_positions)
@@ -99,20 +110,20 @@ def build_opt(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
 def _embed(p: ProgramBuilder, spec: ModelSpec) -> tuple[View, str]:
     """Embedded tokens [T, H], and the name of the head."""
     tokens, head = layers.embed(p, spec, f"{SOURCE}embed_tokens.weight")  # [T, E]
-    if not spec.embedding_size:
+    if not spec.embedding.size:
         return tokens, head
     part = WeightPart("project_in", f"{SOURCE}project_in.weight", spec.hidden_size)
-    weight = p.matrix("project_in", [part], spec.embedding_size)
+    weight = p.matrix("project_in", [part], spec.embedding.size)
     return p.linear(p.rounded(tokens), weight, dtype=DType.F32, out_name="residual"), head
 
 
 def _norm_before(p: ProgramBuilder, spec: ModelSpec, x: View, source: str) -> View:
     """What goes into a half of a layer: the normed stream, or the stream normed at its last sum."""
-    return p.rounded(x) if spec.norms_sums else layers.norm(p, spec, x, source)
+    return p.rounded(x) if spec.norm.on_sums else layers.norm(p, spec, x, source)
 
 
 def _sum(p: ProgramBuilder, spec: ModelSpec, x: View, delta: View, source: str) -> View:
     """The stream after a half of a layer."""
-    if spec.norms_sums:
-        return layers.layer_norm(p, spec, x, source, delta, dtype=DType.F32)
+    if spec.norm.on_sums:
+        return layers.norm(p, spec, x, source, delta, dtype=DType.F32)
     return p.add(x, delta)

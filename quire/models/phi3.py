@@ -12,10 +12,10 @@ from types import MappingProxyType
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
+from quire.models.layers import Ropes
 from quire.models.rope_reader import KINDS, read_rope
-from quire.models.spec import ModelSpec
+from quire.models.spec import ModelSpec, RotarySpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import ActivationForm
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 
@@ -38,33 +38,29 @@ def read_phi3(config: ConfigReader, architecture: str) -> ModelSpec:
         config,
         architecture,
         model_type="phi3",
-        rope=read_rope(config, max_positions, partial=True, kinds=PHI3_KINDS),
-        windows=(window,) * num_layers if window < max_positions else (),
+        rotary=RotarySpec(full=read_rope(config, max_positions, partial=True, kinds=PHI3_KINDS)),
+        attention={"windows": (window,) * num_layers if window < max_positions else ()},
     )
 
 
-def build_phi3(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of a Phi-3; activations, products and cache in `dtype`, residual in f32."""
-    p = layers.begin(spec, dtype)
-    angles = layers.ropes(p, spec, max_positions)
+def _layer(
+    p: ProgramBuilder, spec: ModelSpec, x: View, delta: View | None, layer: int, ropes: Ropes
+) -> View:
+    source = f"model.layers.{layer}."
+    h = layers.norm(p, spec, x, f"{source}input_layernorm", delta)
+    delta = layers.self_attention(p, spec, _fused_qkv(p, spec, h, layer), layer, ropes)
+    h = layers.norm(p, spec, x, f"{source}post_attention_layernorm", delta)
+    return _fused_mlp(p, spec, h, layer)
 
-    x, head = layers.embed(p, spec)  # [T, H]
-    delta: View | None = None
-    for layer in range(spec.num_layers):
-        source = f"model.layers.{layer}."
-        h = layers.rms_norm(p, spec, x, f"{source}input_layernorm", delta)
-        q, k, v = _fused_qkv(p, spec, h, layer)
-        layers.rotate(p, spec, q, k, layer, angles)
-        attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
-        delta = layers.attention_out(p, spec, attended, layer)  # [T, H]
-        h = layers.rms_norm(p, spec, x, f"{source}post_attention_layernorm", delta)
-        delta = _fused_mlp(p, spec, h, layer)  # [T, H]
-    return layers.finish(p, spec, x, delta, head, max_positions=max_positions)
+
+def build_phi3(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
+    """Return the program of a Phi-3."""
+    return layers.decoder(spec, _layer, dtype=dtype, max_positions=max_positions)
 
 
 def _fused_qkv(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> tuple[View, View, View]:
     """Queries [T, heads * D], keys and values [T, kv_heads * D]."""
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    queries, keys = spec.attention.query_size, spec.attention.kv_size
     source = f"model.layers.{layer}.self_attn.qkv_proj.weight"
     parts = layers.parts_of(source, [("q", queries), ("k", keys), ("v", keys)])
     weight = p.matrix(f"layers.{layer}.qkv", parts, h.width)
@@ -75,10 +71,8 @@ def _fused_qkv(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> tuple
 def _fused_mlp(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
     """What the gated feed-forward half adds to the residual stream [T, H]."""
     source = f"model.layers.{layer}.mlp."
-    halves = [("gate", spec.intermediate_size), ("up", spec.intermediate_size)]
+    halves = [("gate", spec.mlp.size), ("up", spec.mlp.size)]
     parts = layers.parts_of(f"{source}gate_up_proj.weight", halves)
     weight = p.matrix(f"layers.{layer}.gate_up", parts, h.width)
     gate, up = p.parts(p.linear(h, weight, out_name="gate_up"), weight)
-    activated = p.activation(gate, up, form=ActivationForm(spec.activation))  # [T, I]
-    name = f"layers.{layer}.down"
-    return layers.product(p, spec, activated, name, f"{source}down_proj", has_bias=False)
+    return layers.mlp_out(p, spec, p.activation(gate, up, form=spec.mlp.activation), layer)

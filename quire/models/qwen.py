@@ -19,7 +19,7 @@ DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4_096, 28
 
 def read_qwen2(config: ConfigReader, architecture: str) -> ModelSpec:
     """The spec; raises ConfigError with every problem of the file."""
-    return _read(config, architecture, model_type="qwen2", qkv_bias=True)
+    return _read(config, architecture, model_type="qwen2", attention={"qkv_bias": True})
 
 
 def read_qwen3(config: ConfigReader, architecture: str) -> ModelSpec:
@@ -30,13 +30,13 @@ def read_qwen3(config: ConfigReader, architecture: str) -> ModelSpec:
         architecture,
         model_type="qwen3",
         default_head_dim=QWEN3_HEAD_DIM,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        head_norms=True,
+        attention={"qkv_bias": has_bias, "output_bias": has_bias, "head_norms": True},
     )
 
 
-def _read(config: ConfigReader, architecture: str, **own: Any) -> ModelSpec:
+def _read(
+    config: ConfigReader, architecture: str, *, attention: dict[str, Any], **own: Any
+) -> ModelSpec:
     config.require("use_mrope", (False,), "angles of three axes are for pictures; only false is")
     config.require(
         "dual_chunk_attention_config",
@@ -46,7 +46,8 @@ def _read(config: ConfigReader, architecture: str, **own: Any) -> ModelSpec:
     )
     if not config.has("num_key_value_heads"):
         config.note("num_key_value_heads is missing; it has no sensible default in a Qwen")
-    return read_decoder(config, architecture, windows=_read_windows(config), **own)
+    attention = attention | {"windows": _read_windows(config)}
+    return read_decoder(config, architecture, attention=attention, **own)
 
 
 def _read_windows(config: ConfigReader) -> tuple[int, ...]:

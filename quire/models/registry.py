@@ -22,7 +22,7 @@ from quire.models.config_reader import ConfigReader, load_config
 from quire.models.foreign_folders import what_else
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
-from quire.models.gemma3 import build_gemma3, read_gemma3
+from quire.models.gemma3 import read_gemma3
 from quire.models.generation import with_generation_defaults
 from quire.models.gpt2 import build_gpt2, read_gpt2
 from quire.models.granite import read_granite
@@ -63,7 +63,7 @@ FAMILIES = MappingProxyType(
         "Phi3ForCausalLM": Family(model_type="phi3", read=read_phi3, build=build_phi3),
         "GemmaForCausalLM": Family(model_type="gemma", read=read_gemma, build=build_llama),
         "Gemma2ForCausalLM": Family(model_type="gemma2", read=read_gemma2, build=build_gemma2),
-        "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=read_gemma3, build=build_gemma3),
+        "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=read_gemma3, build=build_gemma2),
         "GraniteForCausalLM": Family(model_type="granite", read=read_granite, build=build_llama),
         "GPT2LMHeadModel": Family(model_type="gpt2", read=read_gpt2, build=build_gpt2),
         "Olmo2ForCausalLM": Family(model_type="olmo2", read=read_olmo2, build=build_olmo),

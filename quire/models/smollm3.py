@@ -1,4 +1,4 @@
-"""SmolLM 3: a Llama some of whose layers have no rotary angles. (SmolLM 1 and 2 are Llamas.)
+"""SmolLM 3: a Llama with some layers that have no rotary angles. (SmolLM 1 and 2 are Llamas.)
 
 Its ModelSpec says which, so `build_llama` is its builder.
 """
@@ -14,7 +14,7 @@ from quire.models.decoder_config import (
     read_layer_windows,
 )
 from quire.models.rope_reader import read_rope
-from quire.models.spec import ModelSpec
+from quire.models.spec import ModelSpec, RotarySpec
 
 THETA = 2e6  # where a configuration has none
 INTERVAL = 4  # every fourth layer is not rotated, likewise
@@ -33,12 +33,15 @@ def read_smollm3(config: ConfigReader, architecture: str) -> ModelSpec:
         architecture,
         model_type="smollm3",
         default_tied=True,
-        rope=read_rope(config, max_positions, theta=THETA),
-        windows=_read_windows(config, unrotated),
-        unrotated_layers=unrotated,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        mlp_bias=config.flag("mlp_bias", default=False),
+        rotary=RotarySpec(
+            full=read_rope(config, max_positions, theta=THETA), unrotated_layers=unrotated
+        ),
+        attention={
+            "windows": _read_windows(config, unrotated),
+            "qkv_bias": has_bias,
+            "output_bias": has_bias,
+        },
+        mlp={"bias": config.flag("mlp_bias", default=False)},
     )
 
 

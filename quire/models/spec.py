@@ -1,13 +1,15 @@
-"""ModelSpec: what a model is, read from its configuration files and nowhere else.
+"""ModelSpec: what a model is, read from its configuration files.
 
-A frozen record of checked numbers: whoever holds one need not check again. Knows no file, no
-weights and no program.
+Frozen records of checked numbers: a reader of config.json checks them once. Knows no file and no
+weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from quire.program.ops import ActivationForm, NormForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,77 +41,140 @@ class RopeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A model's shape and defaults. Fields with a default say "off" by it.
+class AttentionSpec:
+    """Heads, biases, windows and scales of attention.
 
-    dtype: what the checkpoint says its weights are ("f32", "f16", "bf16"; "f32" where it says
-    nothing). rope: None where positions are learned. bos_ids, eos_ids: ids that begin and end a
-    text, several allowed, perhaps none.
-    qkv_bias, output_bias: biases of attention's products in and out. windows: for each layer how
-    many positions back it sees, 0 for all; empty where no layer has a window. local_rope: angles
-    of layers with a window, where they differ. unrotated_layers: those without rotary angles.
-    attention_scale: factor on q.k, None for head_dim ** -0.5. soft caps: 0 is none. norm_offset
-    is added to the stored weights of norms. embedding_scale, residual_scale and logit_scale
-    multiply the embedded tokens, what each half of a layer adds, and the logits.
-    head_norms: queries and keys are normed head by head before they turn.
-    norm_form: "rms" or "layer"; norm_weight, norm_bias: what layer norms have. norms_sums: the
-    stream itself is normed after each half of a layer, not what goes into it. final_norm: the
-    stream is normed before the head. embedding_size: width of token embeddings where it is not
-    hidden_size. scores_by_layer: layer n, counted from 1, divides its attention scale by n.
-    static_activations: of a checkpoint in fp8 that fixes the scales of what is multiplied.
-    generation_defaults: names of SamplingParams' fields (temperature, top_k, top_p, min_p,
-    repetition_penalty, presence_penalty, frequency_penalty, typical_p, epsilon_cutoff, eta_cutoff,
-    no_repeat_ngram_size) and max_new_tokens, only those that generation_config.json gives.
-    banned_sequences: its suppress_tokens and bad_words_ids; the last id of one may not follow the
-    others.
+    qkv_bias, output_bias: biases of the products in and out. head_norms: queries and keys are
+    normed head by head before they are rotated. windows: for each layer how many positions it
+    attends to, its own included, 0 for all; empty where no layer has a window. scale: factor on
+    q.k, None for head_dim ** -0.5; scale_by_layer divides it by n in layer n, counted from 1.
+    soft_cap: 0 for none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+    windows: tuple[int, ...] = ()
+    scale: float | None = None
+    scale_by_layer: bool = False
+    soft_cap: float = 0.0
+
+    @property
+    def query_size(self) -> int:
+        """Columns of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all keys, or of all values, of a token."""
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Positions that layer `layer` attends to, its own included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    def score_scale(self, layer: int) -> float:
+        """The factor on q.k in layer `layer`."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """The feed-forward half: inner width, activation function, biases of its products."""
+
+    size: int
+    activation: ActivationForm
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySpec:
+    """Rotary angles by layer. windowed: of layers with a window, None where they have those of all
+    layers. unrotated_layers: layers without rotary angles."""
+
+    full: RopeSettings
+    windowed: RopeSettings | None = None
+    unrotated_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """The norms of layers and of the stream before the head.
+
+    offset is added to stored weights. on_sums: the stream itself is normed after each half of a
+    layer, instead of that half's input. has_final: the stream is normed before the head.
+    """
+
+    eps: float
+    form: NormForm = NormForm.RMS
+    has_weight: bool = True
+    has_bias: bool = False
+    offset: float = 0.0
+    on_sums: bool = False
+    has_final: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpec:
+    """Token embeddings. size: their width, 0 for hidden_size; scale multiplies them."""
+
+    size: int = 0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The product that gives the logits. is_tied: its weight is the embedding's. scale multiplies
+    the logits; soft_cap bounds them, 0 for none."""
+
+    is_tied: bool
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec:
+    """What begins and ends a text, and the model's own defaults of generation.
+
+    bos_ids, eos_ids: several are allowed, perhaps none. defaults: by the names of SamplingParams'
+    fields (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+    frequency_penalty, typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size) and
+    max_new_tokens, only those that generation_config.json gives. banned_sequences: its
+    suppress_tokens and bad_words_ids; the last id of one may not follow the others.
+    """
+
+    bos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    defaults: Mapping[str, float | int] = field(default_factory=dict)
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model's shape and defaults.
+
+    dtype: of the checkpoint's weights ("f32", "f16", "bf16"; "f32" where it does not say).
+    rotary: None where positions are learned. residual_scale multiplies what each half of a layer
+    adds to the stream. static_activations: the checkpoint is in fp8 and fixes the scales of
+    activations.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    activation: str
     max_positions: int
-    rope: RopeSettings | None
-    tied_head: bool
     dtype: str
-    bos_ids: tuple[int, ...]
-    eos_ids: tuple[int, ...]
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    windows: tuple[int, ...] = ()
-    local_rope: RopeSettings | None = None
-    unrotated_layers: frozenset[int] = frozenset()
-    attention_scale: float | None = None
-    attention_soft_cap: float = 0.0
-    logit_soft_cap: float = 0.0
-    norm_offset: float = 0.0
-    embedding_scale: float = 1.0
+    attention: AttentionSpec
+    mlp: MlpSpec
+    rotary: RotarySpec | None
+    norm: NormSpec
+    head: HeadSpec
+    generation: GenerationSpec
+    embedding: EmbeddingSpec = EmbeddingSpec()
     residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    head_norms: bool = False
-    norm_form: str = "rms"
-    norm_weight: bool = True
-    norm_bias: bool = False
-    norms_sums: bool = False
-    final_norm: bool = True
-    embedding_size: int = 0
-    scores_by_layer: bool = False
     static_activations: bool = False
-    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
-    banned_sequences: tuple[tuple[int, ...], ...] = ()
-
-    def window(self, layer: int) -> int:
-        """How many positions layer `layer` sees, its own among them; 0 for all."""
-        return self.windows[layer] if self.windows else 0
-
-    def score_scale(self, layer: int) -> float:
-        """The factor on q.k in layer `layer`."""
-        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        return scale / (layer + 1) if self.scores_by_layer else scale

@@ -9,7 +9,8 @@ from __future__ import annotations
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.rope_reader import read_rope
-from quire.models.spec import ModelSpec
+from quire.models.spec import ModelSpec, RotarySpec
+from quire.program.ops import NormForm
 
 ROTARY_SHARE = 0.25  # where a configuration does not say
 
@@ -26,9 +27,11 @@ def read_stablelm(config: ConfigReader, architecture: str) -> ModelSpec:
         config,
         architecture,
         model_type="stablelm",
-        norm_eps=config.number("layer_norm_eps", 1e-12, 0.1, default=1e-5),
-        norm_form="layer",
-        norm_bias=True,
-        qkv_bias=config.flag("use_qkv_bias", default=False),
-        rope=read_rope(config, max_positions, partial=True, share=ROTARY_SHARE),
+        norm={
+            "eps": config.number("layer_norm_eps", 1e-12, 0.1, default=1e-5),
+            "form": NormForm.LAYER,
+            "has_bias": True,
+        },
+        attention={"qkv_bias": config.flag("use_qkv_bias", default=False)},
+        rotary=RotarySpec(full=read_rope(config, max_positions, partial=True, share=ROTARY_SHARE)),
     )

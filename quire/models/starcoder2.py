@@ -9,7 +9,10 @@ from __future__ import annotations
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
+from quire.models.layers import Ropes
 from quire.models.spec import ModelSpec
+from quire.program.builder import ProgramBuilder
+from quire.program.ops import NormForm
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 
@@ -29,31 +32,31 @@ def read_starcoder2(config: ConfigReader, architecture: str) -> ModelSpec:
         model_type="starcoder2",
         default_activation="gelu_tanh",
         default_tied=True,
-        norm_eps=config.number("norm_epsilon", 1e-12, 0.1, default=1e-5),
-        norm_form="layer",
-        norm_bias=True,
-        qkv_bias=is_biased,
-        output_bias=is_biased,
-        mlp_bias=is_biased,
-        windows=(window,) * num_layers if window < max_positions else (),
+        norm={
+            "eps": config.number("norm_epsilon", 1e-12, 0.1, default=1e-5),
+            "form": NormForm.LAYER,
+            "has_bias": True,
+        },
+        attention={
+            "qkv_bias": is_biased,
+            "output_bias": is_biased,
+            "windows": (window,) * num_layers if window < max_positions else (),
+        },
+        mlp={"bias": is_biased},
     )
 
 
-def build_starcoder2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of a StarCoder 2; activations, products and cache in `dtype`, residual in f32."""
-    p = layers.begin(spec, dtype)
-    angles = layers.ropes(p, spec, max_positions)
+def _layer(
+    p: ProgramBuilder, spec: ModelSpec, x: View, delta: View | None, layer: int, ropes: Ropes
+) -> View:
+    source = f"model.layers.{layer}."
+    h = layers.norm(p, spec, x, f"{source}input_layernorm", delta)
+    delta = layers.self_attention(p, spec, layers.qkv(p, spec, h, layer), layer, ropes)
+    h = layers.norm(p, spec, x, f"{source}post_attention_layernorm", delta)
+    up, down = f"{source}mlp.c_fc", f"{source}mlp.c_proj"
+    return layers.plain_mlp(p, spec, h, layer, up=up, down=down)
 
-    x, head = layers.embed(p, spec)  # [T, H]
-    delta: View | None = None
-    for layer in range(spec.num_layers):
-        source = f"model.layers.{layer}."
-        h = layers.norm(p, spec, x, f"{source}input_layernorm", delta)
-        q, k, v = layers.qkv(p, spec, h, layer)
-        layers.rotate(p, spec, q, k, layer, angles)
-        attended = layers.attend(p, spec, q, k, v, layer)  # [T, heads * D]
-        delta = layers.attention_out(p, spec, attended, layer)  # [T, H]
-        h = layers.norm(p, spec, x, f"{source}post_attention_layernorm", delta)
-        up, down = f"{source}mlp.c_fc", f"{source}mlp.c_proj"
-        delta = layers.plain_mlp(p, spec, h, layer, up=up, down=down)  # [T, H]
-    return layers.finish(p, spec, x, delta, head, max_positions=max_positions)
+
+def build_starcoder2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
+    """Return the program of a StarCoder 2."""
+    return layers.decoder(spec, _layer, dtype=dtype, max_positions=max_positions)

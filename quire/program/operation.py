@@ -1,6 +1,7 @@
 """Operation: what all operations of a program have in common, and the types of their fields.
 
-Knows no single operation. Always holds: an operation owns its contract, cost, printing and encoding.
+Knows no single operation. Always holds: an operation owns its contract, cost, printing and
+encoding.
 """
 
 from __future__ import annotations

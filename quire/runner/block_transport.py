@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.execute.executor import Executor, LateExecutor
+from quire.execute.executor import AsyncExecutor, Executor
 
 Bytes = NDArray[np.uint8]
 
@@ -26,7 +26,7 @@ class BlockTransport:
 
     def __init__(self, executor: Executor, *, most: int) -> None:
         self._executor = executor
-        self._late = executor if isinstance(executor, LateExecutor) else None
+        self._late = executor if isinstance(executor, AsyncExecutor) else None
         if self._late is not None:
             self._late.begin_moving(most)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from quire.base.errors import WorkerError
 from quire.base.records import StepPlan, StepResult
-from quire.execute.executor import Executor, LateExecutor, StepMemoryError
+from quire.execute.executor import AsyncExecutor, Executor, StepMemoryError
 from quire.runner.async_steps import AsyncSteps
 from quire.runner.batch_builder import KeptSampleBatch
 from quire.runner.beam_stops import WatchSource
@@ -72,7 +72,7 @@ class ModelRunner:
         self._part = LayeredPrefillRun(executor, self.tables)
         self._overlap: AsyncSteps | None = None
         self._thread: WorkerThread | None = None
-        if overlap and isinstance(executor, LateExecutor):
+        if overlap and isinstance(executor, AsyncExecutor):
             self._overlap = AsyncSteps(self._means, self._apply)
         elif overlap:
             self._thread = WorkerThread("quire-runner")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
-from quire.execute.executor import Executor, LateExecutor
+from quire.execute.executor import AsyncExecutor, Executor
 from quire.runner.batch_builder import KeptSampleBatch, forward_batch, num_unknown
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.logprobs import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
@@ -107,7 +107,7 @@ class StepRun:
         for first in range(0, len(self.slots), most):
             self._choose_slice(first, min(most, len(self.slots) - first))
         if self._is_late and not self._parts:
-            self._wait = cast(LateExecutor, means.executor).mark()
+            self._wait = cast(AsyncExecutor, means.executor).mark()
 
     def computed(self) -> Computed:
         """What came of the rows, when it is there."""
@@ -135,7 +135,7 @@ class StepRun:
         sampling = means.sampling.of(slots, positions, masks, is_late=self._is_late)
         if self._is_late:
             listed = np.empty((count, 0), np.float32)
-            later = cast(LateExecutor, means.executor)
+            later = cast(AsyncExecutor, means.executor)
             self._parts.append((later.sample_later(logits, sampling, slots), listed))
             return
         listed = listed_logprobs(logits, slots, means.tables, means.executor)

@@ -57,6 +57,8 @@ class StepBudget:
             before = np.cumsum(wanted, dtype=np.int64) - wanted
             counts = np.clip(self.tokens - before, 0, wanted).astype(np.int32)
             total = self.tokens
+            if total < 1:
+                return np.zeros_like(wanted)
         if self._cost is not None:
             counts, ms = self._cut_to_time(self._cost, starts, counts, scored)
             total, self.ms = int(np.add.reduce(counts)), self.ms - ms

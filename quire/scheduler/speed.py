@@ -127,8 +127,10 @@ class SpeedEstimate:
         if not self._products.any():  # the first steps: the scale, by which all prices move
             self._prior *= float(np.median(times_ms / (features @ self._prior)))
             self._prices = self._prior.copy()
-        predicted_ms = np.maximum(features @ self._prices, 1e-9 * float(times_ms.max()))
-        relative = np.minimum(times_ms / predicted_ms, _MAX_TIMES_PREDICTED)
+        # Within bounds, so that a step predicted to take next to no time outweighs no others.
+        bounds = times_ms / _MAX_TIMES_PREDICTED, times_ms * _MAX_TIMES_PREDICTED
+        predicted_ms = np.clip(features @ self._prices, *bounds)
+        relative = times_ms / predicted_ms
         shares = features * self._prior / predicted_ms[:, None]
         has_prompt = features[:, 1] > sizes
         for kind, mask in enumerate((~has_prompt, has_prompt)):

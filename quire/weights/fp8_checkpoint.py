@@ -53,7 +53,7 @@ class Fp8Stored:
         return int(self.codes.shape[1])
 
     def rows(self, first: int, count: int) -> Fp8Stored:
-        """Some of the rows."""
+        """Return `count` rows from `first` on, still stored."""
         codes = self.codes[first : first + count]
         return replace(self, codes=codes, first_row=self.first_row + first)
 

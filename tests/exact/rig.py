@@ -32,7 +32,14 @@ from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.engine.core import EngineCore
 from quire.engine.stop_texts import StopTexts
-from quire.execute.executor import PART_TOKENS, Executor, LateExecutor, LayeredExecutor
+from quire.execute.executor import (
+    PART_TOKENS,
+    AsyncExecutor,
+    Executor,
+    ExecutorOptions,
+    LayeredExecutor,
+    StepLimits,
+)
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
@@ -165,10 +172,12 @@ class Model:
         return NativeExecutor(
             self.program,
             self.checkpoint,
-            max_tokens=MAX_ROWS,
-            max_samples=MAX_SEQUENCES,
-            max_sequences=MAX_SEQUENCES,
-            num_threads=num_threads,
+            ExecutorOptions(
+                limits=StepLimits(
+                    max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
+                ),
+                num_threads=num_threads,
+            ),
             poison=True,
         )
 
@@ -375,7 +384,7 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
 
     store: BlockStore
     if settings.tier_in_host:
-        assert isinstance(executor, LateExecutor), "of a device beside the host"
+        assert isinstance(executor, AsyncExecutor), "of a device beside the host"
         pieces = [executor.host_memory(places * executor.block_bytes) for places in (1, 2)]
         rest = settings.tier_blocks - 3
         store = HostStore(

@@ -8,14 +8,17 @@ must reach its goals: cases that are easy prove nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import Request
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
+from tests.conftest import SHOWN
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
@@ -43,7 +46,7 @@ GOALS = {
     "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
 }
 MAX_SHOWN = 10
-NUM_COMPARED_WITH_REFERENCE = 60
+NUM_COMPARED_WITH_REFERENCE = 30  # of each model
 NUM_SCORED_WITH_REFERENCE = 20
 
 
@@ -68,15 +71,14 @@ def test_every_request_gets_the_tokens_and_logprobs_it_gets_alone(
 
 
 def test_the_drawn_cases_are_hard_ones(
-    outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]
+    outcomes: list[Outcome], record_property: Callable[[str, object], None]
 ) -> None:
     shares = {
         name: sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes) for name in GOALS
     }
     num_streams = sum(len(outcome.streams) for outcome in outcomes)
-    with capsys.disabled():
-        shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        print(f"\nexact: {len(outcomes)} cases, {num_streams} streams; {shown}")
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    record_property(SHOWN, f"exact: {len(outcomes)} cases, {num_streams} streams; {shown}")
     if len(outcomes) < ENOUGH_FOR_COVERAGE:
         pytest.skip(f"{len(outcomes)} cases are too few to speak of shares")
     missed = {name: shares[name] for name, goal in GOALS.items() if shares[name] < goal}
@@ -89,7 +91,9 @@ def test_a_request_alone_agrees_with_the_reference_executor(
     num_compared = 0
     for index, model in enumerate(models):
         reference = ReferenceExecutor(
-            model.program, model.checkpoint, max_tokens=512, max_samples=64, max_sequences=1
+            model.program,
+            model.checkpoint,
+            ExecutorOptions(limits=StepLimits(max_tokens=512, max_samples=64, max_sequences=1)),
         )
         for request in _with_logprobs(outcomes, index, NUM_COMPARED_WITH_REFERENCE):
             stream = alone.of(model, request)
@@ -113,7 +117,9 @@ def test_the_scores_of_a_prompt_agree_with_the_reference_executor(
     num_compared = 0
     for index, model in enumerate(models):
         reference = ReferenceExecutor(
-            model.program, model.checkpoint, max_tokens=512, max_samples=512, max_sequences=1
+            model.program,
+            model.checkpoint,
+            ExecutorOptions(limits=StepLimits(max_tokens=512, max_samples=512, max_sequences=1)),
         )
         requests = [
             request

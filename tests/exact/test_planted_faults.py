@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan, StepResult
 from quire.execute import reference_ops
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
 from quire.runner.model_runner import ModelRunner
@@ -96,9 +96,11 @@ class ReferenceModel(Model):
         return ReferenceExecutor(
             self.program,
             self.checkpoint,
-            max_tokens=MAX_ROWS,
-            max_samples=MAX_SEQUENCES,
-            max_sequences=MAX_SEQUENCES,
+            ExecutorOptions(
+                limits=StepLimits(
+                    max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
+                )
+            ),
         )
 
 

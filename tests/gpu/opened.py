@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.graphs import Capture
@@ -18,7 +19,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
-from quire.program.tensors import DType, Rows
+from quire.program.tensors import DType
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import sequence_batch
@@ -62,7 +63,7 @@ def torch_executor(
         load(program, bind(program, open_checkpoint(folder)), CPU, None, pack=packed_for(kernels)),
         device=CPU,
         exact=exact,
-        max_rows={Rows.TOKENS: max_tokens, Rows.SAMPLES: max_tokens, Rows.SEQUENCES: 16},
+        limits=StepLimits(max_tokens=max_tokens, max_samples=max_tokens, max_sequences=16),
         poison=True,
         kernels=kernels,
         capture=capture,
@@ -79,9 +80,9 @@ def reference_executor(
     executor = ReferenceExecutor(
         program,
         open_checkpoint(folder),
-        max_tokens=max_tokens,
-        max_samples=max_tokens,
-        max_sequences=16,
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=max_tokens, max_samples=max_tokens, max_sequences=16)
+        ),
     )
     executor.allocate_cache(-(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor

@@ -156,7 +156,7 @@ def test_three_launches_a_layer_fewer_and_the_same_bits(
     for is_apart in (True, False):
         with monkeypatch.context() as patched, launched(patched) as seen:
             if is_apart:
-                patched.setattr(fused, "_makes_bytes", lambda program, pair: False)
+                patched.setattr(fused, "_takes_bytes", lambda program, rows, product: False)
             executor = torch_executor(folder, program, kernels=True)
             logits.append(sequence_logits(executor, ids, max_positions=program.max_positions))
         names.append(seen)

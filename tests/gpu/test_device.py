@@ -18,7 +18,7 @@ from quire.base.errors import (  # noqa: E402
     WorkerError,
 )
 from quire.config.memory import MemoryNeeds, plan_memory  # noqa: E402
-from quire.execute.executor import StepMemoryError  # noqa: E402
+from quire.execute.executor import ExecutorOptions, StepLimits, StepMemoryError  # noqa: E402
 from quire.execute.gpu import device as devices  # noqa: E402
 from quire.execute.gpu import executor_class  # noqa: E402
 from quire.execute.gpu.device import (  # noqa: E402
@@ -151,7 +151,11 @@ def test_steps_are_captured_on_a_card_unless_told_otherwise(
     program = build_program(spec, dtype=DType.F32, max_positions=64)
     card = torch.device("cuda", 0)
     for made in (TorchExecutorClass(card), TorchExecutorClass(card, captures=False)):
-        made(program, open_checkpoint(folder), max_tokens=8, max_samples=2, max_sequences=2)
+        made(
+            program,
+            open_checkpoint(folder),
+            ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=2, max_sequences=2)),
+        )
     assert [named["capture"] for named in given] == ["graphs of cuda:0", None]
     assert capture_of(torch.device("cpu")) is None
 

@@ -11,12 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu import library_fp8  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.products import pack_ints  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.tensors import DType, Rows  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
@@ -56,9 +57,9 @@ def asked(executor: TorchExecutor, batch: ForwardBatch) -> None:
     plain, slots = make_batch(rows, temperature=1.0), np.arange(rows, dtype=np.int32)
     history = [[1, 2]] * rows
     odd = make_batch(rows, top_k=5, num_logprobs=2, repetition_penalty=1.1, history=history)
-    for wishes in (plain, odd):
-        executor.sample_later(logits, wishes, slots)()
-        executor.sample(logits, wishes)
+    for params in (plain, odd):
+        executor.sample_later(logits, params, slots)()
+        executor.sample(logits, params)
     scores = ScoreBatch(
         targets=slots,
         num_top=np.ones(rows, np.int32),
@@ -92,7 +93,7 @@ def test_steps_keep_to_their_card_wait_for_nothing_and_can_be_captured(
             card.weights(loaded),
             device=CARD,
             exact=exact,
-            max_rows={Rows.TOKENS: 512, Rows.SAMPLES: MOST, Rows.SEQUENCES: MOST},
+            limits=StepLimits(max_tokens=512, max_samples=MOST, max_sequences=MOST),
             stream=CardStream(card),
             capture=card.capture,
         )

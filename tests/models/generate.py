@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -47,13 +47,13 @@ def executor_of(
     """An executor of `spec` with the weights in `path`, for `served` positions (0: all it has)."""
     max_positions = served or spec.max_positions
     program = build_program(spec, dtype=dtype, max_positions=max_positions)
-    limits = {"max_tokens": max_tokens, "max_samples": max_tokens, "max_sequences": 4}
+    limits = StepLimits(max_tokens=max_tokens, max_samples=max_tokens, max_sequences=4)
     checkpoint = open_checkpoint(path)
     executor: Executor
     if kind == "native":
-        executor = NativeExecutor(program, checkpoint, **limits, poison=True)
+        executor = NativeExecutor(program, checkpoint, ExecutorOptions(limits=limits), poison=True)
     else:
-        executor = ReferenceExecutor(program, checkpoint, **limits)
+        executor = ReferenceExecutor(program, checkpoint, ExecutorOptions(limits=limits))
     executor.allocate_cache(-(-max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor
 

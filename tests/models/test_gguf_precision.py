@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.gguf_types import TYPES
 from quire.engine.assembly.precision import with_precision
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -46,7 +47,11 @@ def logits(path: Path, quantization: str, kind: str = "native") -> NDArray[np.fl
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     made = with_precision(program, quantization, checkpoint)
     make = NativeExecutor if kind == "native" else ReferenceExecutor
-    executor = make(made, checkpoint, max_tokens=32, max_samples=32, max_sequences=1)
+    executor = make(
+        made,
+        checkpoint,
+        ExecutorOptions(limits=StepLimits(max_tokens=32, max_samples=32, max_sequences=1)),
+    )
     executor.allocate_cache(64 // BLOCK_SIZE + 1, BLOCK_SIZE)
     return logits_of(executor, IDS, max_positions=64)
 

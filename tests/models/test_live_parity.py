@@ -65,7 +65,7 @@ def test_rope_frequencies_are_those_of_transformers_within_a_bit(tmp_path: Path)
 
     for case in cases_llama.CASES:
         spec = open_model(case.write(tmp_path / case.name))
-        ours = rope_spec(spec.rope, spec.head_dim, 512)
+        ours = rope_spec(spec.rotary.full, spec.attention.head_dim, 512)
         config = transformers.LlamaConfig.from_pretrained(tmp_path / case.name)
         theirs = LlamaRotaryEmbedding(config)
         np.testing.assert_allclose(ours.inv_freq, theirs.inv_freq.numpy(), rtol=3e-7, atol=0)

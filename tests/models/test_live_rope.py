@@ -78,8 +78,8 @@ def test_longrope_of_the_served_length_is_that_of_a_sequence_of_that_length(
     spec = phi3(tmp_path, **changes)
     theirs = Phi3RotaryEmbedding(Phi3Config.from_pretrained(tmp_path))
     theirs(torch.zeros(1), torch.arange(length)[None])
-    assert spec.rope is not None
-    ours = rope_spec(spec.rope, spec.head_dim, length)
+    assert spec.rotary is not None
+    ours = rope_spec(spec.rotary.full, spec.attention.head_dim, length)
     agree(ours, theirs.inv_freq, theirs.attention_scaling)
 
 
@@ -95,8 +95,12 @@ def test_dynamic_angles_of_the_served_length_are_those_of_a_sequence_of_that_len
     assert spec.max_positions == 1280
     theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
     theirs(torch.zeros(1), torch.arange(length)[None])
-    assert spec.rope is not None
-    agree(rope_spec(spec.rope, spec.head_dim, length), theirs.inv_freq, theirs.attention_scaling)
+    assert spec.rotary is not None
+    agree(
+        rope_spec(spec.rotary.full, spec.attention.head_dim, length),
+        theirs.inv_freq,
+        theirs.attention_scaling,
+    )
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
@@ -120,11 +124,11 @@ def test_gemma_3_turns_its_two_types_of_layer_as_transformers_does(
         sliding_window=16,
     )
     theirs = Gemma3RotaryEmbedding(Gemma3TextConfig.from_pretrained(tmp_path))
-    assert spec.rope is not None
-    assert spec.local_rope is not None
-    everywhere = rope_spec(spec.rope, spec.head_dim, 512)
+    assert spec.rotary is not None
+    assert spec.rotary.windowed is not None
+    everywhere = rope_spec(spec.rotary.full, spec.attention.head_dim, 512)
     agree(everywhere, theirs.full_attention_inv_freq, theirs.full_attention_attention_scaling)
-    windowed = rope_spec(spec.local_rope, spec.head_dim, 512)
+    windowed = rope_spec(spec.rotary.windowed, spec.attention.head_dim, 512)
     agree(windowed, theirs.sliding_attention_inv_freq, theirs.sliding_attention_attention_scaling)
 
 

@@ -270,7 +270,7 @@ def test_what_a_class_says_by_default_opens(architecture: str, tmp_path: Path) -
     config.save_pretrained(tmp_path)
     spec = open_model(tmp_path)
     assert (spec.hidden_size, spec.vocab_size) == (config.hidden_size, config.vocab_size)
-    assert spec.tied_head == config.tie_word_embeddings
+    assert spec.head.is_tied == config.tie_word_embeddings
 
 
 def agrees(folder: Path) -> None:

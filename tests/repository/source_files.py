@@ -5,7 +5,9 @@ Found by walking the folders that hold sources, so that a copy without git is ch
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,12 @@ def text_files() -> list[Path]:
     top = [file for file in sorted(ROOT.iterdir()) if file.is_file() and file.name != "LICENSE"]
     found = [*top, *_walk(_FOLDERS)]
     return [file for file in found if file.suffix in _TEXT and not file.name.startswith(".git")]
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    """Return the syntax tree of a Python file; each is parsed once for all tests."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def name_of(file: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.source_files import ROOT, code_files, name_of
+from tests.repository.source_files import ROOT, code_files, name_of, tree_of
 
 MIN_LINES = 3
 
@@ -16,7 +16,7 @@ def _header_lines(file: Path) -> int:
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".py":
         return _comment_lines(text)
-    first = next(iter(ast.parse(text).body), None)
+    first = next(iter(tree_of(file).body), None)
     is_docstring = (
         isinstance(first, ast.Expr)
         and isinstance(first.value, ast.Constant)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.source_files import code_files, name_of
+from tests.repository.source_files import code_files, name_of, tree_of
 
 EMPTY_WORDS = frozenset(
     {"helper", "helpers", "util", "utils", "utility", "utilities", "common", "misc", "mixin"}
@@ -32,7 +32,7 @@ def _is_empty(name: str, *, may_be_vague: bool = False) -> bool:
 
 def _python_names(file: Path) -> Iterator[tuple[str, int]]:
     """What the file itself names; names of libraries that it uses are not its choice."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if not node.name.startswith("test_"):  # a sentence, not a name
                 yield node.name, node.lineno
@@ -72,7 +72,7 @@ def test_no_class_is_there_to_be_inherited_from() -> None:
         f"{name_of(file)}:{node.lineno} {node.name}"
         for file in code_files("quire", "bench", "models")
         if file.suffix == ".py"
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.ClassDef) and _words(node.name) & {"base", "mixin", "abstract"}
     ]
     assert not found

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from quire.cli.completion import verb_words
 from quire.cli.main import VERBS
 from tests.repository.source_files import ROOT, name_of
 
-MAX_README_LINES = 150
+MAX_README_LINES = 120
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _TARGET = re.compile(r"^([a-z][\w-]*):", re.M)
 
@@ -36,16 +34,16 @@ def test_the_readme_is_short() -> None:
     assert len(_readme().splitlines()) <= MAX_README_LINES
 
 
-@pytest.mark.parametrize("document", _documents(), ids=name_of)
-def test_every_relative_link_leads_somewhere(document: Path) -> None:
+def test_every_relative_link_leads_somewhere() -> None:
     lost = []
-    for link in _LINK.findall(document.read_text(encoding="utf-8")):
-        if re.match(r"[a-z]+:", link):
-            continue
-        page, _, anchor = link.partition("#")
-        target = document.parent / page if page else document
-        if not target.exists() or (anchor and anchor not in _anchors(target)):
-            lost.append(link)
+    for document in _documents():
+        for link in _LINK.findall(document.read_text(encoding="utf-8")):
+            if re.match(r"[a-z]+:", link):
+                continue
+            page, _, anchor = link.partition("#")
+            target = document.parent / page if page else document
+            if not target.exists() or (anchor and anchor not in _anchors(target)):
+                lost.append(f"{name_of(document)}: {link}")
     assert not lost
 
 
@@ -57,29 +55,54 @@ def _anchors(page: Path) -> set[str]:
     return slugs | set(re.findall(r'<a id="([^"]+)"', text))
 
 
-@pytest.mark.parametrize("document", _documents(), ids=name_of)
-def test_every_make_target_that_is_named_exists(document: Path) -> None:
+def test_every_make_target_that_is_named_exists() -> None:
     targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
-    code = _code(document.read_text(encoding="utf-8"))
-    named = set(re.findall(r"(?:^|[\s`])make ([a-z][\w-]*)", code))
-    assert named <= targets
+    unknown = [
+        f"{name_of(document)}: make {name}"
+        for document in _documents()
+        for name in re.findall(
+            r"(?:^|[\s`])make ([a-z][\w-]*)", _code(document.read_text(encoding="utf-8"))
+        )
+        if name not in targets
+    ]
+    assert not unknown
 
 
-@pytest.mark.parametrize("document", _documents(), ids=name_of)
-def test_every_verb_and_flag_that_is_named_exists(document: Path) -> None:
+def test_every_subcommand_and_flag_that_is_named_exists() -> None:
     flags = {verb.name: {n for flag in verb.flags for n in flag.names} for verb in verb_words()}
-    code = _code(document.read_text(encoding="utf-8"))
-    for verb, rest in re.findall(r"(?:^|[\s/])quire ([a-z]+)\b([^\n#]*)", code):
-        if verb in ("import", "package"):
-            continue
-        assert verb in VERBS, f"quire {verb}"
-        for flag in re.findall(r"(?<!\w)--[a-z][\w-]*", rest):
-            assert flag in flags[verb], f"quire {verb} {flag}"
+    unknown = []
+    for document in _documents():
+        code = _code(document.read_text(encoding="utf-8"))
+        for verb, rest in re.findall(r"(?:^|[\s/])quire ([a-z]+)\b([^\n#]*)", code):
+            if verb in ("import", "package"):
+                continue
+            named = re.findall(r"(?<!\w)--[a-z][\w-]*", rest)
+            if verb not in VERBS or set(named) - flags[verb]:
+                unknown.append(f"{name_of(document)}: quire {verb} {' '.join(named)}")
+    assert not unknown
 
 
 def test_the_readme_names_the_first_commands() -> None:
     code = _code(_readme())
     assert "make demo" in code
     assert "make test" in code
+    assert re.search(r"quire serve\b", code)
+    start = _code((ROOT / "docs" / "start.md").read_text(encoding="utf-8"))
     for verb in ("serve", "chat", "complete", "program"):
-        assert re.search(rf"quire {verb}\b", code)
+        assert re.search(rf"quire {verb}\b", start)
+
+
+def test_every_source_file_that_is_named_exists() -> None:
+    records = ("EXPERIMENTS.md", "CHANGELOG.md")  # of the past
+    pattern = re.compile(r"(?<![\w/])(?:quire|tests|bench|native|scripts)/[\w/.-]+\.\w+")
+    lost = []
+    for document in (file for file in _documents() if file.name not in records):
+        named = set(pattern.findall(_code(document.read_text(encoding="utf-8"))))
+        written = [name for name in named if "NAME" not in name and "/results/" not in name]
+        roots = (ROOT, ROOT / "quire" / document.stem)  # a package's page names files below it
+        lost += [
+            f"{document.name}: {name}"
+            for name in written
+            if not any((root / name).exists() for root in roots)
+        ]
+    assert not sorted(lost)

@@ -3,9 +3,9 @@
 `Events` turns deltas into the events of a dialect; `EventStream` writes them. The response begins
 with the first event or heartbeat, so a request that fails at once still gets a status code. Writing
 waits while the socket is full: a slow client delays only its own events, and the engine throttles
-its request (engine/output/stream_backpressure.py). A client that reads nothing for `stall_s` is
-cut. An error after the beginning is one event; then the stream ends without its end marker. Knows
-no dialect. Always holds: the same deltas give the same bytes, however they are grouped into writes.
+its request. A client that reads nothing for `stall_s` is cut. An error after the beginning is one
+event; then the stream ends without its end marker. Knows no dialect. Always holds: the same deltas
+give the same bytes, however they are grouped into writes.
 """
 
 from __future__ import annotations

@@ -37,13 +37,19 @@ from quire.engine.process.heartbeat import HeartbeatRunner
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
 from quire.engine.timed_pool import TimedBlockPool
-from quire.execute.executor import Executor, ExecutorClass, LayeredExecutor, Progress
+from quire.execute.executor import (
+    Executor,
+    ExecutorClass,
+    ExecutorOptions,
+    LayeredExecutor,
+    Progress,
+    StepLimits,
+)
 from quire.models.registry import compute_dtype, open_model
 from quire.models.spec import ModelSpec
 from quire.program.kv_cache import kv_cache_text
 from quire.program.program import Program
 from quire.program.quantize import precision_text
-from quire.program.tensors import Rows
 from quire.runner.fingerprint import block_fingerprint, system_fingerprint
 from quire.runner.model_runner import ModelRunner
 from quire.runner.prefault import Prefault
@@ -134,12 +140,16 @@ def _assembled(
     executor = make(
         program,
         checkpoint,
-        max_tokens=step_tokens,
-        max_samples=max_samples,
-        max_sequences=config.scheduler.max_num_seqs,
-        num_threads=config.executor.num_threads or num_usable_cores(),
-        progress=progress,
-        pack_cache=cache_of_weights,
+        ExecutorOptions(
+            limits=StepLimits(
+                max_tokens=step_tokens,
+                max_samples=max_samples,
+                max_sequences=config.scheduler.max_num_seqs,
+            ),
+            num_threads=config.executor.num_threads or num_usable_cores(),
+            progress=progress,
+            pack_cache=cache_of_weights,
+        ),
     )
     warn_of_coarse(Log("engine"), program, executor.coarse_rows)
     executor.allocate_cache(memory.num_blocks, config.cache.block_size)
@@ -174,7 +184,8 @@ def _assembled(
         )
     texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
     compiler = GrammarCompiler(
-        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.eos_ids), now_ms=clock.now_ms
+        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.generation.eos_ids),
+        now_ms=clock.now_ms,
     )
     model_runner = ModelRunner(
         executor,
@@ -245,11 +256,11 @@ def _memory(
 ) -> MemoryPlan:
     held = make.memory_for(
         program,
-        {
-            Rows.TOKENS: step_tokens,
-            Rows.SAMPLES: make.head_rows(config.scheduler.max_num_seqs),
-            Rows.SEQUENCES: config.scheduler.max_num_seqs,
-        },
+        StepLimits(
+            max_tokens=step_tokens,
+            max_samples=make.head_rows(config.scheduler.max_num_seqs),
+            max_sequences=config.scheduler.max_num_seqs,
+        ),
     )
     memory, block_bytes = make.available_memory(), held.token_bytes * config.cache.block_size
     buffer_bytes = 0
@@ -341,7 +352,7 @@ def _card(
         path=str(folder),
         max_model_len=memory.max_model_len,
         vocab_size=spec.vocab_size,
-        eos_ids=spec.eos_ids,
+        eos_ids=spec.generation.eos_ids,
         fingerprint=system_fingerprint(
             program,
             folder,
@@ -350,8 +361,8 @@ def _card(
             max_model_len=memory.max_model_len,
             chat_template=source_in_force(folder, config.model.chat_template),
         ),
-        generation_defaults=dict(spec.generation_defaults),
-        banned_sequences=spec.banned_sequences,
+        generation_defaults=dict(spec.generation.defaults),
+        banned_sequences=spec.generation.banned_sequences,
         dtype=compute_dtype(spec, config.model.dtype).value,
         quantization=precision_text(program),
         kv_cache_dtype=kv_cache_text(program),

@@ -17,7 +17,7 @@ from quire.cache.tier_map import TierMap
 from quire.config.groups import CacheConfig
 from quire.config.machine import MachineMemory
 from quire.config.memory import mib
-from quire.execute.executor import Executor, LateExecutor
+from quire.execute.executor import AsyncExecutor, Executor
 from quire.runner.tier_mover import TierMover, num_buffers
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
@@ -113,7 +113,7 @@ def moving_bytes(block_bytes: int, config: CacheConfig, *, beside_host: bool) ->
 
 
 def _host_store(wanted: int, executor: Executor) -> HostStore:
-    assert isinstance(executor, LateExecutor), "a device beside the host was asked for before"
+    assert isinstance(executor, AsyncExecutor), "a device beside the host was asked for before"
     block_bytes = executor.block_bytes
     sizes = piece_sizes(wanted, block_bytes)
     if not sizes:

@@ -28,7 +28,7 @@ from quire.config.groups import EngineConfig
 from quire.engine.client.socket_directory import SocketDirectory
 
 # Where our own package lies: installed, or a checkout that the new interpreter would not find.
-_PACKAGES = str(Path(__file__).resolve().parents[2])
+_PACKAGES = str(Path(__file__).resolve().parents[3])
 # -P: nothing is imported from the current folder, which may hold anything (a model's files). Our
 # packages' folder comes after the standard library and before whatever else is installed.
 _START = """

@@ -3,8 +3,8 @@
 Sequences with one token row go through narrow tiles, cut so that the whole device is busy; others
 through wide tiles, uncut. Each plan has a place in the step's buffers, so a captured graph finds
 its items at the same address in every step, as many as it was captured with: those beyond a step's
-own name no tokens, and whoever reads one of them ends at once. Knows geometry and rows; no weights
-and no cache.
+own name no tokens, and a program that reads one of them ends at once. Knows geometry and rows; no
+weights and no cache.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.kernels.attention import DeviceTiles, Partials, narrow_rows, wide_rows
 from quire.execute.gpu.kernels.attention_plan import (
     ITEM_FIELDS,
@@ -30,7 +31,6 @@ from quire.execute.gpu.step_sizes import Size
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Attention
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 Int32s = NDArray[np.int32]
 PARTIAL_BYTES = 256 * 2**20  # at most, for what pieces give before they are merged
@@ -66,13 +66,13 @@ class AttentionSteps:
         self,
         program: Program,
         *,
-        max_rows: Mapping[Rows, int],
+        limits: StepLimits,
         exact: bool,
         programs: int,
     ) -> None:
         self._programs = programs
-        self._max_sequences = max_rows[Rows.SEQUENCES]
-        self._max_tokens = max_rows[Rows.TOKENS]
+        self._max_sequences = limits.max_sequences
+        self._max_tokens = limits.max_tokens
         self._max_positions = program.max_positions
         self.geometries = geometries(program, exact=exact)
         self._partials: dict[int, Partials] = {}
@@ -84,7 +84,7 @@ class AttentionSteps:
         found: dict[str, int] = {}
         for group, geometry in self.geometries.items():
             wide = geometry.max_wide(self._max_tokens, self._max_sequences)
-            found[f"narrow_items_{group}"] = ITEM_FIELDS * self._most_items(
+            found[f"narrow_items_{group}"] = ITEM_FIELDS * self._max_items(
                 geometry, self._max_sequences
             )
             found[f"merges_{group}"] = MERGE_FIELDS * self._max_sequences
@@ -132,7 +132,7 @@ class AttentionSteps:
             if size is not None:
                 narrow = padded(
                     narrow,
-                    items=self._most_items(geometry, size.sequences),
+                    items=self._max_items(geometry, size.sequences),
                     merges=size.sequences,
                 )
                 tiles = geometry.max_wide(size.tokens, size.chunks) if size.chunks else 0
@@ -176,7 +176,7 @@ class AttentionSteps:
         self._counts |= {name: len(values) for name, values in written.items()}
         return written
 
-    def _most_items(self, geometry: Geometry, num_sequences: int) -> int:
+    def _max_items(self, geometry: Geometry, num_sequences: int) -> int:
         return max_items(num_sequences, kv_heads=geometry.kv_heads, programs=self._programs)
 
 
@@ -198,10 +198,10 @@ def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
     return found
 
 
-def partial_bytes(program: Program, max_rows: Mapping[Rows, int], *, exact: bool) -> int:
+def partial_bytes(program: Program, limits: StepLimits, *, exact: bool) -> int:
     """Bytes of room for partials."""
     return sum(
-        geometry.max_partials(program.max_positions, max_rows[Rows.SEQUENCES])
+        geometry.max_partials(program.max_positions, limits.max_sequences)
         * geometry.kv_heads
         * geometry.group
         * (geometry.head_dim + 2)

@@ -1,13 +1,13 @@
 """TorchExecutor: runs a program with PyTorch and Triton, on a GPU, or on CPU tensors to be tested.
 
-Knows what a step does with what is held for it (held.py, kv_pool.py). On a GPU operations are
+Runs the steps over the executor's buffers (device_buffers.py, kv_pool.py). On a GPU operations are
 kernels (kernel_ops.py), on CPU tensors plain PyTorch (ops.py); steps up to some size are replayed
 from captured graphs (graphs.py). Knows nothing of requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 from quire.base.errors import CapacityError, WorkerError
 from quire.config.memory import mib
 from quire.execute.batch_check import check_batch, check_range
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.block_port import BlockPort
 from quire.execute.gpu.device import device_errors, first_line
+from quire.execute.gpu.device_buffers import attention_steps, rope_angles, step_arena, step_sizes
 from quire.execute.gpu.graphs import Capture, Graphs
-from quire.execute.gpu.held import attention_steps, rope_angles, step_arena, step_sizes
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kv_pool import KvPool
 from quire.execute.gpu.last_tokens import LastTokens
 from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.ops import Call, Place, bind_plain
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
-from quire.execute.gpu.step_sizes import Size, Sizes, most_mixed
+from quire.execute.gpu.step_sizes import Size, Sizes, max_mixed
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.program.batch import ForwardBatch
 from quire.program.program import Program
@@ -57,7 +58,7 @@ class TorchExecutor:
         *,
         device: torch.device,
         exact: bool,
-        max_rows: Mapping[Rows, int],
+        limits: StepLimits,
         poison: bool = False,
         kernels: bool | None = None,
         capture: Capture | None = None,
@@ -68,21 +69,17 @@ class TorchExecutor:
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
         self.ops_done = 0
         self._program, self._device, self._poison = program, device, poison
-        self._limits = dict(max_rows)
-        self._arena, buffers = step_arena(program, max_rows, device)
+        self._limits = limits
+        self._arena, buffers = step_arena(program, limits, device)
         runs_kernels = device.type != "cpu" if kernels is None else kernels
-        self._attention = (
-            attention_steps(program, max_rows, device, exact) if runs_kernels else None
-        )
+        self._attention = attention_steps(program, limits, device, exact) if runs_kernels else None
         self._step = StepBuffers(
-            **step_sizes(program, max_rows),
+            **step_sizes(program, limits),
             device=device,
             others={} if self._attention is None else self._attention.sizes(),
             stream=self._stream,
         )
-        self._last = LastTokens(
-            max_rows[Rows.SEQUENCES], self._stream, device, by_kernels=runs_kernels
-        )
+        self._last = LastTokens(limits.max_sequences, self._stream, device, by_kernels=runs_kernels)
         self._pool = KvPool(program, device, self._stream)
         self._port: BlockPort | None = None
         self._place = Place(
@@ -94,13 +91,13 @@ class TorchExecutor:
             pool=self._pool.blocks,
             exact=exact,
         )
-        bind_segment = self._binder(max_rows)
+        bind_segment = self._binder(limits)
         self._calls: dict[str, list[Call]] = {
             segment: bind_segment(segment) for segment in SEGMENTS
         }
         self._counts: Counts | None = None
-        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
-        self.sizes = Sizes(max_rows, mixed=most_mixed(program, len(self._calls["trunk"])))
+        self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
+        self.sizes = Sizes(limits, mixed=max_mixed(program, len(self._calls["trunk"])))
         self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -131,11 +128,11 @@ class TorchExecutor:
         self.import_blocks(np.array([block], np.int32), [raw])
 
     def begin_moving(self, num_blocks: int) -> None:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         self._port = BlockPort(self._pool, self._device, self._stream, rows=num_blocks)
 
     def host_memory(self, num_bytes: int) -> Bytes:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         try:
             memory: Bytes = self._stream.host_memory(num_bytes).numpy()
         except RuntimeError as error:  # out of memory, a limit, a system that pins none
@@ -146,7 +143,7 @@ class TorchExecutor:
         return memory
 
     def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         with device_errors("copies of blocks to the host"):
             there = self._moving().take_out(blocks, outs)
 
@@ -157,7 +154,7 @@ class TorchExecutor:
         return wait
 
     def import_blocks(self, blocks: Int32s, raws: Sequence[Bytes]) -> None:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         with device_errors("copies of blocks from the host"):
             self._moving().bring_in(blocks, raws)
 
@@ -220,13 +217,13 @@ class TorchExecutor:
     def sample_later(
         self, logits: Any, batch: SampleBatch, slots: Int32s
     ) -> Callable[[], TokenChoice]:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         check_range("slots", slots, 0, len(self._last))
         check_range("late_slots", batch.late_slots, -1, len(self._last))
         if isinstance(logits, np.ndarray):
             return self._sample_plain_later(logits, batch, slots)
         from quire.execute.gpu.choice import choose_later
-        from quire.execute.gpu.kernels.wishes import rows_for_the_host
+        from quire.execute.gpu.kernels.device_params import rows_for_the_host
 
         if rows_for_the_host(batch).any():
             raise ValueError("some of these rows are chosen on the host: sample does it")
@@ -246,7 +243,7 @@ class TorchExecutor:
         return wait
 
     def mark(self) -> Callable[[], None]:
-        """See LateExecutor."""
+        """See AsyncExecutor."""
         mark = self._stream.mark(sleeps=True)
 
         def wait() -> None:
@@ -280,13 +277,13 @@ class TorchExecutor:
         assert self._port is not None
         return self._port
 
-    def _binder(self, max_rows: Mapping[Rows, int]) -> Callable[[str], list[Call]]:
+    def _binder(self, limits: StepLimits) -> Callable[[str], list[Call]]:
         if self._attention is None:
             return lambda segment: bind_plain(segment, self._place)
         from quire.execute.gpu.kernel_ops import KernelOps
         from quire.execute.gpu.products import Products, Scratch
 
-        scratch = Scratch.of(self._program, max_rows, self._device)
+        scratch = Scratch.of(self._program, limits, self._device)
         products = Products(self._place, scratch)
         return KernelOps(self._place, self._attention, products).bind_segment
 
@@ -301,7 +298,7 @@ class TorchExecutor:
     def _replayed(self, graphs: Graphs, size: Size, batch: ForwardBatch, head_rows: int) -> Counts:
         """A step as one of a size; with its head where no sequence samples more than one row."""
         has_head = (
-            0 < head_rows == len(batch.sample_rows) <= size.sequences <= self._limits[Rows.SAMPLES]
+            0 < head_rows == len(batch.sample_rows) <= size.sequences <= self._limits.max_samples
         )
         counts = self._load(batch, size).of_samples(size.sequences if has_head else 0)
 
@@ -370,8 +367,9 @@ class TorchExecutor:
     def _check_fits(self, rows: Rows, count: int) -> None:
         if not self._calls:
             raise WorkerError("this executor is closed; nothing can be run with it")
-        if count > self._limits[rows]:
-            raise ValueError(f"a step of {count} {rows}; at most {self._limits[rows]} are allowed")
+        most = self._limits.rows(rows)
+        if count > most:
+            raise ValueError(f"a step of {count} {rows}; at most {most} are allowed")
 
 
 def recipe_of(device: torch.device, *, exact: bool) -> str:

@@ -5,18 +5,18 @@ Knows a device and a mode; no steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from quire.base.errors import CapacityError, ModelError, SettingError
 from quire.config.machine import MachineMemory
-from quire.execute.executor import HEAD_ROWS, ExecutorMemory, Progress
+from quire.execute.executor import HEAD_ROWS, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.gpu.device import lacks_memory
+from quire.execute.gpu.device_buffers import step_sizes
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.graphs import capture_of
-from quire.execute.gpu.held import step_sizes
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.step_buffers import StepBuffers
@@ -25,10 +25,8 @@ from quire.execute.rope_table import rope_bytes
 from quire.program.declarations import FP8_CACHE
 from quire.program.ops import Embed
 from quire.program.program import Program
-from quire.program.tensors import Rows
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.pack_cache import PackCache
 
 FULL_STEP_TOKENS = 2048
 
@@ -37,7 +35,7 @@ FULL_STEP_TOKENS = 2048
 class TorchExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
 
-    exact: products whose bits a row has whatever rows are beside it. has_fp8: its kernels know it.
+    exact: a row's bits do not depend on the rows beside it. has_fp8: its kernels know it.
     captures: whether a GPU's steps are replayed from graphs.
     """
 
@@ -68,14 +66,14 @@ class TorchExecutorClass:
                 "(--executor reference can):" + "".join(f"\n  - {problem}" for problem in problems)
             )
 
-    def memory_for(self, program: Program, max_rows: Mapping[Rows, int]) -> ExecutorMemory:
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """Weights and cache as the program says; buffers share one arena."""
         return ExecutorMemory(
             weights_bytes=self._weight_bytes(program),
-            step_bytes=lay_out(program, max_rows).arena_bytes
+            step_bytes=lay_out(program, limits).arena_bytes
             + rope_bytes(program)
-            + StepBuffers.num_bytes(**step_sizes(program, max_rows))
-            + self._kernel_bytes(program, max_rows),
+            + StepBuffers.num_bytes(**step_sizes(program, limits))
+            + self._kernel_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
 
@@ -90,14 +88,14 @@ class TorchExecutorClass:
             for weight in program.weights.values()
         )
 
-    def _kernel_bytes(self, program: Program, max_rows: Mapping[Rows, int]) -> int:
+    def _kernel_bytes(self, program: Program, limits: StepLimits) -> int:
         if self.device.type == "cpu":
             return 0
         from quire.execute.gpu.attention_steps import partial_bytes
         from quire.execute.gpu.products import Scratch
 
-        partials = partial_bytes(program, max_rows, exact=self.exact)
-        return partials + Scratch.num_bytes(program, max_rows)
+        partials = partial_bytes(program, limits, exact=self.exact)
+        return partials + Scratch.num_bytes(program, limits)
 
     def head_rows(self, max_sequences: int) -> int:
         """On a GPU all sequences' at once: their step and its head are one graph."""
@@ -108,7 +106,7 @@ class TorchExecutorClass:
         return device_memory(self.device)
 
     def plans_in_flight(self) -> int:
-        """See ExecutorClass: a GPU is told the next step while it computes one."""
+        """See ExecutorClass: a GPU's next step is queued while it computes one."""
         return 1 if self.device.type == "cpu" else 2
 
     def full_step_tokens(self) -> int:
@@ -116,39 +114,26 @@ class TorchExecutorClass:
         return 128 if self.device.type == "cpu" else FULL_STEP_TOKENS
 
     def __call__(
-        self,
-        program: Program,
-        checkpoint: Checkpoint,
-        *,
-        max_tokens: int,
-        max_samples: int,
-        max_sequences: int,
-        num_threads: int = 1,
-        progress: Progress | None = None,
-        pack_cache: PackCache | None = None,
+        self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> TorchExecutor:
-        if pack_cache is not None:
+        if options.pack_cache is not None:
             raise SettingError(
                 "pack_cache: the torch executor packs nothing; leave it out, or take the native "
                 "executor"
             )
         self.check_program(program)
         if self.device.type == "cpu":
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(options.num_threads)
         try:
             pack = _pack(runs_kernels=self.device.type != "cpu")
             binding = bind(program, checkpoint)
-            weights = load(program, binding, self.device, progress, pack=pack)
+            weights = load(program, binding, self.device, options.progress, pack=pack)
             return TorchExecutor(
                 program,
                 weights,
                 device=self.device,
                 exact=self.exact,
-                max_rows={
-                    Rows.TOKENS: max_tokens,
-                    Rows.SAMPLES: max_samples,
-                    Rows.SEQUENCES: max_sequences,
-                },
+                limits=options.limits,
                 capture=capture_of(self.device) if self.captures else None,
             )
         except RuntimeError as error:
@@ -156,13 +141,13 @@ class TorchExecutorClass:
                 raise
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "
-                f"{max_tokens} tokens do not fit into the memory of {self.device}; lower "
-                "--max-num-batched-tokens or take a smaller model"
+                f"{options.limits.max_tokens} tokens do not fit into the memory of "
+                f"{self.device}; lower --max-num-batched-tokens or take a smaller model"
             ) from error
 
 
 def _pack(*, runs_kernels: bool) -> Pack:
-    """Integer weights as those who compute take them."""
+    """Return how integer weights are packed for the operations."""
     if not runs_kernels:
         return IntWeight.of
     from quire.execute.gpu.products import pack_ints

@@ -11,22 +11,22 @@ program costs; no kernels, no graphs. Always holds: there are few sizes, whateve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from quire.execute.executor import StepLimits
 from quire.program.batch import ForwardBatch
 from quire.program.cost import StepShape
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 # What the host takes for one launch: Triton's launcher is Python.
 LAUNCH_S = 20e-6
 # What a large card reaches in bf16 products of some hundred rows. A slower one has only less to
 # gain: nothing is wrong where these are.
 OPS_PER_S = 6e14
-MOST_MIXED = 2048  # tokens: a small model's step, too, is long by then
+MAX_MIXED = 2048  # tokens: a small model's step, too, is long by then
 FEWEST_MIXED = 16
 FEW_CHUNKS = 16  # prompts side by side in a usual step
 
@@ -57,17 +57,17 @@ def mixed_ladder(most: int) -> tuple[int, ...]:
     return (*found, top) if top else ()
 
 
-def most_mixed(program: Program, num_launches: int) -> int:
+def max_mixed(program: Program, num_launches: int) -> int:
     """Tokens that a device computes while the host launches a step of so many kernels."""
     each = program.segment_cost("trunk", StepShape([1], [0])).product_ops
-    return min(int(num_launches * LAUNCH_S * OPS_PER_S / max(each, 1)), MOST_MIXED)
+    return min(int(num_launches * LAUNCH_S * OPS_PER_S / max(each, 1)), MAX_MIXED)
 
 
 class Sizes:
-    """Of an executor for steps of at most `max_rows`, mixed ones of at most `mixed` tokens."""
+    """Of an executor for steps of at most `limits`, mixed ones of at most `mixed` tokens."""
 
-    def __init__(self, max_rows: Mapping[Rows, int], *, mixed: int) -> None:
-        tokens, sequences = max_rows[Rows.TOKENS], max_rows[Rows.SEQUENCES]
+    def __init__(self, limits: StepLimits, *, mixed: int) -> None:
+        tokens, sequences = limits.max_tokens, limits.max_sequences
         self.ones = ladder(min(tokens, sequences))
         self.mixed = mixed_ladder(min(mixed, tokens))
         four_times = (FEWEST_MIXED << 2 * n for n in range(sequences.bit_length()))

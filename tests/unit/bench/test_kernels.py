@@ -17,7 +17,7 @@ from quire.bench.limits import ARITHMETIC, FORK_JOIN, READ
 from quire.bench.reading import ReadProbe
 from quire.execute.reference import ReferenceExecutor
 from quire.sampling.batch import TokenChoice
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 SETTINGS = {"num_threads": 2}
 
@@ -107,7 +107,7 @@ def test_what_means_nothing_is_refused(given: dict[str, Any]) -> None:
 
 def test_json_is_one_object() -> None:
     words = ["--parts", "choice", "--seconds", "0.01", "--threads", "1"]
-    done = quire_command("bench", "kernels", "--json", *words)
+    done = quire_main("bench", "kernels", "--json", *words)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert (outcome["bench"], outcome["threads"]) == ("kernels", 1)

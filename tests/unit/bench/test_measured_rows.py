@@ -7,12 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench import footprint
+import pytest
+
+from bench import footprint, readme_table
+from bench.measured import rows
 from bench.measured.peers import sweeps_text
 from bench.measured.policy_table import policy_table
 from bench.measured.rows import _belady_row, _footprint_rows
 from bench.measured.service_rows import forecast_rows, policy_rows, soak_rows, structured_rows
 from bench.readme_table import RESULTS
+from quire.bench.machine import LOAD_MARK
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -64,8 +68,9 @@ def test_what_a_soak_leaves_behind_is_counted() -> None:
 
 def test_a_line_of_policies_compares_means_where_nothing_was_refused() -> None:
     result = _result("policies-cpu")
-    title, _, *rows = policy_table(result).splitlines()
-    assert result["scene"] in title
+    title, table = policy_table(result).split("\n\n")
+    rows = table.splitlines()
+    assert result["scene"] in " ".join(title.split())
     speeds = {run["speed"] for run in result["runs"]}
     assert len(rows) == 2 + len(speeds)
     first = min(speeds)
@@ -100,3 +105,18 @@ def test_the_plan_is_read_where_the_server_tells_it() -> None:
     )
     assert "over weights + KV (2 MB)" in told
     assert told.endswith("| 1.10x; with the API's 1.20x | 1.15x |")
+
+
+def test_lines_measured_on_a_loaded_machine_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
+    for name in ("startup", "quality"):
+        result = _result(name)
+        result["machine"] |= {"cores": 2, "load_at_start": 9.0}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    found = readme_table.topic_rows()
+    assert all(line.split(" |")[0].endswith(LOAD_MARK) for line in found["Start and size"])
+    assert not any(LOAD_MARK in line for line in found["Quality of quantized weights"])
+    assert "upper bounds" in rows.start_text(json.loads((tmp_path / "startup.json").read_text()))[0]
+    assert readme_table.FOOTNOTE.split()[0] in readme_table.page()

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire import _native
 from quire.base.errors import SettingError
-from quire.bench import reading
 from quire.bench.floor import program_of
 from quire.bench.limits import ARITHMETIC, FORK_JOIN, LOOPS, READ, machine_limits, peak_gflops
 from quire.bench.profile import OUTSIDE, measure_profile, profile_text
 from quire.bench.reading import ReadProbe
 from quire.program.cost import StepShape
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 SETTINGS = {"num_threads": 2, "kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 64}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_read_block() -> Iterator[None]:
-    """Read 64 MiB instead of 1 GiB: what is told of rates is tested, not the rates."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "BLOCK_BYTES", 64 << 20)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +113,7 @@ def test_steps_that_cannot_be_are_refused(given: dict[str, int]) -> None:
 
 def test_json_is_one_object() -> None:
     words = ["--seconds", "0.05", "--threads", "1", "--kv-cache-memory", "16MiB", "--depth", "9"]
-    done = quire_command("profile", "--json", *words)
+    done = quire_main("profile", "--json", *words)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["bench"] == "profile"

@@ -12,7 +12,7 @@ import pytest
 
 from quire.base.errors import SettingError, WorkerError
 from quire.bench import throughput
-from quire.bench.floor import decode_bytes, prefill_bytes, program_of
+from quire.bench.floor import decode_bytes, program_of
 from quire.bench.latency import latency_text, measure_latency
 from quire.bench.local import LocalEngine
 from quire.bench.machine import machine_card
@@ -22,7 +22,7 @@ from quire.bench.workloads import Ask, Workload, mixed_lengths
 from quire.cli.main import main
 from quire.obs.report import Progress, table
 from quire.program.cost import StepShape
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 SETTINGS = {"num_threads": 1, "kv_cache_memory_bytes": 16 << 20}
 SMALL = Workload(
@@ -67,7 +67,6 @@ def test_the_floor_counts_each_step_of_the_program() -> None:
     wanted = sum(program.step_cost(StepShape([1], [depth])).memory_bytes for depth in (8, 9, 10))
     assert decode_bytes(program, prompt_tokens=8, output_tokens=4) == wanted
     assert decode_bytes(program, prompt_tokens=8, output_tokens=1) == 0
-    assert prefill_bytes(program, prompt_tokens=8) > program.weight_bytes / 2
 
 
 def test_the_floor_is_that_of_the_precision_that_runs() -> None:
@@ -169,12 +168,11 @@ def test_a_server_that_does_not_start_is_told_with_its_words(tmp_path: Path) -> 
 
 def test_json_is_one_object_with_the_machine_card() -> None:
     words = ["--prompt-tokens", "6", "--output-tokens", "3", "--repeats", "1", "--threads", "1"]
-    done = quire_command("bench", "latency", "--json", *words)
+    done = quire_main("bench", "latency", "--json", *words)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["machine"]["cpu"] == machine_card()["cpu"]
     assert outcome["bench"] == "latency"
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "kernels", "startup"])

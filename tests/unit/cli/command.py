@@ -1,4 +1,4 @@
-"""Runs the `quire` command as its users do: in a process, with pipes or at a terminal.
+"""Runs the `quire` command as its users do: in a process, with pipes or at a terminal; or inside.
 
 The process imports the same package as the test that starts it, wherever that is installed.
 """
@@ -11,9 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
+import pytest
+
 import quire
+from quire.cli.main import main
 
 LIMIT_S = 120.0
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all they start.
@@ -45,6 +49,31 @@ def quire_command(
     return subprocess.CompletedProcess(
         done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
     )
+
+
+def quire_main(
+    *words: str, given: str | bytes = "", folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run it in this process: as quire_command, without the second that a process start takes."""
+    raw = given if isinstance(given, bytes) else given.encode()
+    streams = [TextIOWrapper(BytesIO(part), encoding="utf-8") for part in (raw, b"", b"")]
+    stdin, stdout, stderr = streams
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["quire", *words])
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        if folder is not None:
+            patch.chdir(folder)
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        told = []
+        for stream in (stdout, stderr):
+            stream.flush()
+            told.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
+    stdin.detach(), stdout.detach(), stderr.detach()
+    return subprocess.CompletedProcess(["quire", *words], code, *told)
 
 
 class Terminal:

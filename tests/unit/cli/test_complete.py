@@ -11,7 +11,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.library.llm import LLM
 from tests.data import outside
 from tests.tiny_models import write_tiny_llama
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,14 @@ def test_the_answer_is_that_of_the_engine(model: Path) -> None:
     with LLM(model) as llm:
         [answer] = llm.generate("Hi there", SamplingParams(temperature=0.0, max_tokens=9))
     words = (str(model), "--prompt", "Hi there", "--temperature", "0", "--max-tokens", "9")
-    assert quire_command("complete", *words).stdout == answer.text + "\n"
-    echoed = quire_command("complete", *words, "--echo")
+    assert quire_main("complete", *words).stdout == answer.text + "\n"
+    echoed = quire_main("complete", *words, "--echo")
     assert echoed.stdout == "Hi there" + answer.text + "\n"
     assert echoed.returncode == 0
 
 
 def test_json_tells_ids_logprobs_counts_and_times(model: Path) -> None:
-    done = quire_command(
+    done = quire_main(
         "complete", str(model), "-p", "Hi", "--json", "--logprobs", "2", "--max-tokens", "5",
         "--temperature", "0.5", "--seed", "11",
     )  # fmt: skip
@@ -51,8 +51,8 @@ def test_json_tells_ids_logprobs_counts_and_times(model: Path) -> None:
 
 def test_the_prompt_may_be_piped_in(model: Path) -> None:
     words = ("complete", str(model), "--temperature", "0", "--max-tokens", "3")
-    assert quire_command(*words, given="two\nlines").stdout == (
-        quire_command(*words, "--prompt", "two\nlines").stdout
+    assert quire_main(*words, given="two\nlines").stdout == (
+        quire_main(*words, "--prompt", "two\nlines").stdout
     )
 
 
@@ -70,7 +70,7 @@ def test_the_prompt_may_be_piped_in(model: Path) -> None:
 def test_what_cannot_be_done_is_one_line_and_code_2(
     model: Path, words: list[str], complaint: str
 ) -> None:
-    done = quire_command("complete", str(model), *words)
+    done = quire_main("complete", str(model), *words)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("quire complete: ")
@@ -79,13 +79,13 @@ def test_what_cannot_be_done_is_one_line_and_code_2(
 
 
 def test_bytes_that_are_no_text_are_refused(model: Path) -> None:
-    done = quire_command("complete", str(model), given=b"ab\xff")
+    done = quire_main("complete", str(model), given=b"ab\xff")
     assert done.returncode == 2
     assert "lone surrogate U+DCFF at character 2" in done.stderr
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    done = quire_command("complete", str(tmp_path), "-p", "x")
+    done = quire_main("complete", str(tmp_path), "-p", "x")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert str(tmp_path) in done.stderr
@@ -95,4 +95,4 @@ def test_the_story_comes_out_as_published() -> None:
     folder = outside("stories260K")
     greedy = json.loads((folder / "greedy_200.json").read_text(encoding="utf-8"))
     words = (str(folder), "-p", "", "--temperature", "0", "--max-tokens", str(len(greedy["ids"])))
-    assert quire_command("complete", *words).stdout == greedy["text"] + "\n"
+    assert quire_main("complete", *words).stdout == greedy["text"] + "\n"

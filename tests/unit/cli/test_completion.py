@@ -9,7 +9,7 @@ import pytest
 
 from quire.cli.completion import script, verb_words
 from quire.cli.main import VERBS
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 
 def _bash_completes(*words: str) -> list[str]:
@@ -72,6 +72,6 @@ def test_fish_and_zsh_scripts_balance_their_quotes() -> None:
 
 
 def test_the_script_is_printed() -> None:
-    done = quire_command("completion", "fish")
+    done = quire_main("completion", "fish")
     assert done.stdout == script("fish") + "\n"
     assert done.returncode == 0

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import tiny_config
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 
 def test_a_dtype_has_the_names_it_has_elsewhere() -> None:
-    shown = {name: quire_command("program", "--dtype", name) for name in ("f32", "float32")}
+    shown = {name: quire_main("program", "--dtype", name) for name in ("f32", "float32")}
     assert shown["f32"].stdout == shown["float32"].stdout != ""
-    told = quire_command("program", "--dtype", "f16").stderr
+    told = quire_main("program", "--dtype", "f16").stderr
     assert "choose from 'auto', 'f32', 'bf16', 'float32', 'bfloat16'" in told
 
 
 def test_the_program_of_the_box_is_printed_without_a_model() -> None:
-    done = quire_command("program")
+    done = quire_main("program")
     assert (done.returncode, done.stderr) == (0, "")
     for said in ("segment trunk", "segment head", "attention", "weights:", "cache:", "operations"):
         assert said in done.stdout
@@ -28,12 +28,12 @@ def test_the_program_of_the_box_is_printed_without_a_model() -> None:
 def test_only_the_configuration_is_needed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     words = ("--tokens", "3", "--depth", "9", "--sequences", "2", "--dtype", "bf16")
-    done = quire_command("program", str(tmp_path), *words)
+    done = quire_main("program", str(tmp_path), *words)
     assert done.returncode == 0
     assert "T = 6 tokens of Q = 2 sequences at depth 9" in done.stdout
     assert "layers.0.qkv [112 x 60] bf16" in done.stdout
     assert "in turn" in done.stdout
-    whole = quire_command("program", str(tmp_path), "--all-layers")
+    whole = quire_main("program", str(tmp_path), "--all-layers")
     assert "layers.1.down [60 x 97]" in whole.stdout
     assert "in turn" not in whole.stdout
 
@@ -50,13 +50,13 @@ def test_only_the_configuration_is_needed(tmp_path: Path) -> None:
 def test_steps_that_no_model_takes_are_refused_with_the_limits(
     words: tuple[str, ...], said: str
 ) -> None:
-    done = quire_command("program", *words)
+    done = quire_main("program", *words)
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stdout == ""
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    done = quire_command("program", str(tmp_path))
+    done = quire_main("program", str(tmp_path))
     assert done.returncode == 2
     assert "config.json" in done.stderr

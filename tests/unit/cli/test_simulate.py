@@ -12,7 +12,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.sim import compare
-from tests.unit.cli.command import quire_command
+from tests.unit.cli.command import quire_main
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:{number // 4:02d}.{25 * (number % 4):02d}00000,"
@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> str:
 
 def test_policies_are_compared_at_each_speed(trace: str) -> None:
     words = ("--trace", trace, *MACHINE, "--policy", "fcfs,sjf", "--speed", "1,4")
-    done = quire_command("simulate", *words, "--light", "8")
+    done = quire_main("simulate", *words, "--light", "8")
     assert (done.returncode, done.stderr) == (0, "")
     table = done.stdout
     assert "box: 80 requests of trace.csv, 0 left out; max_tokens 2048" in table
@@ -40,11 +40,11 @@ def test_policies_are_compared_at_each_speed(trace: str) -> None:
         *(["fcfs", "1"], ["fcfs", "4"], ["sjf", "1"], ["sjf", "4"])
     ]
     assert "a light tenant" in table
-    assert quire_command("simulate", *words, "--light", "8").stdout == table
+    assert quire_main("simulate", *words, "--light", "8").stdout == table
 
 
 def test_json_has_every_run_with_its_settings(trace: str) -> None:
-    done = quire_command(
+    done = quire_main(
         "simulate", "--json", "--trace", trace, *MACHINE, "--max-requests", "40", "--tell-goals"
     )
     told = json.loads(done.stdout)
@@ -60,7 +60,7 @@ def test_json_has_every_run_with_its_settings(trace: str) -> None:
 def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "policies.png"
-    done = quire_command("simulate", "--trace", trace, *MACHINE, "--light", "8", "--png", str(file))
+    done = quire_main("simulate", "--trace", trace, *MACHINE, "--light", "8", "--png", str(file))
     assert done.returncode == 0, done.stderr
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -68,9 +68,9 @@ def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
 def test_a_measured_machine_is_kept_and_used_again(trace: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     settings = ("--threads", "1", "--max-num-seqs", "4", "--kv-cache-memory", "8MiB")
-    first = quire_command("simulate", "--trace", trace, *settings, "--save-profile", str(file))
+    first = quire_main("simulate", "--trace", trace, *settings, "--save-profile", str(file))
     assert first.returncode == 0, first.stderr
-    second = quire_command("simulate", "--trace", trace, *settings, "--profile", str(file))
+    second = quire_main("simulate", "--trace", trace, *settings, "--profile", str(file))
     assert second.stdout == first.stdout
 
 
@@ -87,21 +87,21 @@ def test_a_measured_machine_is_kept_and_used_again(trace: str, tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_is_refused(trace: str, words: tuple[str, ...], told: str) -> None:
-    done = quire_command("simulate", "--trace", trace, *MACHINE, *words)
+    done = quire_main("simulate", "--trace", trace, *MACHINE, *words)
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stdout == ""
 
 
 def test_half_a_machine_and_a_missing_trace_are_refused(trace: str, tmp_path: Path) -> None:
-    half = quire_command("simulate", "--trace", trace, "--gb-per-s", "3")
+    half = quire_main("simulate", "--trace", trace, "--gb-per-s", "3")
     assert "describe a machine together" in half.stderr
-    none = quire_command("simulate", "--trace", str(tmp_path / "none"), *MACHINE)
+    none = quire_main("simulate", "--trace", str(tmp_path / "none"), *MACHINE)
     assert "cannot be read" in none.stderr
 
 
 def test_the_example_trace_is_used_where_none_is_named() -> None:
-    done = quire_command("simulate", *MACHINE, "--max-requests", "30")
+    done = quire_main("simulate", *MACHINE, "--max-requests", "30")
     assert done.returncode == 0, done.stderr
     assert "box: 30 requests of example_trace.jsonl, 0 left out" in done.stdout
 

@@ -10,17 +10,17 @@ import pytest
 
 from quire import _native
 from quire.base.errors import ModelError, SettingError
-from quire.execute.executor import PART_ROWS, PART_TOKENS
+from quire.execute.executor import PART_LIMITS, PART_TOKENS, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor, _int_row_bytes
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.quantize import quantize
-from quire.program.tensors import DType, Rows
+from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from tests.tiny_models import write_tiny_llama
 
-ROWS = {Rows.TOKENS: 8, Rows.SAMPLES: 2, Rows.SEQUENCES: 2}
+ROWS = StepLimits(max_tokens=8, max_samples=2, max_sequences=2)
 
 
 def _program(folder: Path, *, dtype: DType = DType.BF16, **changes: int) -> Program:
@@ -34,7 +34,11 @@ def test_heads_wider_than_the_kernels_hold_are_refused_before_packing(tmp_path: 
     wider = _program(tmp_path / "wider", head_dim=_native.MAX_HEAD_DIM + 2)
     checkpoint = open_checkpoint(tmp_path / "widest")  # not even compared with the program
     with pytest.raises(ModelError, match=r"258 columns \(head_dim\); at most 256.*") as told:
-        NativeExecutor(wider, checkpoint, max_tokens=1, max_samples=1, max_sequences=1)
+        NativeExecutor(
+            wider,
+            checkpoint,
+            ExecutorOptions(limits=StepLimits(max_tokens=1, max_samples=1, max_sequences=1)),
+        )
     assert "--executor reference" in str(told.value)
     ReferenceExecutor.check_program(wider)
 
@@ -53,12 +57,14 @@ def test_the_reference_takes_f32_for_everything(tmp_path: Path, dtype: DType) ->
     program = _program(tmp_path, dtype=dtype)
     held = ReferenceExecutor.memory_for(program, ROWS)
     executor = ReferenceExecutor(
-        program, open_checkpoint(tmp_path), max_tokens=8, max_samples=2, max_sequences=2
+        program,
+        open_checkpoint(tmp_path),
+        ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=2, max_sequences=2)),
     )
     executor.allocate_cache(2, 16)
     assert held.weights_bytes == sum(values.nbytes for values in executor._weights.values())
     assert held.token_bytes * 32 == executor._cache_k.nbytes + executor._cache_v.nbytes
-    apart = executor._new_buffers(PART_ROWS)
+    apart = executor._new_buffers(PART_LIMITS.rows)
     buffers = sum(buffer.nbytes for buffer in (*executor._buffers, *apart))
     angles = 4 * 32 * sum(rope.rotary_dim for rope in program.ropes)
     assert held.step_bytes == buffers + angles
@@ -73,7 +79,9 @@ def test_the_native_executor_takes_the_programs_dtypes(tmp_path: Path) -> None:
     assert narrow.weights_bytes < 0.6 * wide.weights_bytes
     assert narrow.step_bytes < wide.step_bytes
     executor = NativeExecutor(
-        _program(tmp_path), open_checkpoint(tmp_path), max_tokens=1, max_samples=1, max_sequences=1
+        _program(tmp_path),
+        open_checkpoint(tmp_path),
+        ExecutorOptions(limits=StepLimits(max_tokens=1, max_samples=1, max_sequences=1)),
     )
     executor.allocate_cache(2, 16)
     assert np.asarray(executor._native.cache).nbytes == 32 * narrow.token_bytes
@@ -84,7 +92,7 @@ def test_integer_rows_of_a_part_by_layers_are_counted_where_steps_are_smaller(
 ) -> None:
     int8 = quantize(_program(tmp_path), "int8")
     whole = [
-        _int_row_bytes(int8, {**ROWS, Rows.TOKENS: num})
+        _int_row_bytes(int8, replace(ROWS, max_tokens=num))
         for num in (8, PART_TOKENS, 2 * PART_TOKENS)
     ]
     assert whole == [whole[1], whole[1], 2 * whole[1]]

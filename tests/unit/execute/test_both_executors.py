@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.program.builder import ProgramBuilder
@@ -20,7 +21,7 @@ from tests.models.generate import sequence_batch
 from tests.safetensors_writer import write_safetensors
 
 WIDTH, POSITIONS, IDS = 22, 6, [5, 0, 5, 8]
-LIMITS = {"max_tokens": 8, "max_samples": 8, "max_sequences": 1}
+OPTIONS = ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=8, max_sequences=1))
 
 
 def _vector(p: ProgramBuilder, name: str, size: int) -> str:
@@ -58,7 +59,7 @@ def outputs_of(
 ) -> dict[str, NDArray[np.float32]]:
     """Named outputs of a step of IDS, in float32."""
     program = make(dtype)
-    executor = executor_class(program, open_checkpoint(folder), **LIMITS)
+    executor = executor_class(program, open_checkpoint(folder), OPTIONS)
     executor.allocate_cache(2, 16)
     batch = sequence_batch(IDS, 1, 16)
     executor.run_trunk(batch)
@@ -134,7 +135,7 @@ def test_a_position_past_the_table_is_refused_by_both(
     tmp_path: Path, held: dict[str, NDArray[np.float32]]
 ) -> None:
     for kind in (NativeExecutor, ReferenceExecutor):
-        executor = kind(make(DType.F32), open_checkpoint(tmp_path), **LIMITS)
+        executor = kind(make(DType.F32), open_checkpoint(tmp_path), OPTIONS)
         executor.allocate_cache(2, 16)
         with pytest.raises(ValueError, match=r"is 6; allowed are 0 to 5"):
             executor.run_trunk(sequence_batch([1, 2], POSITIONS - 1, 16))

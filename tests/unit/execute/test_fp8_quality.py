@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import box_path, build_program, open_model
 from quire.program.batch import ForwardBatch
@@ -29,7 +30,9 @@ def _logprobs(quantization: str, kv_cache_dtype: str) -> np.ndarray:
     program = with_kv_cache_dtype(quantize(plain, quantization), kv_cache_dtype)
     count = len(ids)
     executor = ReferenceExecutor(
-        program, open_checkpoint(folder), max_tokens=count, max_samples=count, max_sequences=1
+        program,
+        open_checkpoint(folder),
+        ExecutorOptions(limits=StepLimits(max_tokens=count, max_samples=count, max_sequences=1)),
     )
     executor.allocate_cache(16, 16)
     at = np.arange(count, dtype=np.int32)

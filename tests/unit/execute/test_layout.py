@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from quire.execute.executor import StepLimits
 from quire.execute.layout import Layout, lay_out
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
-from quire.program.tensors import DType, Rows
+from quire.program.tensors import DType
 from tests.tiny_models import write_tiny_llama
 
-MAX_ROWS = {Rows.TOKENS: 33, Rows.SAMPLES: 5, Rows.SEQUENCES: 5}
+LIMITS = StepLimits(max_tokens=33, max_samples=5, max_sequences=5)
 
 
 @pytest.fixture(params=[DType.F32, DType.BF16], ids=str)
@@ -31,7 +32,7 @@ def _overlap(layout: Layout, one: int, other: int) -> bool:
 
 
 def test_a_value_still_to_be_read_is_never_overwritten(program: Program) -> None:
-    layout = lay_out(program, MAX_ROWS)
+    layout = lay_out(program, LIMITS)
     last_writer: dict[int, int] = {}  # what an area's bytes hold, by walking the program twice
     for segment in ("trunk", "head", "head"):
         for op in program.segments[segment]:
@@ -48,7 +49,7 @@ def test_a_value_still_to_be_read_is_never_overwritten(program: Program) -> None
 
 
 def test_buffers_of_one_operation_lie_apart(program: Program) -> None:
-    layout = lay_out(program, MAX_ROWS)
+    layout = lay_out(program, LIMITS)
     for op in itertools.chain(*program.segments.values()):
         buffers = {view.buffer.index for view in (*op.inputs, *op.outputs)}
         for one, other in itertools.combinations(sorted(buffers), 2):
@@ -56,7 +57,7 @@ def test_buffers_of_one_operation_lie_apart(program: Program) -> None:
 
 
 def test_rows_are_aligned_and_areas_lie_in_the_arena(program: Program) -> None:
-    layout = lay_out(program, MAX_ROWS)
+    layout = lay_out(program, LIMITS)
     for buffer, place in zip(program.buffers, layout.places, strict=True):
         assert place.offset_bytes % 64 == 0
         assert place.stride * buffer.dtype.itemsize % 64 == 0
@@ -67,5 +68,5 @@ def test_rows_are_aligned_and_areas_lie_in_the_arena(program: Program) -> None:
 def test_layers_reuse_each_others_areas(tmp_path: Path, program: Program) -> None:
     spec = open_model(write_tiny_llama(tmp_path / "deep", num_hidden_layers=40))
     deep = build_program(spec, dtype=DType.F32, max_positions=64)
-    shallow = lay_out(program, MAX_ROWS).arena_bytes
-    assert lay_out(deep, MAX_ROWS).arena_bytes <= 2 * shallow  # f32 against bf16 at most
+    shallow = lay_out(program, LIMITS).arena_bytes
+    assert lay_out(deep, LIMITS).arena_bytes <= 2 * shallow  # f32 against bf16 at most

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.errors import WorkerError
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import ForwardBatch
@@ -30,10 +31,10 @@ def _open(
     executor = NativeExecutor(
         build_program(spec, dtype=dtype, max_positions=128),
         open_checkpoint(folder),
-        max_tokens=96,
-        max_samples=96,
-        max_sequences=4,
-        num_threads=num_threads,
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=96, max_samples=96, max_sequences=4),
+            num_threads=num_threads,
+        ),
         isa=isa,
         poison=poison,
     )
@@ -157,11 +158,11 @@ def test_progress_is_reported_to_the_last_byte(tmp_path: Path) -> None:
     NativeExecutor(
         program,
         open_checkpoint(folder),
-        max_tokens=8,
-        max_samples=8,
-        max_sequences=2,
-        num_threads=1,
-        progress=lambda done, total: seen.append((done, total)),
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=8, max_samples=8, max_sequences=2),
+            num_threads=1,
+            progress=lambda done, total: seen.append((done, total)),
+        ),
     )
     assert seen == sorted(seen)
     assert seen[-1] == (program.weight_bytes, program.weight_bytes)

@@ -16,6 +16,7 @@ from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.library.llm import LLM
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
@@ -45,11 +46,11 @@ class Start:
         executor = NativeExecutor(
             program_of(self.model, scheme),
             open_checkpoint(self.model),
-            max_tokens=8,
-            max_samples=2,
-            max_sequences=2,
-            num_threads=2,
-            pack_cache=cache,
+            ExecutorOptions(
+                limits=StepLimits(max_tokens=8, max_samples=2, max_sequences=2),
+                num_threads=2,
+                pack_cache=cache,
+            ),
         )
         self.said = stream.getvalue()
         return executor

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.quantize import quantize
@@ -47,11 +48,11 @@ def test_memory_never_exceeds_the_weights_by_much(folder: Path, scheme: str) -> 
     executor = NativeExecutor(
         program,
         checkpoint,
-        max_tokens=4,
-        max_samples=1,
-        max_sequences=1,
-        num_threads=2,
-        progress=lambda done, _: counted.append((done, anonymous_bytes() - before)),
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=4, max_samples=1, max_sequences=1),
+            num_threads=2,
+            progress=lambda done, _: counted.append((done, anonymous_bytes() - before)),
+        ),
     )
     executor.close()
     assert [done for done, _ in counted] == sorted(done for done, _ in counted)
@@ -72,7 +73,11 @@ def test_of_a_quantized_file_few_rows_at_a_time_are_multiplied_out(
     checkpoint = open_checkpoint(file)
     tracemalloc.start()
     executor = NativeExecutor(
-        program, checkpoint, max_tokens=4, max_samples=1, max_sequences=1, num_threads=2
+        program,
+        checkpoint,
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=4, max_samples=1, max_sequences=1), num_threads=2
+        ),
     )
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

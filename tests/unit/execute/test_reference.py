@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import CapacityError, WeightsError, WorkerError
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import ForwardBatch
@@ -24,13 +25,14 @@ from tests.safetensors_writer import write_safetensors
 from tests.tiny_models import write_tiny_llama
 
 IDS = np.random.default_rng(5).integers(0, 307, 60).tolist()
-LIMITS = {"max_tokens": 64, "max_samples": 64, "max_sequences": 4}
+LIMITS = StepLimits(max_tokens=64, max_samples=64, max_sequences=4)
+OPTIONS = ExecutorOptions(limits=LIMITS)
 
 
 def make(folder: Path, *, dtype: DType = DType.F32, **changes: Any) -> ReferenceExecutor:
     write_tiny_llama(folder, **changes)
     program = build_program(open_model(folder), dtype=dtype, max_positions=64)
-    executor = ReferenceExecutor(program, open_checkpoint(folder), **LIMITS)
+    executor = ReferenceExecutor(program, open_checkpoint(folder), OPTIONS)
     executor.allocate_cache(16, 16)
     return executor
 
@@ -123,7 +125,9 @@ def test_steps_larger_than_agreed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a step of 65 samples; at most 64"):
         executor.run_head(batch, 0, 65)
     with pytest.raises(ValueError, match="num_threads is 0"):
-        ReferenceExecutor(executor._program, open_checkpoint(tmp_path), **LIMITS, num_threads=0)
+        ReferenceExecutor(
+            executor._program, open_checkpoint(tmp_path), replace(OPTIONS, num_threads=0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_batches_that_lead_nowhere_are_refused(
 def test_a_run_before_there_is_a_cache_is_refused(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     program = build_program(open_model(tmp_path), dtype=DType.F32, max_positions=64)
-    executor = ReferenceExecutor(program, open_checkpoint(tmp_path), **LIMITS)
+    executor = ReferenceExecutor(program, open_checkpoint(tmp_path), OPTIONS)
     with pytest.raises(ValueError, match="cache has not been allocated"):
         executor.run_trunk(sequence_batch([1, 2], 0, 64))
 
@@ -168,7 +172,9 @@ def test_progress_reaches_the_bytes_of_all_weights(tmp_path: Path) -> None:
     program = build_program(open_model(tmp_path), dtype=DType.BF16, max_positions=64)
     calls: list[tuple[int, int]] = []
     ReferenceExecutor(
-        program, open_checkpoint(tmp_path), **LIMITS, progress=lambda *call: calls.append(call)
+        program,
+        open_checkpoint(tmp_path),
+        replace(OPTIONS, progress=lambda *call: calls.append(call)),
     )
     assert len(calls) == len(program.weights)
     assert calls == sorted(calls)
@@ -180,7 +186,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "other", hidden_size=64)
     program = build_program(open_model(tmp_path / "one"), dtype=DType.F32, max_positions=64)
     with pytest.raises(WeightsError, match=r"weights and config\.json disagree"):
-        ReferenceExecutor(program, open_checkpoint(tmp_path / "other"), **LIMITS)
+        ReferenceExecutor(program, open_checkpoint(tmp_path / "other"), OPTIONS)
 
 
 def test_it_chooses_tokens_and_closes(tmp_path: Path) -> None:
@@ -218,7 +224,7 @@ def test_operations_no_llama_uses_follow_their_contract(tmp_path: Path) -> None:
     y = p.activation(p.scale(y, 0.5), form="relu")
     p.output("logits", p.begin_head(y))
     executor = ReferenceExecutor(
-        p.build(vocab_size=8, max_positions=64), open_checkpoint(tmp_path), **LIMITS
+        p.build(vocab_size=8, max_positions=64), open_checkpoint(tmp_path), OPTIONS
     )
     executor.allocate_cache(8, 16)
     batch = sequence_batch([3, 7], 0, 64)

@@ -16,7 +16,7 @@ from quire.models.registry import box_path, open_model
 
 BOX = box_path()
 DRAFT = BOX.parent / "box_draft"
-MOST_BYTES = 8_000_000
+MAX_BYTES = 8_000_000
 
 
 def num_bytes(folder: Path) -> int:
@@ -28,7 +28,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def test_the_model_in_the_box_is_small_and_its_sibling_much_smaller() -> None:
-    assert num_bytes(BOX) <= MOST_BYTES
+    assert num_bytes(BOX) <= MAX_BYTES
     assert 4 <= weights_bytes(BOX) / weights_bytes(DRAFT) <= 10
 
 

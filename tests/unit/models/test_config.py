@@ -11,7 +11,16 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.models.registry import FAMILIES, box_path, build_program, open_model
-from quire.models.spec import ModelSpec, RopeSettings
+from quire.models.spec import (
+    AttentionSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSettings,
+    RotarySpec,
+)
 from quire.program.tensors import DType
 from tests.data import outside
 from tests.fp8_checkpoints import KINDS, config_of
@@ -68,22 +77,17 @@ def test_every_field_of_the_spec_comes_from_its_key(tmp_path: Path) -> None:
         architecture="LlamaForCausalLM",
         vocab_size=307,
         hidden_size=60,
-        intermediate_size=97,
+        mlp=MlpSpec(size=97, activation="gelu_tanh", bias=True),
         num_layers=2,
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=16,
-        norm_eps=1e-5,
-        activation="gelu_tanh",
+        attention=AttentionSpec(
+            num_heads=5, num_kv_heads=1, head_dim=16, qkv_bias=True, output_bias=True
+        ),
+        norm=NormSpec(eps=1e-5),
         max_positions=512,
-        rope=RopeSettings(),
-        tied_head=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
+        rotary=RotarySpec(full=RopeSettings()),
+        head=HeadSpec(is_tied=True),
         dtype="bf16",
-        bos_ids=(0,),
-        eos_ids=(7, 3),
+        generation=GenerationSpec(bos_ids=(0,), eos_ids=(7, 3)),
     )
 
 
@@ -95,9 +99,21 @@ def test_absent_and_null_keys_take_the_defaults_of_transformers(tmp_path: Path) 
     absent = read(tmp_path, **dict.fromkeys(optional))
     config = tiny_config() | dict.fromkeys(optional)
     assert read_text(tmp_path, json.dumps(config)) == absent
-    assert (absent.num_kv_heads, absent.head_dim, absent.activation) == (5, 12, "silu")
-    assert (absent.qkv_bias, absent.mlp_bias, absent.tied_head) == (False, False, False)
-    assert (absent.rope.theta, absent.bos_ids, absent.eos_ids) == (10_000.0, (), ())
+    assert (absent.attention.num_kv_heads, absent.attention.head_dim, absent.mlp.activation) == (
+        5,
+        12,
+        "silu",
+    )
+    assert (absent.attention.qkv_bias, absent.mlp.bias, absent.head.is_tied) == (
+        False,
+        False,
+        False,
+    )
+    assert (absent.rotary.full.theta, absent.generation.bos_ids, absent.generation.eos_ids) == (
+        10_000.0,
+        (),
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,7 @@ def test_keys_that_cannot_change_answers_are_passed_over(tmp_path: Path) -> None
 
 def test_real_configurations_are_read(tmp_path: Path) -> None:
     spec = open_model(outside("stories260K"))
-    assert (spec.hidden_size, spec.num_kv_heads, spec.tied_head) == (64, 4, True)
+    assert (spec.hidden_size, spec.attention.num_kv_heads, spec.head.is_tied) == (64, 4, True)
     assert open_model(box_path()).architecture == "LlamaForCausalLM"
 
 
@@ -148,7 +164,7 @@ def test_rope_scaling_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> Non
     new = read(tmp_path, rope_theta=None, rope_parameters=parameters)
     both = read(tmp_path, rope_theta=500000.0, rope_parameters=parameters)
     assert old == new == both
-    assert old.rope == RopeSettings(
+    assert old.rotary.full == RopeSettings(
         kind="llama3", theta=500000.0, factor=8.0, original_max_positions=64,
         low_freq_factor=1.0, high_freq_factor=4.0,
     )  # fmt: skip
@@ -159,8 +175,8 @@ def test_attn_factor_multiplies_what_yarn_makes_of_its_factor(tmp_path: Path) ->
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     attn = {"attn_factor": 0.8782488562869419}
     spec = read(tmp_path, rope_scaling=scaling | attn | {"extrapolation_factor": 1.0})
-    assert spec.rope is not None
-    assert spec.rope.attention_factor == pytest.approx(1.0, rel=1e-9)
+    assert spec.rotary is not None
+    assert spec.rotary.full.attention_factor == pytest.approx(1.0, rel=1e-9)
     message = refused(
         tmp_path, rope_scaling=scaling | attn | {"mscale": 1.0, "extrapolation_factor": 2}
     )
@@ -170,7 +186,7 @@ def test_attn_factor_multiplies_what_yarn_makes_of_its_factor(tmp_path: Path) ->
 
 def test_yarn_without_a_factor_takes_it_from_the_lengths(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 128}
-    assert read(tmp_path, rope_scaling=scaling).rope.factor == 4.0
+    assert read(tmp_path, rope_scaling=scaling).rotary.full.factor == 4.0
 
 
 @pytest.mark.parametrize(
@@ -321,9 +337,9 @@ def test_values_that_contradict_or_are_not_supported_are_refused(
 def test_ends_past_the_vocabulary_are_left_out(tmp_path: Path) -> None:
     """As in a GPT-2 of somebody's own, whose small vocabulary knows nothing of id 50256."""
     spec = read(tmp_path, bos_token_id=50256, eos_token_id=[307, 5])
-    assert (spec.bos_ids, spec.eos_ids) == ((), (5,))
+    assert (spec.generation.bos_ids, spec.generation.eos_ids) == ((), (5,))
     spec = generation(tmp_path, {"bos_token_id": 50256, "eos_token_id": 50256}, eos_token_id=5)
-    assert spec.eos_ids == (5,)
+    assert spec.generation.eos_ids == (5,)
 
 
 def test_what_other_libraries_leave_in_the_file_is_passed_over(tmp_path: Path) -> None:
@@ -557,7 +573,7 @@ def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
         "num_beams": 1,
     }
     spec = generation(tmp_path, content)
-    assert spec.generation_defaults == {
+    assert spec.generation.defaults == {
         "temperature": 0.6,
         "top_p": 0.9,
         "top_k": 40,
@@ -567,7 +583,7 @@ def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
         "frequency_penalty": 0.25,
         "max_new_tokens": 99,
     }
-    assert (spec.bos_ids, spec.eos_ids) == ((2,), (3, 4))
+    assert (spec.generation.bos_ids, spec.generation.eos_ids) == ((2,), (3, 4))
 
 
 def test_rare_filters_and_banned_tokens_of_the_file_are_kept(tmp_path: Path) -> None:
@@ -581,27 +597,31 @@ def test_rare_filters_and_banned_tokens_of_the_file_are_kept(tmp_path: Path) -> 
         "eos_token_id": 3,
     }
     spec = generation(tmp_path, content)
-    assert spec.generation_defaults == {
+    assert spec.generation.defaults == {
         "typical_p": 0.95,
         "epsilon_cutoff": 3e-4,
         "eta_cutoff": 0.0,
         "no_repeat_ngram_size": 3,
     }
-    assert spec.banned_sequences == ((9,), (7,), (5, 6))  # an end of text alone is not banned
+    assert spec.generation.banned_sequences == (
+        (9,),
+        (7,),
+        (5, 6),
+    )  # an end of text alone is not banned
 
 
 def test_without_the_file_there_are_no_defaults(tmp_path: Path) -> None:
-    assert read(tmp_path).generation_defaults == {}
+    assert read(tmp_path).generation.defaults == {}
 
 
 def test_ids_the_file_does_not_give_stay_those_of_the_config(tmp_path: Path) -> None:
     spec = generation(tmp_path, {}, eos_token_id=[5, 6])
-    assert (spec.eos_ids, spec.generation_defaults) == ((5, 6), {})
+    assert (spec.generation.eos_ids, spec.generation.defaults) == ((5, 6), {})
 
 
 def test_a_file_that_asks_for_no_sampling_makes_greedy_the_default(tmp_path: Path) -> None:
     spec = generation(tmp_path, {"do_sample": False, "temperature": 0.7})
-    assert spec.generation_defaults["temperature"] == 0.0
+    assert spec.generation.defaults["temperature"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -636,4 +656,4 @@ def test_generation_settings_that_cannot_be_honoured_are_refused(
 
 
 def test_a_tiny_checkpoint_opens_with_its_end_of_text(tmp_path: Path) -> None:
-    assert open_model(write_tiny_llama(tmp_path)).eos_ids == (1,)
+    assert open_model(write_tiny_llama(tmp_path)).generation.eos_ids == (1,)

@@ -10,7 +10,17 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
-from quire.models.spec import ModelSpec, RopeSettings
+from quire.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSettings,
+    RotarySpec,
+)
 from quire.program.ops import Attention, Norm, Rope, Scale
 from quire.program.program import Program
 from quire.program.tensors import DType
@@ -53,9 +63,13 @@ def windows_of(program: Program) -> list[int]:
 
 def test_codegemma_is_a_llama_with_scaled_embeddings_and_norms_about_one(tmp_path: Path) -> None:
     spec = read_exactly(tmp_path, CODEGEMMA_2B)
-    assert (spec.activation, spec.tied_head, spec.head_dim) == ("gelu_tanh", True, 256)
-    assert (spec.norm_offset, spec.embedding_scale) == (1.0, 2048**0.5)
-    assert (spec.windows, spec.attention_soft_cap, spec.logit_soft_cap) == ((), 0.0, 0.0)
+    assert (spec.mlp.activation, spec.head.is_tied, spec.attention.head_dim) == (
+        "gelu_tanh",
+        True,
+        256,
+    )
+    assert (spec.norm.offset, spec.embedding.scale) == (1.0, 2048**0.5)
+    assert (spec.attention.windows, spec.attention.soft_cap, spec.head.soft_cap) == ((), 0.0, 0.0)
 
 
 def test_gemma_2_2b_has_caps_and_a_window_on_every_second_layer(tmp_path: Path) -> None:
@@ -63,45 +77,50 @@ def test_gemma_2_2b_has_caps_and_a_window_on_every_second_layer(tmp_path: Path) 
         architecture="Gemma2ForCausalLM",
         vocab_size=256000,
         hidden_size=2304,
-        intermediate_size=9216,
+        mlp=MlpSpec(size=9216, activation="gelu_tanh"),
         num_layers=26,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=256,
-        norm_eps=1e-6,
-        activation="gelu_tanh",
+        attention=AttentionSpec(
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=256,
+            windows=(4096, 0) * 13,
+            scale=0.0625,
+            soft_cap=50.0,
+        ),
+        norm=NormSpec(eps=1e-6, offset=1.0),
         max_positions=8192,
-        rope=RopeSettings(),
-        tied_head=True,
+        rotary=RotarySpec(full=RopeSettings()),
+        head=HeadSpec(is_tied=True, soft_cap=30.0),
         dtype="bf16",
-        bos_ids=(2,),
-        eos_ids=(1, 107),
-        windows=(4096, 0) * 13,
-        attention_scale=0.0625,
-        attention_soft_cap=50.0,
-        logit_soft_cap=30.0,
-        norm_offset=1.0,
-        embedding_scale=48.0,
+        generation=GenerationSpec(bos_ids=(2,), eos_ids=(1, 107)),
+        embedding=EmbeddingSpec(scale=48.0),
     )
 
 
 def test_gemma_2_9b_names_its_window_twice(tmp_path: Path) -> None:
     spec = read_exactly(tmp_path, GEMMA_2_9B)
-    assert (spec.num_layers, spec.windows[:3], spec.dtype) == (42, (4096, 0, 4096), "f32")
+    assert (spec.num_layers, spec.attention.windows[:3], spec.dtype) == (42, (4096, 0, 4096), "f32")
 
 
 def test_gemma_3_1b_sees_all_with_every_sixth_layer(tmp_path: Path) -> None:
     spec = read_exactly(tmp_path, GEMMA_3_1B_IT)
-    assert spec.windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
-    assert (spec.rope, spec.local_rope) == (RopeSettings(theta=1e6), RopeSettings(theta=1e4))
-    assert (spec.attention_soft_cap, spec.logit_soft_cap) == (0.0, 0.0)
-    assert (spec.num_kv_heads, spec.eos_ids, spec.max_positions) == (1, (1, 106), 32768)
+    assert spec.attention.windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
+    assert (spec.rotary.full, spec.rotary.windowed) == (
+        RopeSettings(theta=1e6),
+        RopeSettings(theta=1e4),
+    )
+    assert (spec.attention.soft_cap, spec.head.soft_cap) == (0.0, 0.0)
+    assert (spec.attention.num_kv_heads, spec.generation.eos_ids, spec.max_positions) == (
+        1,
+        (1, 106),
+        32768,
+    )
 
 
 def test_gemma_3_270m_lists_its_layers(tmp_path: Path) -> None:
     spec = read_exactly(tmp_path, GEMMA_3_270M)
-    assert spec.windows == ((512,) * 5 + (0,)) * 3
-    assert (spec.hidden_size, spec.head_dim, spec.attention_scale) == (640, 256, 0.0625)
+    assert spec.attention.windows == ((512,) * 5 + (0,)) * 3
+    assert (spec.hidden_size, spec.attention.head_dim, spec.attention.scale) == (640, 256, 0.0625)
 
 
 def test_a_gemma_3_written_by_transformers_5_says_the_same(tmp_path: Path) -> None:
@@ -131,7 +150,7 @@ def test_the_published_defaults_for_sampling_are_honoured(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     spec = read_exactly(tmp_path, config)
-    assert (spec.eos_ids, spec.generation_defaults) == (eos_ids, defaults)
+    assert (spec.generation.eos_ids, spec.generation.defaults) == (eos_ids, defaults)
 
 
 # ---- what the keys mean
@@ -139,19 +158,22 @@ def test_the_published_defaults_for_sampling_are_honoured(
 
 def test_a_scaling_stretches_the_layers_that_see_everything_only(tmp_path: Path) -> None:
     spec = read(tmp_path, GEMMA_3_1B_IT, rope_scaling=LINEAR)
-    assert spec.rope == RopeSettings(kind="linear", theta=1e6, factor=8.0)
-    assert spec.local_rope == RopeSettings(theta=1e4)
+    assert spec.rotary.full == RopeSettings(kind="linear", theta=1e6, factor=8.0)
+    assert spec.rotary.windowed == RopeSettings(theta=1e4)
     by_layer = {
         "full_attention": LINEAR | {"rope_theta": 5e5},
         "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 2e4},
     }
     without = {"rope_theta": None, "rope_local_base_freq": None, "rope_scaling": None}
     spec = read(tmp_path, GEMMA_3_1B_IT, rope_parameters=by_layer, **without)
-    assert spec.rope == RopeSettings(kind="linear", theta=5e5, factor=8.0)
-    assert spec.local_rope == RopeSettings(kind="linear", theta=2e4, factor=2.0)
+    assert spec.rotary.full == RopeSettings(kind="linear", theta=5e5, factor=8.0)
+    assert spec.rotary.windowed == RopeSettings(kind="linear", theta=2e4, factor=2.0)
     half = {"full_attention": {"rope_type": "default"}}
     spec = read(tmp_path, GEMMA_3_1B_IT, rope_parameters=half, **without)
-    assert (spec.rope, spec.local_rope) == (RopeSettings(theta=1e6), RopeSettings(theta=1e4))
+    assert (spec.rotary.full, spec.rotary.windowed) == (
+        RopeSettings(theta=1e6),
+        RopeSettings(theta=1e4),
+    )
 
 
 def test_absent_keys_take_the_defaults_of_transformers_and_null_caps_are_off(
@@ -166,7 +188,7 @@ def test_absent_keys_take_the_defaults_of_transformers_and_null_caps_are_off(
     )
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     spec = read_exactly(tmp_path, GEMMA_2_2B_IT | caps)
-    assert (spec.attention_soft_cap, spec.logit_soft_cap) == (0.0, 0.0)
+    assert (spec.attention.soft_cap, spec.head.soft_cap) == (0.0, 0.0)
     optional = ("rope_local_base_freq", "rope_theta", "sliding_window_pattern", "head_dim")
     assert read(tmp_path, GEMMA_3_1B_IT, **dict.fromkeys(optional)) == read_exactly(
         tmp_path, GEMMA_3_1B_IT
@@ -177,17 +199,17 @@ def test_layer_types_may_put_windows_anywhere(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention"]
     for config in (GEMMA_2_2B_IT, GEMMA_3_1B_IT):
         spec = read(tmp_path, config, num_hidden_layers=3, layer_types=types, sliding_window=7)
-        assert spec.windows == (0, 7, 7)
+        assert spec.attention.windows == (0, 7, 7)
         program = build_program(spec, dtype=DType.F32, max_positions=100)
         assert windows_of(program) == [0, 7, 7]
     spec = read(tmp_path, GEMMA_3_1B_IT, layer_types=["full_attention"] * 26, sliding_window=None)
-    assert spec.windows == ()
+    assert spec.attention.windows == ()
 
 
 def test_a_pattern_of_another_length_is_followed(tmp_path: Path) -> None:
     spec = read(tmp_path, GEMMA_3_1B_IT, num_hidden_layers=5, sliding_window_pattern=2)
-    assert spec.windows == (512, 0, 512, 0, 512)
-    assert read(tmp_path, GEMMA_3_1B_IT, sliding_window_pattern=1).windows == ()
+    assert spec.attention.windows == (512, 0, 512, 0, 512)
+    assert read(tmp_path, GEMMA_3_1B_IT, sliding_window_pattern=1).attention.windows == ()
 
 
 def test_layers_with_a_window_turn_by_their_own_angles(tmp_path: Path) -> None:

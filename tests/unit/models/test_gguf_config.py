@@ -127,9 +127,9 @@ def test_numbers_that_a_file_leaves_out_have_the_formats_defaults(
         llama__rope__freq_base=None,
         llama__rope__dimension_count=None,
     )
-    assert (spec.num_kv_heads, spec.head_dim) == (5, 12)
-    assert spec.rope is not None
-    assert spec.rope.theta == 10_000
+    assert (spec.attention.num_kv_heads, spec.attention.head_dim) == (5, 12)
+    assert spec.rotary is not None
+    assert spec.rotary.full.theta == 10_000
 
 
 # ---- angles
@@ -141,11 +141,11 @@ def test_divisors_that_no_published_settings_give_count_themselves(tmp_path: Pat
     tensors["rope_freqs.weight"] = divisors
     typed = {name: (values, "F32") for name, values in tensors.items()}
     spec = open_model(write_gguf(tmp_path / "m.gguf", metadata, typed))
-    assert spec.rope == divided(divisors, 500_000.0, 512)
-    found = np.array(rope_spec(spec.rope, 32, 512).inv_freq)
+    assert spec.rotary.full == divided(divisors, 500_000.0, 512)
+    found = np.array(rope_spec(spec.rotary.full, 32, 512).inv_freq)
     powers = 500_000.0 ** (np.arange(0, 32, 2) / 32)
     np.testing.assert_allclose(found, 1 / (powers * divisors), rtol=1e-6)
-    assert rope_spec(spec.rope, 32, 512).attention_scale == 1
+    assert rope_spec(spec.rotary.full, 32, 512).attention_scale == 1
     assert build_program(spec, dtype=DType.F32, max_positions=512).ropes
 
 
@@ -184,8 +184,8 @@ def test_one_of_phi_3s_lists_alone_is_told(tmp_path: Path) -> None:
 
 def test_a_factor_of_phi_3s_that_does_not_follow_is_kept(tmp_path: Path) -> None:
     folder = BY_NAME["phi3_longrope_long"].write(tmp_path / "ck")
-    usual = spec_of(folder, tmp_path / "a.gguf").rope
-    own = spec_of(folder, tmp_path / "b.gguf", phi3__rope__scaling__attn_factor=1.5).rope
+    usual = spec_of(folder, tmp_path / "a.gguf").rotary.full
+    own = spec_of(folder, tmp_path / "b.gguf", phi3__rope__scaling__attn_factor=1.5).rotary.full
     assert usual is not None
     assert own is not None
     assert (usual.attention_factor, own.attention_factor) == (None, 1.5)
@@ -204,16 +204,18 @@ def test_the_largest_gemmas_scale_queries_by_their_width(
     architecture = name.split("_")[0]
     one = spec_of(folder, tmp_path / "a.gguf")
     big = spec_of(folder, tmp_path / "b.gguf", **{f"{architecture}__block_count": layers})
-    assert (one.attention_scale, big.attention_scale) == (16**-0.5, 1 / math.sqrt(scalar))
+    assert (one.attention.scale, big.attention.scale) == (16**-0.5, 1 / math.sqrt(scalar))
 
 
 def test_a_gemma_3_without_a_window_has_none(tmp_path: Path) -> None:
     folder = BY_NAME["gemma3_mqa"].write(tmp_path / "ck")
     spec = spec_of(folder, tmp_path / "m.gguf", gemma3__attention__sliding_window=None)
-    assert spec.windows == ()
+    assert spec.attention.windows == ()
     pattern = {"gemma3__attention__sliding_window_pattern": 3}
     every_third = spec_of(folder, tmp_path / "m.gguf", **pattern)
-    assert [bool(window) for window in every_third.windows] == [True, True, False] * 2 + [True]
+    assert [bool(window) for window in every_third.attention.windows] == [True, True, False] * 2 + [
+        True
+    ]
     said = refused(folder, tmp_path / "m.gguf", gemma3__attention__sliding_window=None, **pattern)
     assert "it needs attention.sliding_window" in said
     flags = {"gemma3__attention__sliding_window_pattern": [True, False]}
@@ -223,7 +225,7 @@ def test_a_gemma_3_without_a_window_has_none(tmp_path: Path) -> None:
 def test_a_granite_without_a_scale_has_llama_cpps(tmp_path: Path) -> None:
     folder = BY_NAME["granite_gqa_tied"].write(tmp_path / "ck")
     spec = spec_of(folder, tmp_path / "m.gguf", granite__attention__scale=None)
-    assert spec.attention_scale == 16**-0.5
+    assert spec.attention.scale == 16**-0.5
     said = refused(folder, tmp_path / "m.gguf", granite__rope__scaling__finetuned=False)
     assert "a Granite without angles is not supported" in said
 
@@ -247,13 +249,17 @@ def test_all_ids_that_end_a_text_count(tiny: Path, tmp_path: Path) -> None:
     typed = {name: (values, "F32") for name, values in tensors.items()}
     metadata["tokenizer.ggml.eot_token_id"] = 4
     metadata["tokenizer.ggml.eom_token_id"] = 2
-    assert open_model(write_gguf(tmp_path / "m.gguf", metadata, typed)).eos_ids == (1, 4, 2)
+    assert open_model(write_gguf(tmp_path / "m.gguf", metadata, typed)).generation.eos_ids == (
+        1,
+        4,
+        2,
+    )
     tokens = list(metadata["tokenizer.ggml.tokens"])
     tokens[3], tokens[10] = "<|im_end|>", "<|eot_id|>"  # the latter is no special token
     metadata["tokenizer.ggml.tokens"] = tokens
     spec = open_model(write_gguf(tmp_path / "m.gguf", metadata, typed))
-    assert spec.eos_ids == (1, 4, 2, 3)
-    assert spec.bos_ids == (0,)
+    assert spec.generation.eos_ids == (1, 4, 2, 3)
+    assert spec.generation.bos_ids == (0,)
     assert b"<|im_end|>" in ENDS
 
 
@@ -266,7 +272,7 @@ def test_sampling_that_a_file_recommends_is_the_default(tiny: Path, tmp_path: Pa
         general__sampling__top_p=Typed(F32, 0.95),
         general__sampling__mirostat=0,
     )
-    assert spec.generation_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert spec.generation.defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 def test_a_corrupt_file_is_told_when_a_model_is_opened(tmp_path: Path) -> None:

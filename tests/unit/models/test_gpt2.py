@@ -10,8 +10,8 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
-from quire.models.spec import ModelSpec
-from quire.program.ops import Attention
+from quire.models.spec import AttentionSpec, GenerationSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec
+from quire.program.ops import Attention, NormForm
 from quire.program.tensors import DType
 from tests.tiny_models import write_tiny
 from tests.unit.models.config_folder import opened, refused
@@ -104,24 +104,17 @@ def test_gpt2_has_no_rotary_angles_and_1024_positions(tmp_path: Path) -> None:
         architecture="GPT2LMHeadModel",
         vocab_size=50257,
         hidden_size=768,
-        intermediate_size=3072,
+        mlp=MlpSpec(size=3072, activation="gelu_tanh", bias=True),
         num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-        norm_eps=1e-5,
-        activation="gelu_tanh",
+        attention=AttentionSpec(
+            num_heads=12, num_kv_heads=12, head_dim=64, qkv_bias=True, output_bias=True
+        ),
+        norm=NormSpec(eps=1e-5, form=NormForm.LAYER, has_bias=True),
         max_positions=1024,
-        rope=None,
-        tied_head=True,
+        rotary=None,
+        head=HeadSpec(is_tied=True),
         dtype="f32",
-        bos_ids=(50256,),
-        eos_ids=(50256,),
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_form="layer",
-        norm_bias=True,
+        generation=GenerationSpec(bos_ids=(50256,), eos_ids=(50256,)),
     )
 
 
@@ -133,7 +126,7 @@ def test_distilgpt2_has_half_the_layers(tmp_path: Path) -> None:
 
 def test_gpt2_xl_has_25_heads_of_64(tmp_path: Path) -> None:
     spec = opened(tmp_path, GPT2_XL, GPT2_GENERATION)
-    shape = (spec.num_layers, spec.num_heads, spec.head_dim, spec.intermediate_size)
+    shape = (spec.num_layers, spec.attention.num_heads, spec.attention.head_dim, spec.mlp.size)
     assert shape == (48, 25, 64, 6400)
 
 
@@ -143,7 +136,7 @@ def test_a_gpt2_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None:
 
 def test_a_japanese_gpt2_gives_its_inner_width(tmp_path: Path) -> None:
     spec = opened(tmp_path, RINNA_MEDIUM)
-    assert (spec.intermediate_size, spec.bos_ids, spec.eos_ids) == (4096, (1,), (2,))
+    assert (spec.mlp.size, spec.generation.bos_ids, spec.generation.eos_ids) == (4096, (1,), (2,))
 
 
 # ---- what the keys mean
@@ -157,11 +150,11 @@ def test_attention_is_scaled_by_the_layer_where_the_configuration_says_so(tmp_pa
 
 
 def test_attention_can_be_left_unscaled(tmp_path: Path) -> None:
-    assert opened(tmp_path, tiny(scale_attn_weights=False)).attention_scale == 1.0
+    assert opened(tmp_path, tiny(scale_attn_weights=False)).attention.scale == 1.0
 
 
 def test_an_odd_head_width_is_fine_without_rotation(tmp_path: Path) -> None:
-    assert opened(tmp_path, tiny(n_embd=33, n_head=3)).head_dim == 11
+    assert opened(tmp_path, tiny(n_embd=33, n_head=3)).attention.head_dim == 11
 
 
 def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.models.spec import ModelSpec, RopeSettings
+from quire.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSettings,
+    RotarySpec,
+)
 from quire.program.ops import Scale
 from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
@@ -64,36 +74,34 @@ def test_granite_2b_is_a_llama_with_four_multipliers(tmp_path: Path) -> None:
         architecture="GraniteForCausalLM",
         vocab_size=49159,
         hidden_size=2048,
-        intermediate_size=8192,
+        mlp=MlpSpec(size=8192, activation="silu"),
         num_layers=40,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        norm_eps=1e-5,
-        activation="silu",
+        attention=AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=64, scale=0.015625),
+        norm=NormSpec(eps=1e-5),
         max_positions=131072,
-        rope=RopeSettings(theta=1e7),
-        tied_head=True,
+        rotary=RotarySpec(full=RopeSettings(theta=1e7)),
+        head=HeadSpec(is_tied=True, scale=0.125),
         dtype="bf16",
-        bos_ids=(0,),
-        eos_ids=(0,),
-        attention_scale=0.015625,
-        embedding_scale=12.0,
+        generation=GenerationSpec(bos_ids=(0,), eos_ids=(0,)),
+        embedding=EmbeddingSpec(scale=12.0),
         residual_scale=0.22,
-        logit_scale=0.125,
     )
 
 
 def test_granite_8b_scales_scores_and_logits_by_half_as_much(tmp_path: Path) -> None:
     spec = opened(tmp_path, GRANITE_8B, GRANITE_GENERATION)
-    assert (spec.attention_scale, spec.logit_scale, spec.head_dim) == (0.0078125, 0.0625, 128)
+    assert (spec.attention.scale, spec.head.scale, spec.attention.head_dim) == (
+        0.0078125,
+        0.0625,
+        128,
+    )
 
 
 def test_multipliers_that_are_absent_are_one(tmp_path: Path) -> None:
     keys = ("attention", "embedding", "residual")
     absent: dict[str, Any] = {f"{key}_multiplier": None for key in keys}
     spec = opened(tmp_path, GRANITE_2B, logits_scaling=None, **absent)
-    scales = (spec.attention_scale, spec.embedding_scale, spec.residual_scale, spec.logit_scale)
+    scales = (spec.attention.scale, spec.embedding.scale, spec.residual_scale, spec.head.scale)
     assert scales == (1.0, 1.0, 1.0, 1.0)
     program = build_program(spec, dtype=DType.F32, max_positions=10)
     assert not any(isinstance(op, Scale) for ops in program.segments.values() for op in ops)

@@ -96,34 +96,34 @@ def test_published_checkpoints_open(
     config: dict[str, Any], windows: tuple[int, ...], head_dim: int, theta: float, tmp_path: Path
 ) -> None:
     spec = opened(tmp_path, config, GENERATION)
-    assert spec.windows == windows
-    assert spec.head_dim == head_dim
-    assert spec.rope is not None
-    assert spec.rope.theta == theta
-    assert (spec.dtype, spec.eos_ids, spec.tied_head) == ("bf16", (2,), False)
+    assert spec.attention.windows == windows
+    assert spec.attention.head_dim == head_dim
+    assert spec.rotary is not None
+    assert spec.rotary.full.theta == theta
+    assert (spec.dtype, spec.generation.eos_ids, spec.head.is_tied) == ("bf16", (2,), False)
     program = build_program(spec, dtype=DType.BF16, max_positions=4096)
     attention = [op for op in program.segments["trunk"] if isinstance(op, Attention)]
     assert tuple(op.window for op in attention) == (windows or (0,) * spec.num_layers)
 
 
 def test_a_window_that_is_absent_is_the_default_one(tmp_path: Path) -> None:
-    assert opened(tmp_path, MISTRAL_7B_V01, sliding_window=None).windows == (4096,) * 32
-    assert opened(tmp_path, MISTRAL_7B_V03).windows == ()  # null is none
+    assert opened(tmp_path, MISTRAL_7B_V01, sliding_window=None).attention.windows == (4096,) * 32
+    assert opened(tmp_path, MISTRAL_7B_V03).attention.windows == ()  # null is none
 
 
 def test_a_ministral_has_windows_where_its_layer_types_say_so(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention"] * 18
     config = MINISTRAL_8B | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
-    assert opened(tmp_path, config | {"layer_types": types}).windows == (0, 32768) * 18
-    assert opened(tmp_path, config).windows == (32768,) * 36
-    assert opened(tmp_path, config | {"sliding_window": None}).windows == ()
+    assert opened(tmp_path, config | {"layer_types": types}).attention.windows == (0, 32768) * 18
+    assert opened(tmp_path, config).attention.windows == (32768,) * 36
+    assert opened(tmp_path, config | {"sliding_window": None}).attention.windows == ()
 
 
 def test_layer_types_that_say_what_a_mistral_does_anyway_are_accepted(tmp_path: Path) -> None:
     windowed = opened(tmp_path, MISTRAL_7B_V01 | {"layer_types": ["sliding_attention"] * 32})
-    assert windowed.windows == (4096,) * 32
+    assert windowed.attention.windows == (4096,) * 32
     plain = opened(tmp_path, MISTRAL_7B_V03 | {"layer_types": ["full_attention"] * 32})
-    assert plain.windows == ()
+    assert plain.attention.windows == ()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.models.spec import ModelSpec, RopeSettings
+from quire.models.spec import (
+    AttentionSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSettings,
+    RotarySpec,
+)
 from quire.program.ops import Norm
 from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
@@ -99,19 +108,15 @@ def test_olmo_2_1b_is_without_biases_and_untied(tmp_path: Path) -> None:
         architecture="Olmo2ForCausalLM",
         vocab_size=100352,
         hidden_size=2048,
-        intermediate_size=8192,
+        mlp=MlpSpec(size=8192, activation="silu"),
         num_layers=16,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=128,
-        norm_eps=1e-6,
-        activation="silu",
+        attention=AttentionSpec(num_heads=16, num_kv_heads=16, head_dim=128),
+        norm=NormSpec(eps=1e-6),
         max_positions=4096,
-        rope=RopeSettings(theta=500_000.0),
-        tied_head=False,
+        rotary=RotarySpec(full=RopeSettings(theta=500_000.0)),
+        head=HeadSpec(is_tied=False),
         dtype="f32",
-        bos_ids=(),
-        eos_ids=(100257,),
+        generation=GenerationSpec(bos_ids=(), eos_ids=(100257,)),
     )
 
 
@@ -120,13 +125,18 @@ def test_olmo_2_1b_is_without_biases_and_untied(tmp_path: Path) -> None:
 )
 def test_olmo_2_7b_opens(config: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     spec = opened(tmp_path, config, OLMO_2_GENERATION)
-    assert (spec.num_layers, spec.head_dim, spec.windows, spec.dtype) == (32, 128, (), dtype)
+    assert (spec.num_layers, spec.attention.head_dim, spec.attention.windows, spec.dtype) == (
+        32,
+        128,
+        (),
+        dtype,
+    )
 
 
 def test_olmo_3_7b_scales_the_angles_of_layers_that_see_everything(tmp_path: Path) -> None:
     spec = opened(tmp_path, OLMO_3_7B)
-    assert spec.windows == (4096, 4096, 4096, 0) * 8
-    assert (spec.rope, spec.local_rope) == (SCALED, RopeSettings(theta=500_000.0))
+    assert spec.attention.windows == (4096, 4096, 4096, 0) * 8
+    assert (spec.rotary.full, spec.rotary.windowed) == (SCALED, RopeSettings(theta=500_000.0))
 
 
 def test_an_olmo_3_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.models.registry import build_program
-from quire.models.spec import ModelSpec
-from quire.program.ops import Copy, GatherRows, Linear, Norm
+from quire.models.spec import AttentionSpec, GenerationSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec
+from quire.program.ops import Copy, GatherRows, Linear, Norm, NormForm
 from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
@@ -87,30 +87,23 @@ def test_opt_125m_norms_first_and_learns_2048_positions(tmp_path: Path) -> None:
         architecture="OPTForCausalLM",
         vocab_size=50272,
         hidden_size=768,
-        intermediate_size=3072,
+        mlp=MlpSpec(size=3072, activation="relu", bias=True),
         num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-        norm_eps=1e-5,
-        activation="relu",
+        attention=AttentionSpec(
+            num_heads=12, num_kv_heads=12, head_dim=64, qkv_bias=True, output_bias=True
+        ),
+        norm=NormSpec(eps=1e-5, form=NormForm.LAYER, has_bias=True),
         max_positions=2048,
-        rope=None,
-        tied_head=True,
+        rotary=None,
+        head=HeadSpec(is_tied=True),
         dtype="f16",
-        bos_ids=(2,),
-        eos_ids=(2,),
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_form="layer",
-        norm_bias=True,
+        generation=GenerationSpec(bos_ids=(2,), eos_ids=(2,)),
     )
 
 
 def test_opt_350m_norms_its_sums_and_has_narrow_embeddings(tmp_path: Path) -> None:
     spec = opened(tmp_path, OPT_350M, OPT_GENERATION)
-    assert (spec.norms_sums, spec.final_norm, spec.embedding_size) == (True, False, 512)
+    assert (spec.norm.on_sums, spec.norm.has_final, spec.embedding.size) == (True, False, 512)
     shapes = shapes_of(spec)
     assert shapes["model.decoder.embed_tokens.weight"] == (50272, 512)
     assert shapes["model.decoder.project_in.weight"] == (1024, 512)

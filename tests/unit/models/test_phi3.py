@@ -10,7 +10,16 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
-from quire.models.spec import ModelSpec, RopeSettings
+from quire.models.spec import (
+    AttentionSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSettings,
+    RotarySpec,
+)
 from quire.program.ops import Attention
 from quire.program.tensors import DType
 from tests.unit.models.published_configs import (
@@ -43,20 +52,15 @@ def test_phi_3_mini_sees_a_window_and_brings_code_that_is_not_needed(tmp_path: P
         architecture="Phi3ForCausalLM",
         vocab_size=32064,
         hidden_size=3072,
-        intermediate_size=8192,
+        mlp=MlpSpec(size=8192, activation="silu"),
         num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=96,
-        norm_eps=1e-5,
-        activation="silu",
+        attention=AttentionSpec(num_heads=32, num_kv_heads=32, head_dim=96, windows=(2047,) * 32),
+        norm=NormSpec(eps=1e-5),
         max_positions=4096,
-        rope=RopeSettings(),
-        tied_head=False,
+        rotary=RotarySpec(full=RopeSettings()),
+        head=HeadSpec(is_tied=False),
         dtype="bf16",
-        bos_ids=(1,),
-        eos_ids=(32000,),
-        windows=(2047,) * 32,
+        generation=GenerationSpec(bos_ids=(1,), eos_ids=(32000,)),
     )
 
 
@@ -64,28 +68,32 @@ def test_the_128k_models_have_longrope_under_either_name_and_no_window_that_bite
     tmp_path: Path,
 ) -> None:
     spec = read(tmp_path, PHI_3_5_MINI)
-    assert spec.rope == RopeSettings(
+    assert spec.rotary.full == RopeSettings(
         kind="longrope",
         factor=32.0,
         original_max_positions=4096,
         short_factors=tuple(PHI_3_5_SHORT),
         long_factors=tuple(PHI_3_5_LONG),
     )
-    assert (spec.max_positions, spec.windows) == (131072, ())
+    assert (spec.max_positions, spec.attention.windows) == (131072, ())
     assert read(tmp_path, PHI_3_MINI_128K) == spec
 
 
 def test_phi_4_is_plain(tmp_path: Path) -> None:
     spec = read(tmp_path, PHI_4)
-    assert (spec.head_dim, spec.num_kv_heads, spec.windows) == (128, 10, ())
-    assert spec.rope == RopeSettings(theta=250_000.0)
+    assert (spec.attention.head_dim, spec.attention.num_kv_heads, spec.attention.windows) == (
+        128,
+        10,
+        (),
+    )
+    assert spec.rotary.full == RopeSettings(theta=250_000.0)
 
 
 def test_phi_4_mini_rotates_three_quarters_of_a_head_and_ties_its_head(tmp_path: Path) -> None:
     spec = read(tmp_path, PHI_4_MINI)
-    assert (spec.rope.kind, spec.rope.rotary_share) == ("longrope", 0.75)
-    assert (len(spec.rope.long_factors), spec.head_dim) == (48, 128)
-    assert (spec.tied_head, spec.num_kv_heads) == (True, 8)
+    assert (spec.rotary.full.kind, spec.rotary.full.rotary_share) == ("longrope", 0.75)
+    assert (len(spec.rotary.full.long_factors), spec.attention.head_dim) == (48, 128)
+    assert (spec.head.is_tied, spec.attention.num_kv_heads) == (True, 8)
 
 
 def test_the_form_of_transformers_5_says_the_same(tmp_path: Path) -> None:
@@ -113,7 +121,7 @@ def test_the_form_of_transformers_5_says_the_same(tmp_path: Path) -> None:
 def test_the_published_ends_of_text_are_honoured(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(PHI_3_GENERATION))
     spec = read(tmp_path, PHI_3_MINI_4K)
-    assert (spec.eos_ids, spec.generation_defaults) == ((32000, 32001, 32007), {})
+    assert (spec.generation.eos_ids, spec.generation.defaults) == ((32000, 32001, 32007), {})
 
 
 def test_fused_tensors_are_cut_where_their_parts_lie(tmp_path: Path) -> None:
@@ -150,7 +158,7 @@ def test_the_served_length_and_not_a_requests_chooses_between_short_and_long_fac
 
 def test_a_window_as_long_as_the_model_is_none(tmp_path: Path) -> None:
     for window, windows in ((4095, (4095,) * 32), (4096, ()), (None, ())):
-        assert read(tmp_path, PHI_3_MINI_4K, sliding_window=window).windows == windows
+        assert read(tmp_path, PHI_3_MINI_4K, sliding_window=window).attention.windows == windows
     program = build_program(
         read(tmp_path, PHI_3_MINI_4K), dtype=DType.BF16, max_positions=4096
     ).segments["trunk"]

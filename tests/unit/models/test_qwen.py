@@ -133,10 +133,18 @@ QWEN3_GENERATION: dict[str, Any] = {
 
 def test_qwen_2_5_of_half_a_billion_opens(tmp_path: Path) -> None:
     spec = opened(tmp_path, QWEN2_5_05B, QWEN2_5_05B_GENERATION)
-    assert (spec.head_dim, spec.num_kv_heads, spec.tied_head) == (64, 2, True)
-    assert (spec.qkv_bias, spec.output_bias, spec.head_norms) == (True, False, False)
-    assert (spec.windows, spec.max_positions) == ((), 32768)
-    assert spec.generation_defaults == {"temperature": 0.0, "max_new_tokens": 2048}
+    assert (spec.attention.head_dim, spec.attention.num_kv_heads, spec.head.is_tied) == (
+        64,
+        2,
+        True,
+    )
+    assert (spec.attention.qkv_bias, spec.attention.output_bias, spec.attention.head_norms) == (
+        True,
+        False,
+        False,
+    )
+    assert (spec.attention.windows, spec.max_positions) == ((), 32768)
+    assert spec.generation.defaults == {"temperature": 0.0, "max_new_tokens": 2048}
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     assert {"layers.0.qkv.bias", "layers.23.qkv.bias"} <= set(program.weights)
     assert "layers.0.o.bias" not in program.weights
@@ -144,8 +152,8 @@ def test_qwen_2_5_of_half_a_billion_opens(tmp_path: Path) -> None:
 
 def test_qwen_2_5_instruct_opens_with_and_without_yarn(tmp_path: Path) -> None:
     spec = opened(tmp_path, QWEN2_5_7B_INSTRUCT, QWEN2_5_7B_GENERATION)
-    assert (spec.eos_ids, spec.max_positions) == ((151645, 151643), 32768)
-    assert spec.generation_defaults["repetition_penalty"] == 1.05
+    assert (spec.generation.eos_ids, spec.max_positions) == ((151645, 151643), 32768)
+    assert spec.generation.defaults["repetition_penalty"] == 1.05
     long = opened(tmp_path, QWEN2_5_7B_INSTRUCT | {"rope_scaling": YARN})
     assert long.max_positions == 131072  # what its card says
 
@@ -153,7 +161,11 @@ def test_qwen_2_5_instruct_opens_with_and_without_yarn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [QWEN3_06B, QWEN3_8B], ids=["0.6b", "8b"])
 def test_qwen_3_opens(config: dict[str, Any], tmp_path: Path) -> None:
     spec = opened(tmp_path, config, QWEN3_GENERATION)
-    assert (spec.head_dim, spec.qkv_bias, spec.head_norms) == (128, False, True)
+    assert (spec.attention.head_dim, spec.attention.qkv_bias, spec.attention.head_norms) == (
+        128,
+        False,
+        True,
+    )
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     kinds = [type(op) for op in program.segments["trunk"][:6]]
     assert kinds == [Embed, Norm, Linear, Norm, Norm, Rope]
@@ -167,7 +179,7 @@ def test_qwen_3_saved_by_a_newer_library_opens(tmp_path: Path) -> None:
     types = ["full_attention"] * 28
     newer = {key: value for key, value in QWEN3_06B.items() if key not in ("torch_dtype",)}
     newer |= {"dtype": "float16", "layer_types": types, "transformers_version": "4.57.6"}
-    assert opened(tmp_path, newer).windows == ()
+    assert opened(tmp_path, newer).attention.windows == ()
 
 
 @pytest.mark.parametrize("config", [QWEN2_5_7B_INSTRUCT, QWEN3_06B], ids=["2.5", "3"])
@@ -176,11 +188,11 @@ def test_windows_begin_at_a_layer_or_are_where_layer_types_say(
 ) -> None:
     windowed = config | {"use_sliding_window": True, "sliding_window": 4096}
     spec = opened(tmp_path, windowed | {"max_window_layers": 21})
-    assert spec.windows == (0,) * 21 + (4096,) * 7
-    assert opened(tmp_path, windowed | {"max_window_layers": 28}).windows == ()
+    assert spec.attention.windows == (0,) * 21 + (4096,) * 7
+    assert opened(tmp_path, windowed | {"max_window_layers": 28}).attention.windows == ()
     types = ["sliding_attention", "full_attention"] * 14
-    assert opened(tmp_path, windowed | {"layer_types": types}).windows == (4096, 0) * 14
-    assert opened(tmp_path, windowed | {"sliding_window": None}).windows == ()
+    assert opened(tmp_path, windowed | {"layer_types": types}).attention.windows == (4096, 0) * 14
+    assert opened(tmp_path, windowed | {"sliding_window": None}).attention.windows == ()
 
 
 @pytest.mark.parametrize(

@@ -99,15 +99,19 @@ SMOLLM3_GENERATION: dict[str, Any] = {
 )
 def test_smollm_1_and_2_are_llamas(config: dict[str, Any], theta: float, tmp_path: Path) -> None:
     spec = opened(tmp_path, config)
-    assert (spec.architecture, spec.head_dim, spec.tied_head) == ("LlamaForCausalLM", 64, True)
-    assert spec.rope is not None
-    assert spec.rope.theta == theta
+    assert (spec.architecture, spec.attention.head_dim, spec.head.is_tied) == (
+        "LlamaForCausalLM",
+        64,
+        True,
+    )
+    assert spec.rotary is not None
+    assert spec.rotary.full.theta == theta
 
 
 def test_smollm_3_opens_with_every_fourth_layer_unrotated(tmp_path: Path) -> None:
     spec = opened(tmp_path, SMOLLM3_3B, SMOLLM3_GENERATION)
-    assert spec.unrotated_layers == frozenset(range(3, 36, 4))
-    assert (spec.head_dim, spec.tied_head, spec.windows) == (128, True, ())
+    assert spec.rotary.unrotated_layers == frozenset(range(3, 36, 4))
+    assert (spec.attention.head_dim, spec.head.is_tied, spec.attention.windows) == (128, True, ())
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     rotations = [op for op in program.segments["trunk"] if isinstance(op, Rope)]
     assert len(rotations) == 2 * 27
@@ -120,23 +124,26 @@ def test_smollm_3_stretched_by_yarn_reaches_what_its_card_says(tmp_path: Path) -
 
 def test_the_interval_counts_where_there_is_no_list(tmp_path: Path) -> None:
     spec = opened(tmp_path, SMOLLM3_3B, no_rope_layers=None, no_rope_layer_interval=12)
-    assert spec.unrotated_layers == {11, 23, 35}
+    assert spec.rotary.unrotated_layers == {11, 23, 35}
     spec = opened(tmp_path, SMOLLM3_3B, no_rope_layers=None, no_rope_layer_interval=None)
-    assert spec.unrotated_layers == frozenset(range(3, 36, 4))
+    assert spec.rotary.unrotated_layers == frozenset(range(3, 36, 4))
 
 
 def test_theta_has_a_default_of_its_own(tmp_path: Path) -> None:
     spec = opened(tmp_path, SMOLLM3_3B, rope_theta=None)
-    assert spec.rope is not None
-    assert spec.rope.theta == 2e6
+    assert spec.rotary is not None
+    assert spec.rotary.full.theta == 2e6
 
 
 def test_windows_are_those_of_unrotated_layers_or_of_layer_types(tmp_path: Path) -> None:
     windowed = SMOLLM3_3B | {"use_sliding_window": True, "sliding_window": 512}
     spec = opened(tmp_path, windowed, layer_types=None)
-    assert spec.windows == (0, 0, 0, 512) * 9
+    assert spec.attention.windows == (0, 0, 0, 512) * 9
     types = ["sliding_attention"] * 4 + ["full_attention"] * 32
-    assert opened(tmp_path, windowed | {"layer_types": types}).windows == (512,) * 4 + (0,) * 32
+    assert (
+        opened(tmp_path, windowed | {"layer_types": types}).attention.windows
+        == (512,) * 4 + (0,) * 32
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,12 @@ def test_published_checkpoints_open(
     config: dict[str, Any], head_dim: int, biased: bool, tmp_path: Path
 ) -> None:
     spec = opened(tmp_path, config)
-    assert (spec.head_dim, spec.qkv_bias, spec.output_bias) == (head_dim, biased, False)
-    assert (spec.norm_form, spec.norm_bias, spec.max_positions) == ("layer", True, 4096)
+    assert (spec.attention.head_dim, spec.attention.qkv_bias, spec.attention.output_bias) == (
+        head_dim,
+        biased,
+        False,
+    )
+    assert (spec.norm.form, spec.norm.has_bias, spec.max_positions) == ("layer", True, 4096)
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     norms = [op for ops in program.segments.values() for op in ops if isinstance(op, Norm)]
     assert {op.form for op in norms} == {"layer"}
@@ -73,11 +77,11 @@ def test_a_quarter_of_a_head_turns_unless_the_file_says_otherwise(tmp_path: Path
     quiet = {key: ZEPHYR_3B[key] for key in ZEPHYR_3B if key != "partial_rotary_factor"}
     spec = opened(tmp_path, quiet)
     assert spec == opened(tmp_path, ZEPHYR_3B)
-    assert spec.rope is not None
-    assert spec.rope.rotary_share == 0.25
+    assert spec.rotary is not None
+    assert spec.rotary.full.rotary_share == 0.25
     whole = opened(tmp_path, quiet, partial_rotary_factor=1.0)
-    assert whole.rope is not None
-    assert whole.rope.rotary_share == 1.0
+    assert whole.rotary is not None
+    assert whole.rotary.full.rotary_share == 1.0
 
 
 @pytest.mark.parametrize(

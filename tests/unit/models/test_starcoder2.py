@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from quire.models.spec import ModelSpec, RopeSettings
+from quire.models.spec import (
+    AttentionSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSettings,
+    RotarySpec,
+)
+from quire.program.ops import NormForm
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -45,31 +55,28 @@ def test_starcoder2_3b_has_layer_norms_biases_and_a_window(tmp_path: Path) -> No
         architecture="Starcoder2ForCausalLM",
         vocab_size=49152,
         hidden_size=3072,
-        intermediate_size=12288,
+        mlp=MlpSpec(size=12288, activation="gelu_tanh", bias=True),
         num_layers=30,
-        num_heads=24,
-        num_kv_heads=2,
-        head_dim=128,
-        norm_eps=1e-5,
-        activation="gelu_tanh",
+        attention=AttentionSpec(
+            num_heads=24,
+            num_kv_heads=2,
+            head_dim=128,
+            qkv_bias=True,
+            output_bias=True,
+            windows=(4096,) * 30,
+        ),
+        norm=NormSpec(eps=1e-5, form=NormForm.LAYER, has_bias=True),
         max_positions=16384,
-        rope=RopeSettings(theta=999999.4420358813),
-        tied_head=True,
+        rotary=RotarySpec(full=RopeSettings(theta=999999.4420358813)),
+        head=HeadSpec(is_tied=True),
         dtype="f32",
-        bos_ids=(0,),
-        eos_ids=(0,),
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_form="layer",
-        norm_bias=True,
-        windows=(4096,) * 30,
+        generation=GenerationSpec(bos_ids=(0,), eos_ids=(0,)),
     )
 
 
 @pytest.mark.parametrize("window", [None, 16384, 20000])
 def test_a_window_that_nothing_lies_beyond_is_none(window: int | None, tmp_path: Path) -> None:
-    assert opened(tmp_path, STARCODER2_3B, sliding_window=window).windows == ()
+    assert opened(tmp_path, STARCODER2_3B, sliding_window=window).attention.windows == ()
 
 
 @pytest.mark.parametrize(

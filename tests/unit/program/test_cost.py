@@ -63,7 +63,8 @@ def test_positions_are_looked_up_like_tokens_and_a_cap_counts_each_logit(tmp_pat
     cost = by_kind(learned, Embed, StepShape([5], [0]))
     assert cost.weight_bytes == 2 * 5 * 60 * 2  # of tokens and of positions
     folder = write_tiny_llama(tmp_path / "llama")
-    capped = replace(open_model(folder), logit_soft_cap=30.0)
+    plain = open_model(folder)
+    capped = replace(plain, head=replace(plain.head, soft_cap=30.0))
     program = build_program(capped, dtype=DType.BF16, max_positions=64)
     cost = by_kind(program, SoftCap, StepShape([9], [0], num_samples=2))
     assert cost.other_ops == 6 * 2 * 307

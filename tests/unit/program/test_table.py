@@ -30,11 +30,12 @@ def test_shapes_are_symbols_and_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_what_changes_numbers_is_printed(tmp_path: Path) -> None:
+    plain = open_model(write_tiny_llama(tmp_path))
     spec = replace(
-        open_model(write_tiny_llama(tmp_path)),
-        windows=(16, 0), attention_soft_cap=50.0, logit_soft_cap=30.0, logit_scale=0.25,
-        head_norms=True,
-    )  # fmt: skip
+        plain,
+        attention=replace(plain.attention, windows=(16, 0), soft_cap=50.0, head_norms=True),
+        head=replace(plain.head, soft_cap=30.0, scale=0.25),
+    )
     program = build_program(spec, dtype=DType.F32, max_positions=512)
     text = format_program(program, StepShape([4], [100]), all_layers=True)
     for words in ("window 16 capped at 50", "by 0.25", "at 30", "rms each 16"):

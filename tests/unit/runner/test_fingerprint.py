@@ -67,7 +67,8 @@ def test_it_changes_with_weights_recipe_degree_length_dtype_and_program(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, program = open_model(folder), _program(folder)
-    other = build_program(replace(spec, norm_eps=1e-3), dtype=DType.F32, max_positions=64)
+    changed = replace(spec, norm=replace(spec.norm, eps=1e-3))
+    other = build_program(changed, dtype=DType.F32, max_positions=64)
     (cache,) = program.caches
     prints = [
         system_fingerprint(program, folder, **PLAIN),

@@ -124,3 +124,11 @@ def test_one_row_costs_what_it_does_among_others() -> None:
         each = zip(starts.tolist(), counts.tolist(), strict=True)
         ones = [cost.row_ms(start, count, scored=scored) for start, count in each]
         assert ones == pytest.approx(rows.tolist(), rel=1e-14)
+
+
+def test_a_budget_of_time_without_tokens_left_hands_out_none() -> None:
+    cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
+    budget = StepBudget(2, 10.0, cost)
+    assert budget.hand_out(ints(0), ints(2)).tolist() == [2]
+    assert budget.hand_out(ints(5, 6), ints(1, 1)).tolist() == [0, 0]
+    assert budget.ms == 8.0

@@ -80,6 +80,17 @@ def test_one_stall_does_not_set_the_prices() -> None:
     assert estimate.step_ms(8, 8 * 501) < 15.0
 
 
+def test_a_step_predicted_to_take_no_time_does_not_outweigh_the_others() -> None:
+    estimate, plan = SpeedEstimate(), plan_of([1], [0])
+    estimate.note(plan, 1, 1.0)
+    assert estimate.now.fixed_ms > 0
+    estimate._prices[:] = 0.0
+    for _ in range(100):
+        estimate.note(plan, 1, 1.0)
+        assert estimate.now.fixed_ms > 0
+    assert estimate.step_ms(1, 1) == pytest.approx(1.0)
+
+
 def test_one_step_sets_the_scale_of_a_prior_with_the_right_proportions() -> None:
     slow = LinearCost(
         fixed_ms=1200.0, token_ms=80.0, position_ms=0.1, score_ms=50.0, read_ms=0.4

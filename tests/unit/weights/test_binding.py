@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import WeightsError
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.program.builder import ProgramBuilder
@@ -86,9 +87,9 @@ def test_both_executors_hold_the_rows_that_were_cut_and_digest_whole_tensors(
 ) -> None:
     write_safetensors(tmp_path / "model.safetensors", tensors(), dtype=stored)
     checkpoint = open_checkpoint(tmp_path)
-    limits = {"max_tokens": 8, "max_samples": 8, "max_sequences": 1}
-    native = NativeExecutor(program(), checkpoint, **limits, poison=True)
-    reference = ReferenceExecutor(program(), checkpoint, **limits)
+    limits = StepLimits(max_tokens=8, max_samples=8, max_sequences=1)
+    native = NativeExecutor(program(), checkpoint, ExecutorOptions(limits=limits), poison=True)
+    reference = ReferenceExecutor(program(), checkpoint, ExecutorOptions(limits=limits))
     assert native.weights_digest == reference.weights_digest
     logits = []
     for executor in (native, reference):
@@ -114,7 +115,11 @@ def test_a_row_that_no_part_takes_is_digested_too(tmp_path: Path) -> None:
         write_safetensors(folder / "model.safetensors", changed)
         checkpoint = open_checkpoint(folder)
         for make in (NativeExecutor, ReferenceExecutor):
-            executor = make(program(), checkpoint, max_tokens=1, max_samples=1, max_sequences=1)
+            executor = make(
+                program(),
+                checkpoint,
+                ExecutorOptions(limits=StepLimits(max_tokens=1, max_samples=1, max_sequences=1)),
+            )
             digests.add(executor.weights_digest)
     assert len(digests) == 3
 

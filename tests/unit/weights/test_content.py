@@ -10,6 +10,7 @@ import pytest
 
 from quire import _native
 from quire.cache.digest import siphash128
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -96,7 +97,11 @@ def test_executors_and_shards_agree_and_one_byte_in_the_middle_of_a_tensor_count
 def _of_executor(folder: Path, make: type[NativeExecutor] | type[ReferenceExecutor]) -> str:
     program = build_program(open_model(folder), dtype=DType.BF16, max_positions=16)
     checkpoint = open_checkpoint(folder)
-    executor = make(program, checkpoint, max_tokens=1, max_samples=1, max_sequences=1)
+    executor = make(
+        program,
+        checkpoint,
+        ExecutorOptions(limits=StepLimits(max_tokens=1, max_samples=1, max_sequences=1)),
+    )
     executor.close()
     return executor.weights_digest
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import WeightsError
+from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -109,25 +110,25 @@ def test_executors_compute_with_the_dequantized_values_and_digest_them(
     error = 1e-3 if dtype is DType.F32 else 0.2
     np.testing.assert_allclose(found[0], found[1], atol=error, rtol=error)
     program = build_program(open_model(path), dtype=dtype, max_positions=512)
-    limits = {"max_tokens": 8, "max_samples": 8, "max_sequences": 1}
+    options = ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=8, max_sequences=1))
     digests = {
-        make(program, open_checkpoint(path), **limits).weights_digest
+        make(program, open_checkpoint(path), options).weights_digest
         for make in (NativeExecutor, ReferenceExecutor)
     }
     assert len(digests) == 1
     content = bytearray(path.read_bytes())
     content[-500] ^= 4  # in the head
     path.write_bytes(content)
-    changed = NativeExecutor(program, open_checkpoint(path), **limits).weights_digest
+    changed = NativeExecutor(program, open_checkpoint(path), options).weights_digest
     assert changed not in digests
 
 
 def test_a_plain_files_digest_is_that_of_its_checkpoint(wide: Path, tmp_path: Path) -> None:
     path = write_gguf_of(wide, tmp_path / "m.gguf")
     program = build_program(open_model(wide), dtype=DType.F32, max_positions=512)
-    limits = {"max_tokens": 8, "max_samples": 8, "max_sequences": 1}
+    options = ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=8, max_sequences=1))
     one, other = (
-        NativeExecutor(program, open_checkpoint(where), **limits).weights_digest
+        NativeExecutor(program, open_checkpoint(where), options).weights_digest
         for where in (path, wide)
     )
     assert one == other

@@ -161,7 +161,7 @@ def test_bad_requests_are_raised_before_anything_runs(llm: LLM) -> None:
         llm.generate([[999]], GREEDY)
     with pytest.raises(InvalidParameter, match="2 terms for 1 prompts"):
         llm.generate(["a"], terms=[SchedulingParams(), SchedulingParams(priority=1)])
-    with pytest.raises(InvalidParameter, match="terms is 5; a Terms for all prompts"):
+    with pytest.raises(InvalidParameter, match="terms is 5; a SchedulingParams for all prompts"):
         llm.generate(["a"], terms=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match=r"sampling_params is .*max_tokens"):
         llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]

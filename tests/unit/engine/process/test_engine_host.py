@@ -8,8 +8,8 @@ import pytest
 
 from quire.base.errors import CapacityError
 from quire.config.groups import EngineConfig
-from quire.engine.process.engine_host import QueueInbox, run_engine
 from quire.engine.process import engine_host as host
+from quire.engine.process.engine_host import QueueInbox, run_engine
 from quire.engine.process.messages import Failed, FromEngine
 
 
@@ -40,7 +40,7 @@ def test_a_fault_nobody_expected_leaves_its_traceback_in_the_log(
     ((what, fields),) = reports
     assert what == "the engine failed"
     assert fields["error"] == "KeyError: 7"
-    assert "test_host.py" in fields["traceback"]
+    assert "test_engine_host.py" in fields["traceback"]
 
 
 def test_an_error_with_words_of_its_own_is_left_to_the_client(

@@ -5,19 +5,18 @@ Made once, at addresses that stay. Knows a program's shapes and the largest step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.load import TORCH_TYPES
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable
 from quire.program.declarations import RopeSpec
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 if TYPE_CHECKING:
     from quire.execute.gpu.attention_steps import AttentionSteps
@@ -27,30 +26,30 @@ SMALLEST_BLOCK = 16
 
 
 def attention_steps(
-    program: Program, max_rows: Mapping[Rows, int], device: torch.device, exact: bool
+    program: Program, limits: StepLimits, device: torch.device, exact: bool
 ) -> AttentionSteps:
     """Room for what attention launches of a step plan and leave to be merged."""
     from quire.execute.gpu.attention_steps import AttentionSteps, num_programs
 
-    steps = AttentionSteps(program, max_rows=max_rows, exact=exact, programs=num_programs(device))
+    steps = AttentionSteps(program, limits=limits, exact=exact, programs=num_programs(device))
     steps.allocate(device)
     return steps
 
 
-def step_sizes(program: Program, max_rows: Mapping[Rows, int]) -> dict[str, int]:
+def step_sizes(program: Program, limits: StepLimits) -> dict[str, int]:
     """Of the buffers for a step's numbers."""
     return {
-        "max_tokens": max(max_rows[Rows.TOKENS], max_rows[Rows.SAMPLES]),
-        "max_sequences": max_rows[Rows.SEQUENCES],
+        "max_tokens": max(limits.max_tokens, limits.max_samples),
+        "max_sequences": limits.max_sequences,
         "max_columns": -(-program.max_positions // SMALLEST_BLOCK) + 1,
     }
 
 
 def step_arena(
-    program: Program, max_rows: Mapping[Rows, int], device: torch.device
+    program: Program, limits: StepLimits, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
     """One arena, and each buffer's place in it as [max rows, width]."""
-    layout = lay_out(program, max_rows)
+    layout = lay_out(program, limits)
     arena = torch.zeros(max(layout.arena_bytes, 1), dtype=torch.uint8, device=device)
     buffers = []
     for buffer, place in zip(program.buffers, layout.places, strict=True):
