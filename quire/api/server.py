@@ -282,7 +282,8 @@ async def _serve_all(
     async def serve(server: _Server, at: socket.socket) -> None:
         if not server.is_private:
             await opened.wait()
-        await server.serve(sockets=[at])
+        # A task of its own: uvicorn wakes it regularly to check `should_exit`.
+        await asyncio.ensure_future(server.serve(sockets=[at]))
 
     running = [asyncio.ensure_future(serve(server, at)) for server, at in servers]
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
