@@ -32,7 +32,7 @@ from quire.api.server_state import ServerState
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.show import show
 
-# Of paths without another dialect, and of requests whose path is not known yet.
+# For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
 # By path or prefix of paths.
 DIALECTS: Mapping[str, Dialect] = {}

@@ -33,8 +33,8 @@ _QUEUED_DELTAS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a request. echo: text that precedes its choices. first: its first token, whose
-    log-probability is NaN, if the echo has log-probabilities."""
+    """One prompt of a request. echo: text that precedes its choices. first: its first token, with a
+    log-probability of NaN, if the echo has log-probabilities."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
@@ -87,8 +87,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageOptions:
-    """What usage reports. has_several_users: cached prefixes are shared by users who may not learn
-    of each other's prompts, so their details are hidden."""
+    """What usage reports. has_several_users: users share cached prefixes and may not learn of
+    each other's prompts, so the details of cached tokens are hidden."""
 
     has_several_users: bool = False
     timings: bool = False

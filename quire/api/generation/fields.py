@@ -105,7 +105,7 @@ _EVERYWHERE = (
         "return_progress",
     }
 )
-# Routes whose answers are texts.
+# Routes with texts as answers.
 _TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
 COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
 # Fields beside messages that change the prompt.

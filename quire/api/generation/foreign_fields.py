@@ -6,7 +6,7 @@ One declarative table in five parts; `documented()` turns it into rows for the d
 - NO_EFFECT: fields that cannot change the answer, accepted at any value of their type.
 - UNSERVED: fields accepted only at values that ask for nothing, and why others are refused.
 - HINTS: fields that ask for less than an exact result; accepted and listed in a response header.
-- OTHER_NAMES: names whose meaning is close but not equal; refused with our name as a hint.
+- OTHER_NAMES: names with a close but different meaning; refused with our name as a hint.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """A request whose fields have all been checked."""
+    """A request after the check of all its fields."""
 
     prompts: Sequence[Prompt]
     writer: Writer

@@ -33,7 +33,7 @@ from quire.structured.closed import closed
 from quire.structured.schema import for_llguidance
 from quire.text.tokenizer import Tokenizer
 
-# The dialect of enforced calls, for models whose own dialect has values that are not JSON.
+# The dialect of enforced calls, if the model's own dialect has values that are not JSON.
 _SLASHES = re.compile(r"\\.|/|\n")
 _INSTEAD = {"qwen3_coder": "hermes", "glm": "hermes", "pythonic": "json"}
 
@@ -110,7 +110,7 @@ def _words(asked: Grammar, form: Form, offer: ToolOffer, reading: Reading) -> Wo
 
 
 def _in_json(offer: ToolOffer, reading: Reading) -> Reading:
-    """Return the reading of enforced calls: a dialect whose arguments are JSON."""
+    """Return the reading of enforced calls: a dialect with JSON arguments."""
     if reading.tools is None:
         raise InvalidParameter(
             f"{offer.param} needs a grammar of calls, and this server parses no calls "

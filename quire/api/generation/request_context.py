@@ -35,7 +35,7 @@ _MIN_TEXT_LIMIT = 1 << 20
 
 
 class RequestContext:
-    """A request whose body has been read: its known fields, its id, its deadline."""
+    """A request with its body read: the known fields, the id, the deadline."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class ToolOffer:
 
     tools: as given. schemas: of the arguments, by name. mode: whether the model may or must make a
     call. callable: the names it may call. parallel: whether it may make several calls. strict: the
-    names whose arguments must follow their schema.
+    names with arguments that must follow their schema.
     """
 
     tools: tuple[dict[str, Any], ...] = ()

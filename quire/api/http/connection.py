@@ -2,13 +2,13 @@
 
 Headers are bounded in bytes and lines (431) and must arrive within a time limit, after which the
 connection is closed. A second request sent before the first is answered is neither read nor
-answered: the connection is closed after the first, and the client retries it, as HTTP allows.
-So a connection is always read from while a request runs, and a client that disconnects is noticed.
-A client that has only finished sending (a half-closed connection) is answered; a probe tells it
-from one that has left. HTTP/1.0 clients get no chunked responses: theirs end with the connection.
-ConnectionTable holds all connections of the process and evicts idle ones for new ones. Knows no
-route. Always holds: the memory that one connection uses is bounded, and OPEN_CONNECTIONS has the
-connection's current state.
+answered: the connection is closed after the first, and the client retries it, as HTTP allows. So a
+connection is always read from while a request runs, and a client that disconnects is noticed. A
+client that has only finished sending (a half-closed connection) is answered; a probe distinguishes
+it from one that has disconnected. HTTP/1.0 clients get no chunked responses: theirs end with the
+connection. ConnectionTable holds all connections of the process and evicts idle ones for new ones.
+Knows no route. Always holds: the memory that one connection uses is bounded, and OPEN_CONNECTIONS
+has the connection's current state.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ OPEN_CONNECTIONS = ConnectionTable()
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds. Created by uvicorn for each connection.
 
-    dialect: writes the refusals of requests whose path is not known yet.
+    dialect: writes refusals, since the path is not known yet.
     """
 
     _head_bytes = 0
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(piece)  # of the last piece, part may be the body
         super().data_received(piece)
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
-            self._await_head()  # the rest of a body whose request was answered before its end
+            self._await_head()  # the rest of a body after an early response
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection of a client that has only finished sending until it is answered."""
@@ -216,7 +216,7 @@ class Connection(HttpToolsProtocol):
         # Set when the client disconnects, so that a request needs no task to wait for that.
         self._disconnected = self.loop.create_future()
         self.scope["quire.disconnected"] = self._disconnected  # type: ignore[typeddict-unknown-key]
-        # Ends a connection whose client does not read: a close would wait for it.
+        # Ends a connection that is not read from: a close would wait for the client.
         self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         # Lets a stream write an event without an ASGI message through every layer.
         self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
@@ -358,7 +358,7 @@ class _BegunTransport:
 
 
 class _CloseDelimited:
-    """An application whose responses end with the connection unless they state their length."""
+    """An application with responses that end with the connection unless they have a length."""
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
         self._app = app

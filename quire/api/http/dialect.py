@@ -23,7 +23,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 class EventFraming(Protocol):
     """Frame the events of one streamed response.
 
-    Events are numbered from 1. A framing whose events carry the id `REQUEST:NUMBER` can be resumed
+    Events are numbered from 1. A framing with the event ids `REQUEST:NUMBER` can be resumed
     by `Last-Event-ID`.
     """
 
@@ -35,11 +35,11 @@ class EventFraming(Protocol):
     def heartbeat(self) -> bytes:
         """Return the bytes that keep an idle connection open; b"" for none."""
 
-    def event(self, number: int, data: bytes) -> bytes:
-        """Return an event with JSON `data`."""
+    def event(self, number: int, payload: bytes) -> bytes:
+        """Return an event with JSON `payload`."""
 
-    def error(self, number: int, data: bytes) -> bytes:
-        """Return the event that ends a failed stream; `data` is the JSON of the error."""
+    def error(self, number: int, payload: bytes) -> bytes:
+        """Return the event that ends a failed stream; `payload` is the JSON of the error."""
 
     def end(self, number: int) -> bytes:
         """Return the marker that ends a complete stream; b"" for none."""

@@ -63,10 +63,10 @@ _FORWARDING_PREFIXES = (
 )
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-# Served below /v1; clients whose base URL lacks /v1 request them without it.
+# Served below /v1; clients with a base URL without /v1 request them without it.
 VERSIONED = ("/chat/completions", "/completions", "/models")
 PREFLIGHT = "preflight"
-# The status of a request whose client disconnected before there was a response.
+# The status of a request if its client disconnected before there was a response.
 CLIENT_CLOSED = 499
 _FAULT = 500
 _POLLED = frozenset({"/health", "/metrics", PREFLIGHT})

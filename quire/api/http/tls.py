@@ -1,7 +1,7 @@
 """TlsListener: accepts TLS connections, with a bound on handshakes and on the time of each.
 
-asyncio's own TLS server reports a connection only after its handshake, so that handshakes whose
-client sends nothing could be neither counted nor closed. Knows no HTTP. Always holds: a handshake
+asyncio's own TLS server reports a connection only after its handshake, so stalled handshakes
+could be neither counted nor closed. Knows no HTTP. Always holds: a handshake
 takes at most HANDSHAKE_TIME_S; a failing accept does not end the listener.
 """
 
@@ -81,7 +81,7 @@ class _Handshake:
     def begin(self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Start the handshake; `make_protocol` makes what serves the connection after it."""
         self._socket.setblocking(False)
-        with suppress(OSError):  # a Unix socket, or one whose client has already gone
+        with suppress(OSError):  # a Unix socket, or the client has already disconnected
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._task = asyncio.ensure_future(self._run(context, make_protocol))
         OPEN_CONNECTIONS.add(self, ConnectionState.HANDSHAKE)

@@ -116,7 +116,7 @@ class ChoiceOutputParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens whose text ends within reasoning, markers included; known once it has ended."""
+        """Number of tokens that end within reasoning or its markers; known once it has ended."""
         ends = list(accumulate(self._token_chars))
         return sum(
             bisect_right(ends, end) - bisect_right(ends, begun)

@@ -25,9 +25,9 @@ class OpenAIFraming:
     def __init__(self, request_id: str) -> None:
         self._prefix = f"id: {request_id}:".encode()
 
-    def event(self, number: int, data: bytes) -> bytes:
+    def event(self, number: int, payload: bytes) -> bytes:
         """Return one event."""
-        return b"%b%d\ndata: %b\n\n" % (self._prefix, number, data)
+        return b"%b%d\ndata: %b\n\n" % (self._prefix, number, payload)
 
     error = event
 

@@ -45,11 +45,15 @@ class ModelsRoutes:
         engine = self._serving.engine()
         tokenizer, template = engine.tokenizer, engine.template
         ends = [tokenizer.token_text(id_) for id_ in engine.card.eos_ids[:1]]
-        info: dict[str, Any] = {"bos_token": None, "eos_token": ends[0] if ends else None}
-        info |= tokenizer.special_tokens
-        info["model_max_length"] = engine.card.max_model_len
-        info["chat_template"] = _source(template)
-        return _json(info)
+        return _json(
+            {
+                "bos_token": None,
+                "eos_token": ends[0] if ends else None,
+                **tokenizer.special_tokens,
+                "model_max_length": engine.card.max_model_len,
+                "chat_template": _source(template),
+            }
+        )
 
     def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
         return {

@@ -86,7 +86,7 @@ class Events:
         self._answers = answers
         self._dialect = dialect
         self._continuous_usage = continuous_usage
-        # Prompts whose progress has not been reported to the end.
+        # Prompts with progress still to be reported.
         self._in_progress = set(range(len(answers.prompts))) if reports_progress else set()
         self._writer = writer
         self._number = 0
@@ -165,8 +165,8 @@ class Events:
             before, _, after = msgspec.json.encode(chunk).partition(_TEXT_JSON)
             self._around[prompt, index] = before, after
 
-    def _event(self, data: bytes) -> bytes:
-        return self.framing.event(self._next_number(), data)
+    def _event(self, payload: bytes) -> bytes:
+        return self.framing.event(self._next_number(), payload)
 
     def _next_number(self) -> int:
         self._number += 1

@@ -43,7 +43,7 @@ REFUSED = 2
 
 
 class PipeWorkerContext:
-    """The WorkerContext (server.py) of a process whose orders come over standard input."""
+    """The WorkerContext (server.py) of a process that gets orders over standard input."""
 
     def __init__(self, job: WorkerJob, engine: SharedEngine) -> None:
         self.folder = Path(job.counts)

@@ -29,7 +29,8 @@ from quire.base.errors import InvalidParameter, NotAuthorized, WorkerError
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import TextDelta
 from tests.unit.api import fake_engine
-from tests.unit.api.fake_engine import Reply, Site
+from tests.unit.api.fake_engine import Site
+from tests.unit.api.said import Reply
 
 PATH = "/lines/say"
 
