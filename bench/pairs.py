@@ -1,9 +1,9 @@
-"""Take samples in turn, Quire and a peer on the same tokens: the pairs behind a ratio.
+"""Samples in turn, Quire and a peer on the same tokens: what a ratio is made of.
 
-Memory speed is read before each sample, and use of the processors by other programs is read after
-it. A pair in which another program ran, or the hypervisor took time, is kept apart and repeated.
-The order within pairs alternates, so that a drift affects both sides alike. Refuses answers of a
-wrong length, and everything if Quire answers a request differently alone and in a batch.
+Before each sample memory is read and after it is asked who else used the processors; a pair in
+which somebody did, or the hypervisor took time, is kept apart and taken again. The order within
+pairs alternates, so that a drift meets both sides alike. Refuses answers of a wrong length, and
+everything where Quire answers a request differently alone and among others.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class WrongAnswer(Exception):
 class Conditions:
     """When a sample counts, and how long one may take."""
 
-    max_foreign_cores: float = 0.12
-    max_stolen_cores: float = 0.1
+    most_foreign_cores: float = 0.12
+    most_stolen_cores: float = 0.1
     limit_s: float = 240.0
 
 
@@ -174,9 +174,9 @@ class PairRun:
     def _problems(self, sample: dict[str, Any]) -> list[str]:
         most = self._conditions
         found = []
-        if (sample["foreign_cores"] or 0) > most.max_foreign_cores:
+        if (sample["foreign_cores"] or 0) > most.most_foreign_cores:
             found.append(f"others used {sample['foreign_cores']:.2f} cores")
-        if (sample["stolen_cores"] or 0) > most.max_stolen_cores:
+        if (sample["stolen_cores"] or 0) > most.most_stolen_cores:
             found.append(f"{sample['stolen_cores']:.2f} cores were stolen")
         return found
 

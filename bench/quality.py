@@ -27,7 +27,7 @@ from quire.bench.machine import machine_card
 from quire.execute.executor import ExecutorClass, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import box_path, build_program, open_model
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.quantize import precision_text, quantize
 from quire.program.tensors import DType
@@ -100,9 +100,15 @@ def next_logprobs(
                 token_ids=known,
                 positions=positions,
                 rope_positions=positions,
-                kv_slots=positions,
+                caches=(
+                    CacheRows(
+                        kv_slots=positions,
+                        block_tables=np.arange(STORY_TOKENS // BLOCK_SIZE + 1, dtype=np.int32)[
+                            None
+                        ],
+                    ),
+                ),
                 seq_starts=np.array([0, len(known)], np.int32),
-                block_tables=np.arange(STORY_TOKENS // BLOCK_SIZE + 1, dtype=np.int32)[None],
                 sample_rows=positions,
             )
             executor.run_trunk(batch)

@@ -28,7 +28,7 @@ from quire.cache.manager import CacheManager
 from quire.obs.pictures import pyplot, use_log_scale
 from quire.obs.timing import percentiles
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 
 RUNNING = (16, 64, 256, 1024, 4096)
@@ -57,7 +57,7 @@ class Bench:
         self.added = 0
 
     def add(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Add a request that shares no prefix with another."""
+        """A request nobody shares a prefix with."""
         name = f"request-{self.added}"
         self.added += 1
         self.scheduler.add(
@@ -104,7 +104,7 @@ class Bench:
 
 
 def steady(running: int, steps: int) -> dict[str, object]:
-    """Measure steps in which all requests decode, without arrivals or completions."""
+    """All requests decode; nobody comes, nobody ends."""
     longest = 128 + BLOCK_SIZE + steps + WARM_UP_STEPS + 64
     blocks = running * (-(-longest // BLOCK_SIZE))
     bench = Bench(running, longest, blocks, max_tokens=256 * running)

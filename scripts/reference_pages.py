@@ -29,7 +29,7 @@ from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
 from quire.cli.serve import add_arguments
-from quire.config.foreign_flags import INSTEAD, SUBCOMMANDS
+from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
 from quire.obs.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -229,7 +229,7 @@ PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         ("foreign fields", lambda: foreign("Field", documented())),
         ("foreign paths", lambda: foreign("Path", _named(FOREIGN_PATHS))),
         ("foreign flags", lambda: foreign("Flag", _named(INSTEAD))),
-        ("foreign subcommands", lambda: foreign("Subcommand", _named(SUBCOMMANDS))),
+        ("foreign subcommands", lambda: foreign("Subcommand", _named(FOREIGN_SUBCOMMANDS))),
     ),
 }
 

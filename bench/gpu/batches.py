@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 
 BLOCK_SIZE = 16
 
@@ -30,9 +30,13 @@ def batch_of(
         token_ids=((positions * 7 + owner * 13) % vocab_size).astype(np.int32),
         positions=positions,
         rope_positions=positions,
-        kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+        caches=(
+            CacheRows(
+                kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+                block_tables=tables,
+            ),
+        ),
         seq_starts=seq_starts,
-        block_tables=tables,
         sample_rows=last if samples else last[:0],
     )
 

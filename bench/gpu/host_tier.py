@@ -87,7 +87,7 @@ def host_tier(stage: Stage) -> None:
 
 
 def _copies(stage: Stage, executor: TorchExecutor, count: int) -> dict[str, float]:
-    """Return bytes/s in each direction for a number of blocks, and the host's time to launch."""
+    """Bytes a second each way, of so many blocks, and how long the host took to tell."""
     size = executor.block_bytes
     executor.begin_moving(count)
     rooms = [*executor.host_memory(count * size).reshape(count, size)]
@@ -268,5 +268,5 @@ def _plan(more: dict[str, Any], slots: list[int], starts: list[int], counts: lis
         starts=first,
         counts=np.array(counts, np.int32),
         store_from=first,
-        samples=np.ones(len(slots), np.bool_),
+        sample_counts=np.ones(len(slots), np.int32),
     )

@@ -25,8 +25,8 @@ from quire.execute.gpu.device import choose, look
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.step_sizes import Sizes
+from quire.program.batch import CacheRows
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 DEPTH, SEQUENCES = 700, 3
 # By what weights, keys and values are kept in, as shares of the largest logit: both sides round
@@ -108,7 +108,7 @@ def _replayed(executor: TorchExecutor, program: Program, stage: Stage) -> dict[s
         for counts in ([1, 1, 7], [8, 1, 2], [5, 5, 1], [1, 9, 1])
     ]
     before, sizes, found = executor.steps_replayed, executor.sizes, []
-    for limits in (sizes, Sizes({Rows.TOKENS: 1, Rows.SEQUENCES: 1}, mixed=0)):
+    for limits in (sizes, Sizes(StepLimits(max_tokens=1, max_samples=1, max_sequences=1), mixed=0)):
         executor.sizes = limits
         for step in steps:
             rows = len(step.sample_rows)
@@ -189,14 +189,14 @@ def _beside(executor: TorchExecutor, program: Program, stage: Stage) -> bool:
     many = batch_of([1] * SEQUENCES, [depth - 1] * SEQUENCES, samples=True, **sizes)
     executor.run_trunk(many, head_rows=SEQUENCES)
     together = stage.values(executor.run_head(many, 0, SEQUENCES))
+    (cache,) = many.caches
     one = replace(
         many,
         token_ids=many.token_ids[:1],
         positions=many.positions[:1],
         rope_positions=many.rope_positions[:1],
-        kv_slots=many.kv_slots[:1],
+        caches=(CacheRows(kv_slots=cache.kv_slots[:1], block_tables=cache.block_tables[:1]),),
         seq_starts=many.seq_starts[:2],
-        block_tables=many.block_tables[:1],
         sample_rows=many.sample_rows[:1],
     )
     executor.run_trunk(one, head_rows=1)

@@ -17,12 +17,12 @@ from bench.gpu.limits import device_limits
 from bench.gpu.loop import decode, warm_tokens, what_waits
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
+from quire.execute.executor import StepLimits
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.step_sizes import Sizes
 from quire.program.batch import ForwardBatch
 from quire.program.cost import StepShape
 from quire.program.program import Program
-from quire.program.tensors import Rows
 
 DECODED = (
     ("Llama-3.1-8B", "none"),
@@ -63,7 +63,9 @@ def mixed(stage: Stage) -> None:
             blocks=(max(rows) + 1) * columns_for(depth + max(chunks) + 1),
         )
         sizes = executor.sizes
-        limits = {Rows.TOKENS: max(chunks), Rows.SEQUENCES: max(rows) + 1}
+        limits = StepLimits(
+            max_tokens=max(chunks), max_samples=max(rows) + 1, max_sequences=max(rows) + 1
+        )
         for chunk, beside in product(chunks, rows):
             if not stage.has_time():
                 return

@@ -31,7 +31,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 
 Int32s = NDArray[np.int32]
@@ -158,8 +158,20 @@ class AttentionCase:
             offset += rows * width * 2
         q, k, v, y = ((i, 0, width) for i, width in enumerate(widths))
         heads = self.q_width // HEAD_DIM
-        self.native.add_segment([("store_kv", [k, v], [0], [], [])])
-        self.native.add_segment([("attention", [q, y], [0, heads, 0], [HEAD_DIM**-0.5, 0.0], [])])
+        attention = {
+            "q": q,
+            "y": y,
+            "layer": 0,
+            "cache": 0,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": HEAD_DIM,
+            "scale": HEAD_DIM**-0.5,
+            "window": 0,
+            "soft_cap": 0.0,
+        }
+        self.native.add_segment([("store_kv", {"k": k, "v": v, "layer": 0, "cache": 0})])
+        self.native.add_segment([("attention", attention)])
         self.native.allocate_cache(
             dtype="bf16",
             kv_heads=kv_heads,

@@ -1,12 +1,12 @@
-"""Measure too little KV memory: the cost of preemption, and what blocks from a tier save.
+"""Too little KV memory: what preemption costs, and what blocks that come back from a tier save.
 
 `w3`: 32 requests of 128-512 tokens in and 32-128 out, at most 16 running: with memory for all 16
 (`uncut`), for 4 of them at their longest (`cut`), and that with a tier (`tier`). The rate is of
 tokens in and out. `long`: conversations with long contexts take turns, and the pool holds a part of
-them: each turn begins with the whole conversation so far. `cut` recomputes what left the pool,
-`tier` loads it where that is predicted to be cheaper; the pool has equally many bytes in both.
-`alone` has room for all. Refuses to report if any request gets other tokens than in the run with
-room for all. A run is a process; runs accumulate in the file, and medians are reported.
+them: each turn begins with all that was said before. `cut` computes again what left the pool,
+`tier` brings it back where that is predicted to be cheaper; the pool has equally many bytes in
+both. `alone` has room for all. Refuses to report if any request gets other tokens than in the run
+with room for all. A run is a process; runs add up in the file and medians are told.
 
 Run: python -m bench.memory preemption --runs w3:uncut,w3:cut,w3:tier,long:alone,long:cut,long:tier
 """
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> None:
         print(name, {key: round(run[key], 2) for key in shown})
         answers = {one["answers"] for one in (*runs.all, run) if one["load"] == load}
         if len(answers) > 1:
-            raise SystemExit(f"{load}: answers differ between runs; wrong answers are not reported")
+            raise SystemExit(f"{load}: answers differ between runs; nothing is told of wrong ones")
         runs.add(run)
     plot_preemption(runs.content, args.out.with_suffix(".png"))
     runs.tell()

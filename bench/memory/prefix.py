@@ -1,14 +1,14 @@
-"""Measure the prefix cache: what it finds, what it costs, and what sharing saves.
+"""The prefix cache: what it finds, what it costs, and what sharing spares.
 
-1. Replay of traces through the real cache at several sizes: blocks found by it, by plain LRU (the
-   same cache without protection), by Belady's rule, and by a rule that knows which blocks never
-   come back. A Mooncake trace (hashes of 512-token blocks) and conversations as token ids (blocks
-   of 16; the answer is in the cache as well).
+1. Replay of traces through the real cache books at several sizes: blocks found by them, by plain
+   LRU (the same books without protection), by Belady's rule, and by a rule that is told which
+   blocks never come back. A Mooncake trace (hashes of 512-token blocks) and conversations as token
+   ids (blocks of 16; the answer is in the cache as well).
 2. Sixteen requests at once with a common prefix of 1,024 tokens: tokens computed, against each
    computing its own.
-3. Microseconds per block: digests and match, registering, and allocation with eviction.
-4. Prompts that share nothing: time inside the prefix cache over the run's time, and the run's time
-   with prefix caching on over off, in pairs.
+3. Microseconds a block: digests and match, registering, and handing out with eviction.
+4. Prompts that share nothing: time inside the cache's books for prefixes over the run's time, and
+   the run's time with prefix caching on over off, in pairs.
 
 Run: python -m bench.memory prefix [--only replay,...] [--model DIR] [--out ...] [--png ...]
 """
@@ -35,7 +35,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.pool import PROTECTED_SHARE, BlockPool
 from quire.obs.pictures import draw_lines, pyplot
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 
 Int32s = NDArray[np.int32]

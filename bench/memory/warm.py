@@ -1,10 +1,11 @@
-"""Measure a warm disk tier after a restart: time to first token with the prefix in the tier.
+"""A warm disk tier after a restart: time to the first token of a prompt whose beginning it holds.
 
 Each measurement is a process of its own. `cold` computes a fresh prompt; `fill` computes a prompt
-and leaves its blocks in the tier; `warm` starts anew with the same beginning and another end, the
-tier's files in the page cache; `dropped` does so after the tier's files were dropped from the page
-cache, so that they come from the disk. Refuses to report if the tier's tokens differ from those
-computed. The median of all runs is reported; runs accumulate in the file.
+and leaves its blocks in the tier; `warm` starts anew and asks for the same beginning with another
+end, the tier's files in the page cache; `dropped` does so after the system was made to forget the
+tier's files (they are written out and their pages given up), so that they come from the disk.
+Refuses to report if the tier's tokens differ from those computed. The median of all runs is told;
+runs add up in the file.
 
 Run: python -m bench.memory warm [--model FOLDER] [--prompt 4096] [--runs cold,fill,warm,dropped]
      [--tier FOLDER] [--out bench/results/tier-warm.json]

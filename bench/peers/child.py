@@ -61,7 +61,7 @@ class Peer:
         self.pid = self._process.pid
 
     def load(self, model: str, settings: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
-        """Make the engine ready; return its description of itself."""
+        """Make it ready; what it tells of itself."""
         return self.ask(
             {"do": "load", "model": model, "threads": self._threads, "settings": settings},
             limit_s=limit_s,
@@ -116,7 +116,7 @@ class Peer:
         return line
 
     def _end_group(self) -> None:
-        """End the process and its children, which share its session."""
+        """Its session is its own, so this ends its children as well and nobody else."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()

@@ -48,7 +48,7 @@ def held(
     foretold_ms: dict[int, float] = {}
 
     def taken(number: int, scheduler: Scheduler) -> None:
-        found_ms = scheduler.foretell_ms(str(number))
+        found_ms = scheduler.predict_ttft_ms(str(number))
         if found_ms is not None:
             foretold_ms[id(jobs[number])] = found_ms
 

@@ -1,6 +1,6 @@
-"""The texts the model in the box learns from, clean and split once, and its tokenizer.
+"""Training texts of the built-in model, cleaned and split once, and its tokenizer.
 
-Real stories of which one in twenty is held out, stories that another model told (filtered for
+Real stories of which one in twenty is held out, stories sampled from another model (filtered for
 nonsense), and books. The tokenizer is a byte-level BPE in which every digit is a token of its own,
 so that sums can be learned.
 
@@ -34,11 +34,11 @@ GIRLS, BOYS = (
     )
 )
 
-LEAST_WORDS, MOST_WORDS = 60, 330
-LEAST_VARIETY = 0.36  # different words in a hundred words
-MOST_REPEATS = 2  # of any five words in a row
-MOST_OF_ONE_WORD = 0.075  # of all words may be the same one
-KNOWN_TIMES = 30  # a word told less often than this is likely made up
+MIN_WORDS, MAX_WORDS = 60, 330
+MIN_VARIETY = 0.36  # different words in a hundred words
+MAX_REPEATS = 2  # of any five words in a row
+MAX_SHARE_OF_ONE_WORD = 0.075  # of all words may be the same one
+KNOWN_TIMES = 30  # a word in fewer stories than this is likely made up
 WORD = re.compile(r"[A-Za-z']+")
 
 
@@ -100,9 +100,9 @@ def unwrap(text: str, paragraph_break: str) -> str:
 
 
 def sensible(told: list[str], *, real: list[str]) -> list[str]:
-    """The sampled stories that are neither too short nor made of repeats or made-up words.
+    """Return the sampled stories that are neither too short nor full of repeats or made-up words.
 
-    A story with more than three names is dropped too: small models lose track of who is who.
+    A story with more than three names is dropped too: small models confuse more.
     """
     counts: Counter[str] = Counter()
     for story in told:
@@ -116,18 +116,18 @@ def sensible(told: list[str], *, real: list[str]) -> list[str]:
 
 def _is_sensible(story: str, known: set[str], names: set[str]) -> bool:
     told = WORD.findall(story)
-    if not LEAST_WORDS <= len(told) <= MOST_WORDS or story[-1] not in '.!?"':
+    if not MIN_WORDS <= len(told) <= MAX_WORDS or story[-1] not in '.!?"':
         return False
     if story.count('"') % 2 or any(word not in known for word in told):
         return False
     first_hundred = {word.lower() for word in told[:100]}
-    if len(first_hundred) < LEAST_VARIETY * min(len(told), 100):
+    if len(first_hundred) < MIN_VARIETY * min(len(told), 100):
         return False
     runs = Counter(tuple(told[i : i + 5]) for i in range(len(told) - 4))
-    if max(runs.values()) > MOST_REPEATS:
+    if max(runs.values()) > MAX_REPEATS:
         return False
     times = Counter(word for word in told if len(word) > 2 and word not in SMALL_WORDS)
-    if max(times.values()) > MOST_OF_ONE_WORD * len(told):
+    if max(times.values()) > MAX_SHARE_OF_ONE_WORD * len(told):
         return False
     found = Counter(word for word in told if word in names)
     return len(found) <= 3 and all(n > 1 for n in found.values())

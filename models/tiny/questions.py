@@ -164,7 +164,7 @@ class Questions:
         ]
         for a in range(MOST + 1):
             for b in range(MOST + 1):
-                if _is_held_out_sum(a, b):
+                if is_held_out_sum(a, b):
                     says = rng.choice(PLUS[:2]).format(a=a, b=b)
                     found.append(Question("plus", says, (f"{a} plus {b} is {a + b}.",)))
                 if b <= a and _is_held_out_difference(a, b):
@@ -261,7 +261,8 @@ def _facts_of(topic: dict[str, list[str]]) -> Iterator[Ask]:
             yield Ask(f"{kind}, no", tuple(says), (), (f"No, {truth}",))
 
 
-def _is_held_out_sum(a: int, b: int) -> bool:
+def is_held_out_sum(a: int, b: int) -> bool:
+    """Whether no sum of these two numbers is dealt, in whichever order."""
     return chosen(f"{min(a, b)} + {max(a, b)}", percent=15)
 
 
@@ -310,7 +311,7 @@ def _sum(rng: random.Random) -> tuple[str, str]:
     while True:
         a, b = rng.randint(0, most), rng.randint(0, most)
         if rng.random() < 0.5:
-            if not _is_held_out_sum(a, b):
+            if not is_held_out_sum(a, b):
                 break
         elif a >= b and not _is_held_out_difference(a, b):
             return _difference(a, b, rng)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from corpus import BEGIN, END, Texts, token_id
 from questions import SYSTEMS, Questions, Turn
 from tokenizers import Tokenizer
+from tool_talk import ToolTalk
 from topics import request_for, swap_words
 
 PLAIN_SHARE = 0.2  # of the stories; the rest are asked for
@@ -29,12 +30,14 @@ class Shares:
     sampled: float
     real: float
     talk: float
+    tools: float
     books: float
 
 
 # A thousand real stories are soon learned by heart: more of them make new ones harder.
-FIRST = Shares(sampled=0.62, real=0.08, talk=0.18, books=0.12)
-LAST = Shares(sampled=0.52, real=0.08, talk=0.38, books=0.02)
+FIRST = Shares(sampled=0.60, real=0.08, talk=0.16, tools=0.04, books=0.12)
+LAST = Shares(sampled=0.46, real=0.06, talk=0.26, tools=0.20, books=0.02)
+KINDS = ("sampled", "real", "talk", "tools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class RowDealer:
         tokenizer: Tokenizer,
         texts: Texts,
         questions: Questions,
+        tool_talk: ToolTalk,
         *,
         nouns: frozenset[str],
         row_tokens: int,
@@ -60,6 +64,7 @@ class RowDealer:
         self.tokenizer = tokenizer
         self.texts = texts
         self.questions = questions
+        self.tool_talk = tool_talk
         self.nouns = nouns
         self.row_tokens = row_tokens
         self.begin, self.end = token_id(tokenizer, BEGIN), token_id(tokenizer, END)
@@ -72,17 +77,18 @@ class RowDealer:
         """One row for a moment of the run, from 0 to 1."""
         mix = [
             getattr(FIRST, kind) + (getattr(LAST, kind) - getattr(FIRST, kind)) * progress
-            for kind in ("sampled", "real", "talk", "books")
+            for kind in (*KINDS, "books")
         ]
-        if rng.random() < mix[3]:
+        if rng.random() < mix[-1]:
             return self._book_window(rng)
         row = Row([], [])
         while len(row.ids) < self.row_tokens:
-            (kind,) = rng.choices(("sampled", "real", "talk"), weights=mix[:3])
-            if kind == "talk":
+            (kind,) = rng.choices(KINDS, weights=mix[:-1])
+            if kind in ("talk", "tools"):
+                source = self.questions if kind == "talk" else self.tool_talk
                 until = len(row.ids) + TALK_TOKENS
                 while len(row.ids) < until:
-                    self._add_turns(row, self.questions.conversation(rng))
+                    self._add_turns(row, source.conversation(rng))
             elif kind == "real" or not self.texts.sampled:
                 self._add_story(row, swap_words(rng.choice(self.texts.stories), rng), rng)
             else:

@@ -1,4 +1,4 @@
-"""Measures a trained model in the box: held-out stories, held-out questions, its sibling.
+"""Measures a trained model in the box: held-out stories, questions and tool calls, its sibling.
 
 Losses are of the text alone, in units that do not depend on the tokenizer: nats and bits a byte,
 over the same bytes for every model. Questions are asked through Quire, greedily; an answer is right
@@ -23,6 +23,7 @@ import torch
 from model import Llama, load_model, sum_of_losses
 from questions import Questions
 from tokenizers import Tokenizer
+from tool_talk import ToolTalk
 from topics import find_nouns
 
 from quire import LLM, SamplingParams
@@ -94,6 +95,32 @@ def question_scores(folder: Path, questions: Questions) -> tuple[dict[str, str],
     return {kind: f"{right[kind]}/{total[kind]}" for kind in total}, wrong
 
 
+def tool_scores(folder: Path, talk: ToolTalk) -> tuple[dict[str, str], list[str]]:
+    """Right answers to requests with tools, greedily: the calls, or an answer without any."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=80)
+    total, right, wrong = Counter[str](), Counter[str](), list[str]()
+    with LLM(folder) as llm:
+        for case in talk.held_out():
+            asked = [{"role": "user", "content": case.says}]
+            [answer] = llm.chat(asked, sampling, tools=case.tools, progress=False)
+            message = answer.outputs[0].message
+            calls = [(call.name, _loaded(call.arguments)) for call in message.calls]
+            total[case.kind] += 1
+            if calls == case.calls:
+                right[case.kind] += 1
+            else:
+                wrong.append(f"{case.says} -> {answer.text.strip()}")
+    return {kind: f"{right[kind]}/{total[kind]}" for kind in total}, wrong
+
+
+def _loaded(arguments: str) -> object:
+    """Return the arguments as JSON; the text itself where they are none."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
 @torch.no_grad()
 def agreement(
     big: Llama, small: Llama, rows: list[list[int]], *, after: int | None = None
@@ -149,8 +176,10 @@ def main() -> None:
     box = story_losses(big, args.model, texts.held_out)
     other = story_losses(load_model(teller), teller, texts.held_out, paragraph_break="\n")
     scores, wrong = question_scores(args.model, questions)
-    print(json.dumps({"box": box, "stories260K": other, "held-out questions": scores}, indent=1))
-    print("\n".join(wrong[: args.show]))
+    tools, wrong_calls = tool_scores(args.model, ToolTalk(HERE, questions))
+    measured = {"box": box, "stories260K": other, "held-out questions": scores, "tools": tools}
+    print(json.dumps(measured, indent=1))
+    print("\n".join(wrong[: args.show] + wrong_calls[: args.show]))
     said = samples(args.model)
     print(said)
     if args.cards:
@@ -164,6 +193,7 @@ def main() -> None:
             "teller_bits": other["bits_per_byte"],
             "teller_token": other["nats_per_token"],
             "questions": "\n".join(f"| {kind} | {score} |" for kind, score in scores.items()),
+            "tools": "\n".join(f"| {kind} | {score} |" for kind, score in tools.items()),
             "samples": said,
         }
         write_card("card.md", args.model, facts)

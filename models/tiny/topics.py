@@ -1,10 +1,10 @@
-"""What a story is about, found without a tagger, and how one asks for such a story.
+"""Find the topic of a story without a tagger, and write requests for such a story.
 
 A topic is a thing or a person that the story names early and often: its hero. Names, animals and
-toys can be swapped for others throughout a story, so that a thousand stories last longer and a
-teller learns to look at what was asked.
+toys can be swapped for others throughout a story, so that a thousand stories last longer and the
+model learns to read the request.
 
-Does not know tokens. Always holds: a request names only what its story tells about.
+Does not know tokens. Always holds: a request names only what its story is about.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ OPEN_REQUESTS = [
     "Do you know a story?",
 ]
 
-# Words the article test below takes for nouns, but nobody asks for a story about them.
+# Words that the article test below takes for nouns, but that are no topic of a story.
 NOT_A_TOPIC = frozenset(
     words(
         "time while day name idea back lesson moment surprise head hand face voice smile mess"

@@ -26,6 +26,7 @@ from model import BOX, DRAFT, Llama, as_saved, load_model, sum_of_losses, write_
 from questions import Questions
 from rows import NOT_LEARNED, RowDealer
 from tokenizers import Tokenizer
+from tool_talk import ToolTalk
 from topics import find_nouns
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,6 +91,16 @@ def move_average(average: Llama, model: Llama, num_moves: int) -> None:
 
 
 @torch.no_grad()
+def mix_in(model: Llama, start: Llama, share: float) -> None:
+    """Move the weights towards those of the start model, by this share.
+
+    Between a model and its fine-tuned successor the loss of stories is lower than at either end.
+    """
+    for weight, old in zip(model.parameters(), start.parameters(), strict=True):
+        weight.lerp_(old.to(weight.device), share)
+
+
+@torch.no_grad()
 def calibrate(model: Llama, rows: list[list[int]]) -> None:
     """Scale the last norm, and with it all scores, by what suits stories it has not seen.
 
@@ -131,7 +142,12 @@ class Run:
             self.tokenizer = corpus.train_tokenizer(texts, phrases, self.shape.vocab_size)
         row_tokens = self.shape.context_tokens + 1
         self.dealer = RowDealer(
-            self.tokenizer, texts, questions, nouns=nouns, row_tokens=row_tokens
+            self.tokenizer,
+            texts,
+            questions,
+            ToolTalk(HERE, questions),
+            nouns=nouns,
+            row_tokens=row_tokens,
         )
         self.held_out = [self.dealer.story_ids(story)[:row_tokens] for story in texts.held_out]
         self.model = (load_model(start).train() if start else Llama(self.shape)).to(self.device)
@@ -173,6 +189,8 @@ class Run:
                 num_evaluated += 1
                 self.evaluate()
             progress = (time.monotonic() - started) / (self.ends_at - started)
+        if self.args.start_share:
+            mix_in(self.average, load_model(self.args.start), self.args.start_share)
         if not self.args.teacher:
             calibrate(self.average, self.held_out[::2])
         self.evaluate()
@@ -214,13 +232,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--sampled", type=Path, nargs="*", default=[], help=".jsonl of stories")
     parser.add_argument("--start", type=Path, help="go on from this model, at half the rate")
+    parser.add_argument(
+        "--start-share", type=float, default=0.0, help="of --start's weights, mixed in at the end"
+    )
     parser.add_argument("--teacher", type=Path, help="train the sibling of this model")
     parser.add_argument("--data", type=Path, default=DATA_FOLDER, help="the data folder")
     parser.add_argument("--rows", type=int, default=16, help="rows in a step")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    Run(parser.parse_args()).train()
+    args = parser.parse_args()
+    if args.start_share and not args.start:
+        parser.error("--start-share needs --start, the model whose weights are mixed in")
+    Run(args).train()
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
                                         std::to_string(most));
         }
     });
-    const auto check_layer = [&](const char* kind, int64_t layer) {
+    const auto check_layer = [&](const char* kind, int64_t cache, int64_t layer) {
+        if (cache != 0) refuse(kind, "there is one cache");
         if (num_blocks_ == 0) refuse(kind, "the cache has not been allocated");
         if (layer < 0 || layer >= layers_) refuse(kind, "the cache has no such layer");
     };
@@ -144,14 +145,14 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
                 }
             },
             [&](const StoreKVOp& op) {
-                check_layer(op.kind, op.layer);
+                check_layer(op.kind, op.cache, op.layer);
                 for (const ViewSpec* view : {&op.k, &op.v}) {
                     check_heads(op.kind, *view, shape_.kv_heads);
                     check_type(op.kind, *view);
                 }
             },
             [&](const AttentionOp& op) {
-                check_layer(op.kind, op.layer);
+                check_layer(op.kind, op.cache, op.layer);
                 if (op.kv_heads != shape_.kv_heads || op.head_dim != shape_.head_dim) {
                     refuse(op.kind, "KV heads are not the cache's");
                 }

@@ -155,8 +155,10 @@ class StepPlan:
     Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]; its
     tokens come from the worker's TokenTable (of sampled tokens a plan carries known_ids only). Keys
     and values are stored only from position store_from[i] on: a fully cached prompt recomputes its
-    last token without writing the shared block. samples[i]: the row's last token yields a token,
-    which the worker appends to its TokenTable at position starts[i]+counts[i].
+    last token without writing the shared block. sample_counts[i]: how many of the row's last
+    positions are sampled (0: a part of a prompt). Each yields the token after it, and the worker
+    appends the row's tokens to its TokenTable as one run that begins at position
+    starts[i]+counts[i]-sample_counts[i]+1.
     `layers`, where there are some, are computed beside the rows: of one part at a time, in order,
     from layer 0 on; a part that is not gone on with is begun anew or dropped.
 
@@ -181,8 +183,14 @@ class StepPlan:
     starts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     store_from: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
-    samples: Bools = field(default_factory=lambda: NO_BOOLS)  # [N]
+    sample_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     layers: PartLayers | None = None
+
+    @property
+    def samples(self) -> Bools:
+        """Return which rows yield a run of tokens [N]."""
+        sampled: Bools = self.sample_counts > 0
+        return sampled
 
     @property
     def num_tokens(self) -> int:
@@ -247,7 +255,11 @@ def no_candidates(num_rows: int) -> Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step yielded, ragged: row i has token_counts[i] tokens (0 where samples is False).
+    """A run of tokens per row: row i has the next token_counts[i] of the E entries.
+
+    A row that samples and has no error has a run of at least one token; all other rows have none.
+    A run consists of sampled tokens, then of tokens that the row's grammar forces after them.
+    complete[i]: the answer of row i can only end after its run.
 
     `logprobs` [E] are of the chosen tokens, NaN where the request asked for none. `top_ids` and
     `top_logprobs` are [E, K], K the most alternatives any row asked for; unused entries are -1
@@ -272,8 +284,6 @@ class StepResult:
     mirostat_mus: Float32s = field(default_factory=lambda: NO_FLOATS)  # [E] or empty
     score_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
     scores: PromptScores | None = None
-    forced_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
-    forced_ids: Int32s = field(default_factory=lambda: NO_INTS)  # [F]
     complete: Bools = field(default_factory=lambda: NO_BOOLS)  # [N] or empty
     candidates: Candidates | None = None
     errors: tuple[RowError, ...] = ()

@@ -50,6 +50,11 @@ def decode_bytes(program: Program, *, prompt_tokens: int, output_tokens: int) ->
     return sum(program.step_cost(StepShape([1], [depth])).memory_bytes for depth in depths)
 
 
+def prefill_bytes(program: Program, *, prompt_tokens: int) -> int:
+    """Bytes of weights and cache that computing a prompt in one step must read or write."""
+    return program.step_cost(StepShape([prompt_tokens], [0])).memory_bytes
+
+
 def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
     """Return the least seconds an operation can take: to read its bytes, or its arithmetic."""
     return max(cost.memory_bytes / (1e9 * limits[READ]), arithmetic_s(program, op, cost, limits))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.execute.executor import Executor
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.declarations import Weight, WeightForm, WeightPart
 from quire.program.ops import Attention, Copy, Embed, IdSource, Linear, Op, StoreKV
 from quire.program.program import Program
@@ -151,6 +151,7 @@ class MadeUpTensors:
         return ""
 
     def tensor(self, name: str) -> StoredTensor:
+        """The tensor."""
         values = self._values(name)
         raw = values.reshape(-1).view(np.uint8)
         return StoredTensor(name=name, dtype="f32", shape=values.shape, raw=raw)
@@ -190,9 +191,12 @@ def rows_batch(token_ids: Int32s, rope_positions: Int32s) -> ForwardBatch:
         token_ids=token_ids,
         positions=np.zeros(count, np.int32),
         rope_positions=rope_positions,
-        kv_slots=np.full(count, -1, np.int32),
+        caches=(
+            CacheRows(
+                kv_slots=np.full(count, -1, np.int32), block_tables=np.zeros((count, 1), np.int32)
+            ),
+        ),
         seq_starts=np.arange(count + 1, dtype=np.int32),
-        block_tables=np.zeros((count, 1), np.int32),
         sample_rows=np.arange(count, dtype=np.int32),
     )
 
@@ -230,8 +234,12 @@ class Sequences:
             token_ids=self.token_ids[list(sequences), first : first + count].reshape(-1),
             positions=positions,
             rope_positions=positions,
-            kv_slots=slots.reshape(-1) if stored else np.full(rows, -1, np.int32),
+            caches=(
+                CacheRows(
+                    kv_slots=slots.reshape(-1) if stored else np.full(rows, -1, np.int32),
+                    block_tables=tables,
+                ),
+            ),
             seq_starts=np.arange(0, rows + 1, count, dtype=np.int32),
-            block_tables=tables,
             sample_rows=np.arange(rows, dtype=np.int32),
         )

@@ -51,7 +51,7 @@ class CacheManager:
 
     hash_key: 16 secret bytes, drawn anew for each process that serves, or kept with a tier; the
     default is for tests. fingerprint: of what computes the keys and values; those of another are
-    never found. tier: where blocks that leave the pool go on to be found, at most most_saving of
+    never found. tier: where blocks that leave the pool go on to be found, at most max_saving of
     them on their way there at once. window: how many positions a token sees, its own included, in
     any layer; 0: all. Blocks behind it are given back while their request runs. make_pool: makes
     the pool of num_blocks blocks.
@@ -67,7 +67,7 @@ class CacheManager:
         hash_key: bytes = FIXED_KEY,
         hash_blocks: HashChains = hash_chains,
         tier: TierMap | None = None,
-        most_saving: int = 16,
+        max_saving: int = 16,
         window: int = 0,
         make_pool: Callable[[int], BlockPool] = BlockPool,
     ) -> None:
@@ -87,7 +87,7 @@ class CacheManager:
         self.owners = Owners(self.hasher.seed)
         self.evicted_blocks_total = 0
         self.tiers = (
-            TierBooks(tier, self.pool, self.index, self._insert_fetched, most_saving=most_saving)
+            TierBooks(tier, self.pool, self.index, self._insert_fetched, max_saving=max_saving)
             if tier is not None and prefix_caching
             else None
         )

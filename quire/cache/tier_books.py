@@ -60,7 +60,7 @@ class Fetch:
 class TierBooks:
     """Copies between `pool` and the places of `tier`.
 
-    insert: makes blocks findable. most_saving: blocks that may be on their way to the tier at
+    insert: makes blocks findable. max_saving: blocks that may be on their way to the tier at
     once. saves_evicted: whether what the pool evicts is worth saving; whoever knows what moving
     costs sets it.
     """
@@ -72,14 +72,14 @@ class TierBooks:
         index: PrefixIndex,
         insert: Insert,
         *,
-        most_saving: int,
+        max_saving: int,
     ) -> None:
         self.tier = tier
         self.saves_evicted = True
         self.is_broken = False
         self.unsaved_total = 0  # evicted while too many were on their way
         self._pool, self._index, self._insert = pool, index, insert
-        self._most_saving = most_saving
+        self._max_saving = max_saving
         self._num_saving = 0
         self._saves: list[tuple[bytes, int, int]] = []  # digest, block, place; for the next plan
         self._fetches: list[Fetch] = []
@@ -109,7 +109,7 @@ class TierBooks:
         if self.is_broken or not self.saves_evicted:
             return
         for key, block in zip(keys, blocks.tolist(), strict=True):
-            if not self.tier.knows(key) and not self._save(key, block, self._most_saving):
+            if not self.tier.knows(key) and not self._save(key, block, self._max_saving):
                 self.unsaved_total += 1
 
     def swap_out(self, blocks: Int32s) -> None:
@@ -147,12 +147,12 @@ class TierBooks:
     def take_copies(self, *, idle: bool) -> BlockCopies | None:
         """What the plan being made shall copy, saves first. idle: it computes nothing."""
         if self._swapped:
-            self._save_some(self._swapped, self._most_saving // 2 or 1)
+            self._save_some(self._swapped, self._max_saving // 2 or 1)
         if self._idle and idle:
-            self._save_some(self._idle, self._most_saving // 2 or 1)
-        elif self._idle and self._pool.num_free - self._pool.num_free_findable < self._most_saving:
+            self._save_some(self._idle, self._max_saving // 2 or 1)
+        elif self._idle and self._pool.num_free - self._pool.num_free_findable < self._max_saving:
             # Blocks will be evicted soon, perhaps more at once than can be saved then.
-            self._save_some(self._idle, self._most_saving // 4 or 1)
+            self._save_some(self._idle, self._max_saving // 4 or 1)
         if not self._saves and not self._to_plan:
             return None
         parts, self._to_plan = self._to_plan, []
@@ -213,15 +213,15 @@ class TierBooks:
         """Contradictions in words."""
         return [] if self.is_broken else self.tier.problems()
 
-    def _save_some(self, wanted: deque[tuple[bytes, int]], most_saving: int) -> None:
+    def _save_some(self, wanted: deque[tuple[bytes, int]], max_saving: int) -> None:
         """Saves of those still in the pool and not in the tier, as many as may be under way."""
-        while wanted and self._num_saving < most_saving:
+        while wanted and self._num_saving < max_saving:
             key, block = wanted.popleft()
             if self._index.key_of(block) == key and not self.tier.knows(key):
-                self._save(key, block, most_saving)
+                self._save(key, block, max_saving)
 
-    def _save(self, key: bytes, block: int, most_saving: int) -> bool:
-        place = self.tier.await_block(key) if self._num_saving < most_saving else None
+    def _save(self, key: bytes, block: int, max_saving: int) -> bool:
+        place = self.tier.await_block(key) if self._num_saving < max_saving else None
         if place is None:
             return False
         self._num_saving += 1

@@ -21,10 +21,10 @@ Int32s = NDArray[np.int32]
 
 class TierMap:
     """`num_blocks` places of a tier of that kind; lower ones are filled first. Memory grows with
-    those that were used."""
+    those that were used. block_ms: expected time to move one block, until it is measured."""
 
-    def __init__(self, num_blocks: int, kind: Tier = Tier.DISK) -> None:
-        self.num_blocks, self.kind = num_blocks, kind
+    def __init__(self, num_blocks: int, kind: Tier = Tier.DISK, *, block_ms: float = 1.0) -> None:
+        self.num_blocks, self.kind, self.block_ms = num_blocks, kind, block_ms
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
         self._key_of: dict[int, bytes] = {}
         self._awaited: dict[int, bytes] = {}

@@ -1,8 +1,8 @@
-"""`quire bench VERB`: measure this engine, or any OpenAI-compatible server, on this machine.
+"""`quire bench SUBCOMMAND`: measure this engine, or any OpenAI-compatible server.
 
-Arguments and printing only; quire/bench measures, and is imported when a verb runs. Standard
-output holds a table, or with --json one object with the machine card; progress goes to the
-terminal.
+Parses arguments and prints; quire/bench measures, and is imported only when a subcommand runs.
+Standard output holds a table, or with --json one object with the machine's description; progress
+goes to the terminal.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.cli.options import a_count, a_list_of, add_engine_arguments, engine_settings
+from quire.cli.options import add_engine_arguments, engine_settings, positive_floats, positive_int
 
 _RANGE = "LOW-HIGH"
 _MAX_TOKENS, _VOCAB_SIZE = 4096, 30_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A sub-command for each kind of measurement."""
-    verbs = parser.add_subparsers(
-        dest="bench", metavar="VERB", title="what to measure", required=True
+    """Add a subcommand for each kind of measurement."""
+    subcommands = parser.add_subparsers(
+        dest="bench", metavar="SUBCOMMAND", title="what to measure", required=True
     )
-    for name, (purpose, add) in _VERBS.items():
-        verb = verbs.add_parser(
+    for name, (purpose, add) in _SUBCOMMANDS.items():
+        subcommand = subcommands.add_parser(
             name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}."
         )
-        verb.set_defaults(parser=verb)
-        verb.add_argument("--json", action="store_true", help="print one JSON object, no table")
-        add(verb)
+        subcommand.set_defaults(parser=subcommand)
+        subcommand.add_argument(
+            "--json", action="store_true", help="print one JSON object, no table"
+        )
+        add(subcommand)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure. Raises what the measurement raises."""
+    """Run the measurement and pass on its errors."""
     return _RUN[arguments.bench](arguments)
 
 
@@ -41,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
-    _add_count(parser, "--prompt-tokens", 128, "tokens of the prompt")
-    _add_count(parser, "--output-tokens", 128, "tokens to be generated")
-    _add_count(parser, "--repeats", 5, "measurements; their median is told")
+    _add_count(parser, "--prompt-tokens", 128, "number of prompt tokens")
+    _add_count(parser, "--output-tokens", 128, "number of tokens to generate")
+    _add_count(parser, "--repeats", 5, "number of measurements; the median is reported")
     add_engine_arguments(parser, skip=frozenset({"chat_template"}))
 
 
@@ -64,17 +66,17 @@ def _latency(arguments: argparse.Namespace) -> int:
 
 
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
-    _add_count(parser, "--requests", 32, "requests handed in at once")
-    _add_ranges(parser, "tokens of their prompts", "tokens they generate")
-    _add_count(parser, "--max-running", 16, "most of them computed at once")
+    _add_count(parser, "--requests", 32, "number of requests, submitted together")
+    _add_ranges(parser, "prompt length in tokens", "output length in tokens")
+    _add_count(parser, "--max-running", 16, "maximum number of requests in a step")
     parser.add_argument(
         "--batching",
         choices=("continuous", "static", "both"),
         default="continuous",
-        help="static: fixed groups, each computed until its longest answer is done "
+        help="static: fixed batches, each computed until its longest answer is done "
         "(default: continuous)",
     )
-    _add_count(parser, "--repeats", 3, "measurements; their median is told")
+    _add_count(parser, "--repeats", 3, "number of measurements; the median is reported")
     add_engine_arguments(parser, skip=frozenset({"chat_template", "max_num_seqs"}))
 
 
@@ -113,7 +115,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="an OpenAI-compatible server (default: http://127.0.0.1:8000)",
     )
-    parser.add_argument("--model", default="", help="its name there; default: the first listed")
+    parser.add_argument(
+        "--model", default="", help="the model's name there; default: the first listed"
+    )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("OPENAI_API_KEY", ""),
@@ -122,52 +126,53 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rates",
-        type=a_list_of("rates"),
+        type=positive_floats("rates"),
         metavar="LIST",
-        help="requests a second, or with --trace how many times as fast it is replayed, rising; "
-        "as in 0.5,1,2 (default: 0.5,1,2,4,8; with --trace 1)",
+        help="increasing request rates per second, or with --trace replay speeds, as in 0.5,1,2 "
+        "(default: 0.5,1,2,4,8; with --trace 1)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="how long requests arrive (default 30)"
+        "--seconds", type=float, default=30.0, help="duration of arrivals at each rate (default 30)"
     )
-    _add_ranges(parser, "tokens of the prompts", "tokens to be generated")
+    _add_ranges(parser, "prompt length in tokens", "output length in tokens")
     parser.add_argument(
         "--trace",
         default="",
         metavar="FILE",
-        help="arrivals and lengths of a recorded trace instead: Azure's CSV or Mooncake's JSON "
-        "lines",
+        help="replay arrivals and lengths of a trace: Azure's CSV or Mooncake's JSON lines",
     )
-    _add_count(parser, "--max-requests", 200, "most requests of the trace")
+    _add_count(parser, "--max-requests", 200, "maximum number of requests of the trace")
     parser.add_argument(
         "--max-tokens",
-        type=a_count,
+        type=positive_int,
         metavar="NUM",
-        help="longer requests of the trace are left out (default: the server's context, at most "
-        f"{_MAX_TOKENS}, and that where it tells none)",
+        help="skip requests of the trace above this length (default: the server's context, at "
+        f"most {_MAX_TOKENS})",
     )
     parser.add_argument(
         "--vocab-size",
-        type=a_count,
+        type=positive_int,
         metavar="NUM",
-        help="token ids of prompts are drawn below this (default: the server's vocabulary, and "
-        f"{_VOCAB_SIZE} where it tells none)",
+        help="upper bound of the prompts' random token ids (default: the server's vocabulary, or "
+        f"{_VOCAB_SIZE} if the server does not report it)",
     )
     parser.add_argument(
-        "--text", action="store_true", help="send prompts as words, not as token ids"
+        "--text", action="store_true", help="send prompts as text, not as token ids"
     )
     parser.add_argument(
         "--may-end",
         action="store_true",
-        help="do not send ignore_eos: answers may be shorter than asked for",
+        help="do not send ignore_eos: answers may be shorter than requested",
     )
     parser.add_argument(
-        "--ttft-goal", type=float, default=2.0, help="seconds to the first token (default 2)"
+        "--ttft-goal", type=float, default=2.0, help="TTFT objective in seconds (default 2)"
     )
     parser.add_argument(
-        "--tpot-goal", type=float, default=0.1, help="seconds for each after it (default 0.1)"
+        "--tpot-goal", type=float, default=0.1, help="TPOT objective in seconds (default 0.1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and tokens (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of arrivals and tokens (default 0)"
+    )
     parser.add_argument("--png", default="", metavar="FILE", help="draw the result")
 
 
@@ -221,18 +226,20 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    _add_names(parser, "--parts", "products,attention,small,choice", "what is measured")
-    _add_names(parser, "--precisions", "none,int8,int4", "of products; none: --dtype")
-    _add_numbers(parser, "--rows", "1,4,16,64,256,2048", "of products and small operations")
-    _add_numbers(
-        parser, "--depths", "512,4096", "tokens before attention's rows, as far as it goes"
+    _add_names(parser, "--parts", "products,attention,small,choice", "operations to measure")
+    _add_names(
+        parser, "--precisions", "none,int8,int4", "weight precisions of products; none: --dtype"
     )
+    _add_numbers(
+        parser, "--rows", "1,4,16,64,256,2048", "row counts of products and small operations"
+    )
+    _add_numbers(parser, "--depths", "512,4096", "tokens in the cache before attention's rows")
     parser.add_argument(
         "--seconds",
         type=float,
         default=0.2,
         metavar="NUM",
-        help="how long each is measured (default 0.2)",
+        help="seconds of measurement for each operation (default 0.2)",
     )
     given = {"dtype", "kv_cache_dtype", "num_threads", "max_model_len"}
     add_engine_arguments(parser, only=frozenset(given))
@@ -260,9 +267,9 @@ def _add_startup(parser: argparse.ArgumentParser) -> None:
         "serve",
         nargs="*",
         metavar="ARGUMENT",
-        help="what follows `quire serve`: a model's folder, and after -- its flags",
+        help="arguments of `quire serve`: a model's directory, and after -- its flags",
     )
-    _add_count(parser, "--starts", 5, "starts that count; one more goes before them")
+    _add_count(parser, "--starts", 5, "number of measured starts, after one warm-up")
 
 
 def _startup(arguments: argparse.Namespace) -> int:
@@ -288,7 +295,7 @@ def _show(
 
 def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
     parser.add_argument(
-        flag, type=a_count, default=default, metavar="NUM", help=f"{text} (default {default})"
+        flag, type=positive_int, default=default, metavar="NUM", help=f"{text} (default {default})"
     )
 
 
@@ -313,17 +320,17 @@ def _add_numbers(parser: argparse.ArgumentParser, flag: str, default: str, text:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(a_count(word) for word in text.split(","))
+    return tuple(positive_int(word) for word in text.split(","))
 
 
 def _add_ranges(parser: argparse.ArgumentParser, prompts: str, outputs: str) -> None:
-    """Both are 128-512 and 32-128 where the model's context holds that (workloads.fitted)."""
+    """Add both ranges; their defaults are cut to the model's context (workloads.fitted)."""
     for flag, usual, text in (("--prompts", "128-512", prompts), ("--outputs", "32-128", outputs)):
         parser.add_argument(
             flag,
             type=_range,
             metavar=_RANGE,
-            help=f"{text} (default {usual}, less where the model's context is shorter)",
+            help=f"{text} (default {usual}, less if the model's context is shorter)",
         )
 
 
@@ -334,16 +341,16 @@ def _range(text: str) -> tuple[int, int]:
     except ValueError:
         values = 0, 0
     if not 1 <= values[0] <= values[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range as in 128-512")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 128-512")
     return values
 
 
-_VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "latency": ("one request alone: first token, time per token, share of the floor", _add_latency),
-    "throughput": ("many requests at once, batched continuously or statically", _add_throughput),
-    "serve": ("a server under rising load: percentiles, goodput, the knee", _add_serve),
-    "kernels": ("each operation of a model by itself, beside the machine's limits", _add_kernels),
-    "startup": ("from the start of a server to its first token", _add_startup),
+_SUBCOMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "latency": ("measure TTFT and TPOT of a single request, against the roofline", _add_latency),
+    "throughput": ("measure throughput with continuous or static batching", _add_throughput),
+    "serve": ("measure a server under increasing load: percentiles and goodput", _add_serve),
+    "kernels": ("measure each operation of a model against the machine's limits", _add_kernels),
+    "startup": ("measure the time from a server's start to its first token", _add_startup),
 }
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "latency": _latency,

@@ -1,9 +1,8 @@
-"""`quire chat`: a conversation in the terminal, streamed as it is said.
+"""`quire chat`: hold a conversation in the terminal, with streamed answers.
 
-On a terminal it prompts and keeps a line history; fed by a pipe it reads a question a line and
-writes an answer each, and its exit code is 2 if one could not be served. Lines that begin with /
-are commands. Ctrl-C stops an answer (what was said stays part of the conversation), Ctrl-D ends
-the program.
+On a terminal it prompts and keeps a line history. Reading from a pipe it answers each line as a
+question and exits with code 2 if one could not be answered. Lines that begin with / are commands.
+Ctrl-C stops an answer (its text stays in the conversation), Ctrl-D ends the program.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from importlib import import_module
 from typing import TextIO
 
 from quire.base.errors import InvalidParameter, QuireError, StepRowError, WorkerError
+from quire.cli.chat_backends import ChatBackend, LocalBackend, RemoteBackend
 from quire.cli.options import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_settings,
     given_sampling,
 )
-from quire.cli.speakers import LocalSpeaker, RemoteSpeaker, Speaker
 
 _EXIT_REFUSED = 2
-# The engine's settings that matter to one conversation at a time.
+# The engine settings that are useful for a single conversation.
 _SETTINGS = frozenset(
     {
         "dtype",
@@ -49,21 +48,21 @@ _SETTINGS = frozenset(
 HELP = """\
 /help          this text
 /reset         forget the conversation, keep the system text
-/system TEXT   set the system text and begin anew; without TEXT, remove it
+/system TEXT   set the system text and start over; without TEXT, remove it
 /quit          leave (as Ctrl-D does)
-//...          say a line that begins with a slash
+//...          send a line that begins with a slash
 Ctrl-C         stop the answer"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the verb."""
+    """Add the subcommand's arguments."""
     add_engine_arguments(parser, only=_SETTINGS)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system text")
     parser.add_argument(
         "--url",
         default="",
         metavar="URL",
-        help="ask the OpenAI-compatible server there; MODEL is then its name on that server",
+        help="use an OpenAI-compatible server; MODEL is then the model's name there",
     )
     parser.add_argument(
         "--api-key",
@@ -75,43 +74,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until the input ends."""
+    """Converse until the input ends."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    speaker = _speaker(arguments)
+    backend = _backend(arguments)
     try:
         if interactive:
-            print(f"{speaker.name}. /help lists the commands, Ctrl-D leaves.")
+            print(f"{backend.name}. /help lists the commands, Ctrl-D leaves.")
         lines = _typed_lines() if interactive else _piped_lines(sys.stdin)
-        talk = Conversation(speaker, sys.stdout, sys.stderr, system=arguments.system)
+        talk = Conversation(backend, sys.stdout, sys.stderr, system=arguments.system)
         talk.run(lines)
     finally:
-        speaker.close()
+        backend.close()
     return _EXIT_REFUSED if talk.num_refused and not interactive else 0
 
 
-def _speaker(arguments: argparse.Namespace) -> Speaker:
+def _backend(arguments: argparse.Namespace) -> ChatBackend:
     settings, sampling = engine_settings(arguments), given_sampling(arguments)
     if not arguments.url:
-        return LocalSpeaker(arguments.model, settings, sampling)
+        return LocalBackend(arguments.model, settings, sampling)
     if settings:
         flag = "--" + next(iter(settings)).replace("_", "-")
         raise InvalidParameter(
-            f"{flag} configures an engine in this process, but --url asks a server; leave one out"
+            f"{flag} configures an engine in this process, but --url names a server; leave one out"
         )
-    return RemoteSpeaker(
+    return RemoteBackend(
         arguments.url, model=arguments.model, api_key=arguments.api_key, sampling=sampling
     )
 
 
 class Conversation:
-    """Messages so far, and the loop that adds to them. Writes answers to `out`, notes to `notes`.
+    """Hold the messages and run the conversation. Writes answers to `out`, notices to `notes`.
 
-    What a request cannot be served for is noted and its message forgotten; only a broken engine
-    or server ends the loop, with its error. `num_refused` counts such requests.
+    If a request fails, its error is noted and its message dropped; only a failed engine or server
+    ends the loop, with its error. num_refused: number of requests that failed.
     """
 
-    def __init__(self, speaker: Speaker, out: TextIO, notes: TextIO, *, system: str = "") -> None:
-        self._speaker = speaker
+    def __init__(
+        self, backend: ChatBackend, out: TextIO, notes: TextIO, *, system: str = ""
+    ) -> None:
+        self._backend = backend
         self._out = out
         self._notes = notes
         self._system = system
@@ -120,16 +121,16 @@ class Conversation:
         self._reset()
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer lines until they end or /quit."""
+        """Answer lines until they end or until /quit."""
         for line in lines:
             if line.startswith("/") and not line.startswith("//"):
-                if not self._obey(line):
+                if not self._run_command(line):
                     return
             elif line.strip():
                 self._ask(line[1:] if line.startswith("//") else line)
 
-    def _obey(self, line: str) -> bool:
-        """Follow a command; False to leave."""
+    def _run_command(self, line: str) -> bool:
+        """Run a command; return False to leave."""
         command, _, rest = line.strip().partition(" ")
         match command:
             case "/quit" | "/exit":
@@ -151,33 +152,33 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def _ask(self, text: str) -> None:
-        said: list[str] = []
+        answer: list[str] = []
         self.messages.append({"role": "user", "content": text})
         try:
-            self._speaker.say(self.messages, self._writer(said))
+            self._backend.stream_answer(self.messages, self._writer(answer))
         except KeyboardInterrupt:
             self._note(" [stopped]")
         except QuireError as error:
-            self._end_line(said)
+            self._end_line(answer)
             if isinstance(error, WorkerError) and not isinstance(error, StepRowError):
                 raise
             self.num_refused += 1
             self.messages.pop()
             self._note(f"{error} (/reset forgets the conversation)")
             return
-        self._end_line(said)
-        self.messages.append({"role": "assistant", "content": "".join(said)})
+        self._end_line(answer)
+        self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    def _writer(self, said: list[str]) -> Callable[[str], None]:
+    def _writer(self, answer: list[str]) -> Callable[[str], None]:
         def write(text: str) -> None:
-            said.append(text)
+            answer.append(text)
             self._out.write(text)
             self._out.flush()
 
         return write
 
-    def _end_line(self, said: list[str]) -> None:
-        if not said or not said[-1].endswith("\n"):
+    def _end_line(self, answer: list[str]) -> None:
+        if not answer or not answer[-1].endswith("\n"):
             self._out.write("\n")
         self._out.flush()
 
@@ -186,8 +187,8 @@ class Conversation:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines typed at a prompt, with the editing and history of readline."""
-    with suppress(ImportError):  # not every Python has it
+    """Yield lines typed at a prompt, with readline's editing and history."""
+    with suppress(ImportError):  # optional in Python builds
         import_module("readline")  # input() uses it once it is loaded
     while True:
         try:

@@ -1,7 +1,7 @@
-"""`quire complete`: continue one prompt, streamed to standard output.
+"""`quire complete`: continue one prompt and stream the answer to standard output.
 
-With --json one object comes out at the end instead: ids, log-probabilities, counts and times.
-Standard output holds nothing but the answer, so that it can be piped.
+With --json one object is printed at the end: ids, log-probabilities, counts and times. Standard
+output holds nothing but the answer, so that it can be piped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the verb."""
+    """Add the subcommand's arguments."""
     add_engine_arguments(parser, skip=frozenset({"chat_template"}))  # a prompt has none
     parser.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="the prompt; default: standard input, whole"
+        "-p", "--prompt", metavar="TEXT", help="the prompt; default: all of standard input"
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the answer")
     parser.add_argument(
@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs",
         type=int,
         metavar="NUM",
-        help="with --json: log-probabilities of the tokens and of so many alternatives",
+        help="with --json: log-probabilities of the tokens and of this many alternatives",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Continue the prompt."""
+    """Complete the prompt."""
     if arguments.logprobs is not None and not arguments.json:
         raise InvalidParameter("--logprobs is shown with --json only; add --json", param="logprobs")
     if arguments.echo and arguments.json:
@@ -85,7 +85,7 @@ async def _complete(arguments: argparse.Namespace, prompt: str) -> int:
 
 
 class _Answer:
-    """What came, and when; written to standard output as it comes if `shown`."""
+    """Collect the answer and its times; write it to standard output as it arrives if `shown`."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown

@@ -1,7 +1,7 @@
-"""`quire completion SHELL`: a script that completes verbs, flags and their values.
+"""`quire completion SHELL`: print a script that completes subcommands, flags and their values.
 
-Made from the parsers themselves, so it cannot disagree with them. Load it with, for example,
-`source <(quire completion bash)`, or put it where the shell looks for completions.
+It is generated from the argument parsers. Load it with, for example, `source <(quire completion
+bash)`, or put it where the shell looks for completions.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quire.cli.main import VERBS, command_parser
+from quire.cli.main import SUBCOMMANDS, command_parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag of a verb. choices: the values it takes, empty where any; takes_value: at all."""
+    """A flag. choices: its allowed values, empty if any; takes_value: False for a switch."""
 
     names: tuple[str, ...]
     text: str
@@ -25,8 +25,8 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerbWords:
-    """What may follow a verb: flags, the words of a positional argument, or a path."""
+class SubcommandWords:
+    """What may follow a subcommand: flags, the values of a positional argument, or a path."""
 
     name: str
     text: str
@@ -36,39 +36,38 @@ class VerbWords:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the verb."""
+    """Add the subcommand's arguments."""
     parser.add_argument("shell", choices=sorted(_SCRIPTS), help="the shell to write a script for")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script."""
     print(script(arguments.shell))
     return 0
 
 
 def script(shell: str) -> str:
-    """The completion script for "bash", "zsh" or "fish"."""
-    return _SCRIPTS[shell](verb_words())
+    """Return the completion script for "bash", "zsh" or "fish"."""
+    return _SCRIPTS[shell](subcommand_words())
 
 
-def verb_words() -> list[VerbWords]:
-    """All verbs with their flags, read from their parsers."""
-    parser = command_parser(list(VERBS))
+def subcommand_words() -> list[SubcommandWords]:
+    """Return all subcommands with their flags, read from the parsers."""
+    parser = command_parser(list(SUBCOMMANDS))
     [sub_parsers] = [
         action.choices
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
-    return [_words_of(name, sub_parsers[name]) for name in VERBS]
+    return [_words_of(name, sub_parsers[name]) for name in SUBCOMMANDS]
 
 
-def _words_of(name: str, parser: argparse.ArgumentParser) -> VerbWords:
+def _words_of(name: str, parser: argparse.ArgumentParser) -> SubcommandWords:
     flags = _flags_of(parser)
     positionals = [action for action in parser._actions if not action.option_strings]
     words = [str(choice) for action in positionals for choice in action.choices or ()]
-    return VerbWords(
+    return SubcommandWords(
         name=name,
-        text=VERBS[name],
+        text=SUBCOMMANDS[name],
         flags=tuple(flags),
         words=tuple(words),
         takes_path=any(not action.choices for action in positionals),
@@ -76,7 +75,7 @@ def _words_of(name: str, parser: argparse.ArgumentParser) -> VerbWords:
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[Flag]:
-    """Its own, and those of the verbs below it, each name once."""
+    """Return the flags of a parser and of the subcommands below it, each name once."""
     flags: dict[tuple[str, ...], Flag] = {}
     for action in parser._actions:
         if action.option_strings:
@@ -96,15 +95,16 @@ def _flag(action: argparse.Action) -> Flag:
     )
 
 
-def _bash(verbs: Sequence[VerbWords]) -> str:
-    cases = "\n".join(_bash_case(verb) for verb in verbs)
+def _bash(subcommands: Sequence[SubcommandWords]) -> str:
+    cases = "\n".join(_bash_case(subcommand) for subcommand in subcommands)
+    names = " ".join(subcommand.name for subcommand in subcommands)
     return f"""\
 # bash completion of quire; load it with: source <(quire completion bash)
 _quire() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}"
     local flags="" words="" paths=""
     if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "{" ".join(verb.name for verb in verbs)} --help --version" \
+        COMPREPLY=($(compgen -W "{names} --help --version" \
 -- "$current"))
         return
     fi
@@ -119,16 +119,16 @@ _quire() {{
 complete -o filenames -F _quire quire"""
 
 
-def _bash_case(verb: VerbWords) -> str:
-    """What may follow one verb, or one of its flags that takes a value."""
+def _bash_case(subcommand: SubcommandWords) -> str:
+    """Return the case of one subcommand, with the values of its flags."""
     lines = [
-        f"        {verb.name})",
-        f'            flags="{" ".join(name for flag in verb.flags for name in flag.names)}"',
-        f'            words="{" ".join(verb.words)}"',
-        f"            paths={'-f' if verb.takes_path else ''}",
+        f"        {subcommand.name})",
+        f'            flags="{" ".join(name for flag in subcommand.flags for name in flag.names)}"',
+        f'            words="{" ".join(subcommand.words)}"',
+        f"            paths={'-f' if subcommand.takes_path else ''}",
         '            case "$previous" in',
     ]
-    for flag in verb.flags:
+    for flag in subcommand.flags:
         pattern = "|".join(flag.names)
         if flag.choices:
             lines.append(
@@ -139,62 +139,63 @@ def _bash_case(verb: VerbWords) -> str:
     return "\n".join([*lines, "            esac;;"])
 
 
-def _zsh(verbs: Sequence[VerbWords]) -> str:
-    listed = " ".join(shlex.quote(f"{verb.name}:{verb.text}") for verb in verbs)
+def _zsh(subcommands: Sequence[SubcommandWords]) -> str:
+    listed = " ".join(
+        shlex.quote(f"{subcommand.name}:{subcommand.text}") for subcommand in subcommands
+    )
     cases = "\n".join(
-        f"        {verb.name}) _arguments \\\n            "
-        + " \\\n            ".join(_zsh_arguments(verb))
+        f"        {subcommand.name}) _arguments \\\n            "
+        + " \\\n            ".join(_zsh_arguments(subcommand))
         + ";;"
-        for verb in verbs
+        for subcommand in subcommands
     )
     return f"""\
 #compdef quire
 # zsh completion of quire; put it on your fpath as _quire
 _quire() {{
-    local -a verbs=({listed})
+    local -a subcommands=({listed})
     if (( CURRENT == 2 )); then
-        _describe verb verbs
+        _describe subcommand subcommands
         return
     fi
-    local verb="$words[2]"
+    local subcommand="$words[2]"
     shift words
     (( CURRENT-- ))
-    case "$verb" in
+    case "$subcommand" in
 {cases}
     esac
 }}
 compdef _quire quire"""
 
 
-def _zsh_arguments(verb: VerbWords) -> list[str]:
+def _zsh_arguments(subcommand: SubcommandWords) -> list[str]:
     arguments = []
-    for flag in verb.flags:
+    for flag in subcommand.flags:
         text = "".join(" " if character in "[]:\\" else character for character in flag.text)
         value = f":value:({' '.join(flag.choices)})" if flag.choices else ":value:_files"
         arguments += [
             shlex.quote(f"*{name}[{text}]" + (value if flag.takes_value else ""))
             for name in flag.names
         ]
-    if verb.words:
-        arguments.append(shlex.quote(f"1:word:({' '.join(verb.words)})"))
-    if verb.takes_path:
+    if subcommand.words:
+        arguments.append(shlex.quote(f"1:word:({' '.join(subcommand.words)})"))
+    if subcommand.takes_path:
         arguments.append(shlex.quote("1:model:_files"))
     return arguments
 
 
-def _fish(verbs: Sequence[VerbWords]) -> str:
+def _fish(subcommands: Sequence[SubcommandWords]) -> str:
     lines = ["# fish completion of quire; load it with: quire completion fish | source"]
     lines.append("complete -c quire -f")
-    for verb in verbs:
-        lines.append(
-            f"complete -c quire -n __fish_use_subcommand -a {verb.name} -d {_fish_text(verb.text)}"
-        )
-        seen = f"complete -c quire -n '__fish_seen_subcommand_from {verb.name}'"
-        if verb.words:
-            lines.append(f"{seen} -a '{' '.join(verb.words)}'")
-        if verb.takes_path:
+    for subcommand in subcommands:
+        described = f"{subcommand.name} -d {_fish_text(subcommand.text)}"
+        lines.append(f"complete -c quire -n __fish_use_subcommand -a {described}")
+        seen = f"complete -c quire -n '__fish_seen_subcommand_from {subcommand.name}'"
+        if subcommand.words:
+            lines.append(f"{seen} -a '{' '.join(subcommand.words)}'")
+        if subcommand.takes_path:
             lines.append(f"{seen} -a '(__fish_complete_path)'")
-        for flag in verb.flags:
+        for flag in subcommand.flags:
             names = [
                 f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
                 for name in flag.names
@@ -206,12 +207,12 @@ def _fish(verbs: Sequence[VerbWords]) -> str:
 
 
 def _fish_text(text: str) -> str:
-    """In fish's single quotes only backslash and quote are special."""
+    """Quote text for fish, where only backslash and quote are special in single quotes."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
-_SCRIPTS: dict[str, Callable[[Sequence[VerbWords]], str]] = {
+_SCRIPTS: dict[str, Callable[[Sequence[SubcommandWords]], str]] = {
     "bash": _bash,
     "fish": _fish,
     "zsh": _zsh,

@@ -1,7 +1,7 @@
-"""Arguments that several verbs share: the model, its engine, and how tokens are chosen.
+"""Define arguments that several subcommands share: the model, its engine, and sampling.
 
-Only what was given on the command line comes back from `engine_settings` and `given_sampling`:
-defaults belong to the engine and the model.
+`engine_settings` and `given_sampling` return only what was given on the command line: defaults
+belong to the engine and the model.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, Schedu
 
 _ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "0 always takes the likeliest token; higher is more varied"),
-    ("top_k", int, "choose among so many of the likeliest tokens; 0: all"),
-    ("top_p", float, "choose among the likeliest tokens that hold this probability"),
-    ("min_p", float, "leave out tokens less likely than this share of the likeliest"),
-    ("typical_p", float, "choose among tokens about as surprising as is to be expected"),
-    ("top_n_sigma", float, "choose within so many standard deviations of the largest logit"),
-    ("xtc_probability", float, "how often the likeliest choices are left out"),
-    ("xtc_threshold", float, "what is likelier than this counts among them; default 0.1"),
+    ("temperature", float, "0 always takes the most likely token; higher values vary more"),
+    ("top_k", int, "sample from this many of the most likely tokens; 0: all"),
+    ("top_p", float, "sample from the most likely tokens with this total probability"),
+    ("min_p", float, "drop tokens below this fraction of the highest probability"),
+    ("typical_p", float, "sample from tokens close to the expected surprise (locally typical)"),
+    ("top_n_sigma", float, "sample within this many standard deviations of the largest logit"),
+    ("xtc_probability", float, "probability of dropping the most likely tokens (XTC)"),
+    ("xtc_threshold", float, "probability above which XTC may drop a token; default 0.1"),
     ("repetition_penalty", float, "above 1: tokens already seen become less likely"),
-    ("presence_penalty", float, "subtracted once from tokens already given out"),
-    ("frequency_penalty", float, "subtracted from tokens for each time they were given out"),
-    ("dry_multiplier", float, "above 0: makes going on with a repeat less likely"),
-    ("dry_base", float, "how the penalty grows with each token of it; default 1.75"),
-    ("dry_allowed_length", int, "repeats of fewer tokens are free; default 2"),
-    ("no_repeat_ngram_size", int, "no so many tokens in a row twice; 0: off"),
-    ("mirostat", int, "2: keep surprise at a level, instead of filtering; 0: off"),
-    ("mirostat_tau", float, "that level, in bits; default 5"),
-    ("mirostat_eta", float, "how fast it is corrected; default 0.1"),
+    ("presence_penalty", float, "subtracted once from the logits of tokens already generated"),
+    ("frequency_penalty", float, "subtracted from a token's logit for each time it was generated"),
+    ("dry_multiplier", float, "above 0: penalize tokens that continue a repetition (DRY)"),
+    ("dry_base", float, "growth of DRY's penalty with each repeated token; default 1.75"),
+    ("dry_allowed_length", int, "shorter repetitions are not penalized by DRY; default 2"),
+    ("no_repeat_ngram_size", int, "never repeat a sequence of this many tokens; 0: off"),
+    ("mirostat", int, "2: control the surprise of tokens, instead of filtering; 0: off"),
+    ("mirostat_tau", float, "mirostat's target surprise in bits; default 5"),
+    ("mirostat_eta", float, "mirostat's learning rate; default 0.1"),
     ("seed", int, "the same seed gives the same answer"),
-    ("max_tokens", int, "most tokens of an answer; default: what the context holds"),
-    ("min_tokens", int, "fewest tokens of an answer"),
+    ("max_tokens", int, "maximum output tokens; default: what the context holds"),
+    ("min_tokens", int, "minimum output tokens"),
 )
 
 
@@ -49,14 +49,16 @@ def add_engine_arguments(
     skip: frozenset[str] = frozenset(),
     only: frozenset[str] = frozenset(),
 ) -> None:
-    """MODEL and the flags of the engine's config groups, but those named in `skip`; only: where
-    any are named, no others."""
+    """Add MODEL and the flags of the engine's config groups.
+
+    skip: fields to leave out. only: if not empty, the fields to add.
+    """
     parser.add_argument(
         "model",
         nargs="?",
         default="",
         metavar="MODEL",
-        help="folder, or a GGUF file; default: the model in the box",
+        help="directory, or a GGUF file; default: the built-in model",
     )
     names = {name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__}
     left_out = skip | {"model"} | (names - only if only else set())
@@ -64,15 +66,15 @@ def add_engine_arguments(
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine's settings that were given, as LLM and AsyncLLM take them."""
+    """Return the engine settings that were given, as keyword arguments of LLM and AsyncLLM."""
     names = [name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__]
     given = vars(arguments)
     return {name: given[name] for name in names if name in given and name != "model"}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of SamplingParams that make sense for one person at a terminal."""
-    section = parser.add_argument_group("How tokens are chosen (default: as the model says)")
+    """Add flags for the sampling parameters that are useful in a terminal."""
+    section = parser.add_argument_group("Sampling (default: the model's generation_config.json)")
     for name, kind, text in _SAMPLING:
         section.add_argument(
             "--" + name.replace("_", "-"),
@@ -87,7 +89,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=argparse.SUPPRESS,
         metavar="TEXT",
-        help="end the answer where this text would begin; may be given repeatedly",
+        help="end the answer before this text; may be given repeatedly",
     )
     section.add_argument(
         "--bad-word",
@@ -95,7 +97,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         dest="bad_words",
         default=argparse.SUPPRESS,
         metavar="TEXT",
-        help="never write this text; may be given repeatedly",
+        help="never generate this text; may be given repeatedly",
     )
     section.add_argument(
         "--structured-outputs",
@@ -103,13 +105,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         dest="structured_outputs",
         default=argparse.SUPPRESS,
         metavar="JSON",
-        help="what the answer may be: an object with one of json (a schema), json_object, regex, "
+        help="constrain the answer: an object with one of json (a schema), json_object, regex, "
         "choice, grammar (Lark or GBNF) and structural_tag; @FILE reads it from a file",
     )
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling fields that were given."""
+    """Return the sampling fields that were given."""
     given = vars(arguments)
     fields = {name: given[name] for name, _, _ in _SAMPLING if name in given}
     if "stop" in given:
@@ -122,7 +124,7 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _structured_outputs(text: str) -> Grammar:
-    """A grammar, as argparse reads an argument."""
+    """Parse an argument into a grammar."""
     try:
         if text.startswith("@"):
             text = Path(text[1:]).read_text(encoding="utf-8")
@@ -139,8 +141,8 @@ def _structured_outputs(text: str) -> Grammar:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def a_count(text: str) -> int:
-    """A whole number of at least 1, as argparse reads an argument."""
+def positive_int(text: str) -> int:
+    """Parse an argument as an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -150,8 +152,8 @@ def a_count(text: str) -> int:
     return value
 
 
-def a_list_of(what: str) -> Callable[[str], tuple[float, ...]]:
-    """Reads positive numbers between commas; `what` they are stands in the error."""
+def positive_floats(what: str) -> Callable[[str], tuple[float, ...]]:
+    """Return a parser of comma-separated positive numbers. what: their name in the error."""
 
     def read(text: str) -> tuple[float, ...]:
         try:
@@ -159,7 +161,7 @@ def a_list_of(what: str) -> Callable[[str], tuple[float, ...]]:
         except ValueError:
             values = ()
         if not values or not all(0 < value < 1e6 for value in values):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {what} as in 0.5,1,2")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {what} such as 0.5,1,2")
         return values
 
     return read

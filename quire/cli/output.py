@@ -1,7 +1,6 @@
-"""Standard output that cannot be written: a full disk, or a reader that went away.
+"""Handle standard output that cannot be written: a full disk, or a closed pipe.
 
-Python keeps what could not be written and tries again at exit, loudly. Knows two file descriptors
-and nothing of what was to be said.
+Python keeps unwritten output and retries at exit, which prints a traceback.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import os
 import sys
 
 
-def lose_output() -> None:
-    """Send standard output, and what of it waits in buffers, nowhere."""
+def discard_output() -> None:
+    """Redirect standard output, buffered text included, to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

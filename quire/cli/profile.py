@@ -1,6 +1,6 @@
-"""`quire profile MODEL`: where a step's time goes, and what the machine would allow.
+"""`quire profile MODEL`: print the time of each operation, and what the machine would allow.
 
-Arguments and printing only; quire/bench/profile.py measures, and is imported when the verb runs.
+Parses arguments and prints; quire/bench/profile.py measures, and is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from quire.cli.options import add_engine_arguments, engine_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments: the steps, then the engine's."""
+    """Add the arguments of the measured steps, then the engine's."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     parser.add_argument(
         "--depth",
         type=int,
         default=512,
         metavar="NUM",
-        help="tokens in the cache before a decoding row, as far as it goes (default 512)",
+        help="tokens in the cache before a decoding row, limited by the context (default 512)",
     )
     parser.add_argument(
         "--sequences",
         type=int,
         default=16,
         metavar="NUM",
-        help="rows that decode together, and rows of the mixed step (default 16)",
+        help="decoding rows of the batch, and rows of the mixed step (default 16)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=3.0,
         metavar="NUM",
-        help="how long each step is measured (default 3)",
+        help="seconds of measurement for each step (default 3)",
     )
     add_engine_arguments(parser, skip=frozenset({"chat_template", "served_model_name"}))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Raises what the measurement raises."""
+    """Measure, print, and pass on errors of the measurement."""
     from quire.bench.profile import measure_profile, profile_text
     from quire.obs.report import show
 

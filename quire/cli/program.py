@@ -1,7 +1,7 @@
-"""`quire program MODEL`: print the program of a model with bytes and operations of a step.
+"""`quire program MODEL`: print the program of a model, with bytes and operations of a step.
 
-Reads configuration files only; weights need not be there. Lazy imports are not needed: nothing
-here pulls in more than NumPy.
+Reads configuration files only; weights need not exist. Imports are not lazy, since nothing here
+needs more than NumPy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quire.quant.scheme import scheme_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the subcommand's arguments."""
     parser.add_argument(
         "model",
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help="folder with config.json, or a GGUF file (default: the model in the box)",
+        help="directory with config.json, or a GGUF file (default: the built-in model)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=1, help="token rows of each sequence in the step (default 1)"
+        "--tokens", type=int, default=1, help="token rows of each sequence (default 1)"
     )
     parser.add_argument(
         "--depth", type=int, default=0, help="positions already in the cache (default 0)"
@@ -44,23 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", *map(str, DType), *DTYPE_NAMES],
         default="auto",
-        help="what activations and weights are held in (default: the checkpoint's)",
+        help="dtype of activations and weights (default: the checkpoint's)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=[*KV_CACHE_DTYPES, *DTYPE_NAMES],
         default=AUTO,
-        help="what keys and values are kept in (default: as --dtype)",
+        help="dtype of keys and values (default: as --dtype)",
     )
     parser.add_argument(
         "--quantization",
         choices=(AUTO, *scheme_names()),
         default=AUTO,
-        help="precision the weights of products are brought to (default: as a quantized GGUF file "
-        "or a checkpoint in fp8 has them, else none)",
+        help="precision of the weights of products (default: that of a quantized GGUF file or an "
+        "fp8 checkpoint, else none)",
     )
     parser.add_argument(
-        "--head-precision", default="auto", help="the same for the head (default auto)"
+        "--head-precision", default="auto", help="precision of the output head (default auto)"
     )
     parser.add_argument(
         "--keep",

@@ -1,8 +1,9 @@
-"""quire serve [MODEL]: an OpenAI-compatible server on one model.
+"""`quire serve [MODEL]`: run an OpenAI-compatible server with one model.
 
-Takes the port, starts the engine process, and only then imports what HTTP needs, so that both
-processes' imports overlap. Prints a short block when requests are taken. Exit code: 0 after a
-clean stop, 1 where the engine or the server died; what cannot be served is raised, as by any verb.
+Binds the port, starts the engine process, and only then imports the HTTP modules, so that the
+imports of both processes overlap. Prints a short summary when requests are accepted. Exit code: 0
+after a clean stop, 1 if the engine or the server failed; invalid settings are raised as by any
+subcommand.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.log_process import start_logging
 from quire.base.log_sink import can_write
-from quire.cli.output import lose_output
+from quire.cli.output import discard_output
 from quire.config.admin_keys import read_admin_keys
-from quire.config.flags import add_flags, built
+from quire.config.flags import add_flags, config_from_flags
 from quire.config.groups import (
     CacheConfig,
     EngineConfig,
@@ -46,13 +47,13 @@ _PROGRESS_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model and every flag of the config groups."""
+    """Add the model and the flags of all config groups."""
     parser.add_argument(
         "model",
         nargs="?",
         default="",
         metavar="MODEL",
-        help="folder of the model, or a GGUF file; left out: the model in the box",
+        help="directory of the model, or a GGUF file; default: the built-in model",
     )
     add_flags(
         parser,
@@ -66,25 +67,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until stopped; the exit code. Raises SettingError, ModelError or CapacityError."""
+    """Serve until stopped and return the exit code.
+
+    Raises SettingError, ModelError or CapacityError.
+    """
     from quire.api.http.sockets import SocketFile, check_tls, listen, listen_for_admins, url_of
     from quire.engine.client.launch import EngineProcess
 
-    # A reload (SIGHUP) while we start ends nothing; run_server says what it means from then on.
+    # A reload (SIGHUP) during start-up is ignored; run_server installs its handler later.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _refuse_both(arguments)
-    server = _with_key_of_environment(built(ServerConfig, arguments))
+    server = _with_key_of_environment(config_from_flags(ServerConfig, arguments))
     start_logging("server", server.logging)
     engine = EngineConfig(
-        model=built(ModelConfig, arguments),
-        cache=built(CacheConfig, arguments),
-        scheduler=built(SchedulerConfig, arguments),
-        executor=built(ExecutorConfig, arguments),
+        model=config_from_flags(ModelConfig, arguments),
+        cache=config_from_flags(CacheConfig, arguments),
+        scheduler=config_from_flags(SchedulerConfig, arguments),
+        executor=config_from_flags(ExecutorConfig, arguments),
     )
     path = engine.scheduler.tenants
     tenants = None if path is None else _tenants_of(path, server)
     check_tls(server)
-    read_admin_keys(server.admin_key_file)  # told now if it cannot be
+    read_admin_keys(server.admin_key_file)  # fail early if it is invalid
     for_admins = listen_for_admins(server)
     listening = listen(server, has_tenants=tenants is not None)
     file = SocketFile(listening)
@@ -92,17 +96,17 @@ def run(arguments: argparse.Namespace) -> int:
         process = EngineProcess.launch(engine, server.logging)
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
-        _tell_start(server, engine, urls, is_open=not server.api_key and tenants is None)
+        _log_start(server, engine, urls, is_open=not server.api_key and tenants is None)
         sockets = (listening, for_admins)
         if server.api_processes > 1:
-            return _keep(server, engine, sockets, process, urls=urls)
+            return _serve_with_workers(server, engine, sockets, process, urls=urls)
         return _serve(server, engine, sockets, process, urls=urls, tenants=tenants)
     finally:
         file.remove()
 
 
 def _refuse_both(arguments: argparse.Namespace) -> None:
-    """A Unix socket and an address say two things of where to listen."""
+    """Raise SettingError if both a Unix socket and an address are given."""
     given = vars(arguments)
     for name in ("host", "port"):
         if given.get("uds") is not None and name in given:
@@ -114,7 +118,7 @@ def _tenants_of(path: str, server: ServerConfig) -> tuple[Tenant, ...]:
 
 
 def _with_key_of_environment(server: ServerConfig) -> ServerConfig:
-    """QUIRE_API_KEY counts where no --api-key is given: command lines are seen by everybody."""
+    """Use QUIRE_API_KEY if no --api-key is given: other users can see command lines."""
     key = os.environ.get("QUIRE_API_KEY", "")
     return replace(server, api_key=(key,)) if key and not server.api_key else server
 
@@ -130,7 +134,7 @@ def _serve(
 ) -> int:
     log = Log("server")
     listening, for_admins = sockets
-    # Only now, while the engine's own imports run beside ours.
+    # Imported only now, in parallel with the engine process's imports.
     from quire.api.server import run as run_server
     from quire.engine.client.engine_client import EngineClient
 
@@ -159,7 +163,7 @@ def _serve(
         announced.set()
 
 
-def _keep(
+def _serve_with_workers(
     server: ServerConfig,
     config: EngineConfig,
     sockets: tuple[socket.socket, socket.socket | None],
@@ -167,7 +171,7 @@ def _keep(
     *,
     urls: Sequence[str],
 ) -> int:
-    """Serve by several API processes, which this one only keeps."""
+    """Serve with several API processes, which this process supervises."""
     from quire.api.workers.supervisor import supervise
 
     log, loading, announced = Log("server"), [(0, 0)], threading.Event()
@@ -196,7 +200,7 @@ def _keep(
         announced.set()
 
 
-def _tell_start(
+def _log_start(
     server: ServerConfig, config: EngineConfig, urls: Sequence[str], *, is_open: bool
 ) -> None:
     log = Log("server")
@@ -208,28 +212,30 @@ def _tell_start(
         **({"admin_address": admins[0]} if admins else {}),
     )
     if "*" in server.cors_origin and is_open:
-        log.warning("any page in a browser that reaches this server may use it: no key is set")
+        log.warning(
+            "any web page may use this server through a browser that reaches it: no key is set"
+        )
 
 
 def _announce(
     card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str], log: Log
 ) -> None:
-    """Requests are taken: say so."""
+    """Report that requests are accepted."""
     for problem in problems:
         log.warning("chat template cannot be used", reason=problem)
     try:
         if not can_write(sys.stdout.fileno()):
-            raise BlockingIOError("it is a pipe that nobody reads")
-        print(_block(card, notes, problems, urls), flush=True)
-    except OSError as error:  # requests are taken all the same
-        lose_output()
+            raise BlockingIOError("it is a full pipe without a reader")
+        print(_summary(card, notes, problems, urls), flush=True)
+    except OSError as error:  # requests are served nevertheless
+        discard_output()
         log.warning("standard output cannot be written", reason=str(error), address=urls[0])
 
 
-def _block(
+def _summary(
     card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str]
 ) -> str:
-    """What is served, where, in how much memory, and how long it took to get here."""
+    """Return the summary: what is served, where, in how much memory, and the start-up time."""
     weights = "" if card.quantization == "none" else f", weights {card.quantization}"
     kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
     lines = [
@@ -244,7 +250,7 @@ def _block(
 
 
 def _template_problems(client: EngineClient) -> list[str]:
-    """Why templates of the model cannot be used; all else is served."""
+    """Return why the model's chat templates are unusable; everything else is served."""
     template = client.template
     return [] if template is None else list(template.problems.values())
 
@@ -257,7 +263,7 @@ def _start_progress(loading: Callable[[], tuple[int, int]], announced: threading
 
 
 def _show_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:
-    """A line on the terminal that counts the weights while they are packed."""
+    """Show a progress line on the terminal while weights are packed."""
     assert sys.__stderr__ is not None, "checked by the caller"
     terminal, shown = sys.__stderr__, False  # not a line of the log
     while not announced.wait(_PROGRESS_S):
@@ -272,7 +278,7 @@ def _show_progress(loading: Callable[[], tuple[int, int]], announced: threading.
 
 
 def _age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not tell."""
+    """Return the seconds since this process started; 0 if the system does not report it."""
     try:
         stat = Path("/proc/self/stat").read_text()
     except OSError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from quire.cli.options import a_count, a_list_of, add_engine_arguments, engine_settings
+from quire.cli.options import add_engine_arguments, engine_settings, positive_floats, positive_int
 
 if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
@@ -26,11 +26,11 @@ _NOT_HERE = frozenset({"chat_template", "record_plans", "scheduling_policy"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What arrives, what is compared, what it runs on; then the engine's settings."""
+    """Add the arguments of the load, of the comparison and of the machine; then the engine's."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     parser.add_argument("--png", default="", metavar="FILE", help="draw the result")
-    _add_load(parser.add_argument_group("What arrives"))
-    _add_machine(parser.add_argument_group("What it runs on (default: MODEL is measured here)"))
+    _add_load(parser.add_argument_group("Load"))
+    _add_machine(parser.add_argument_group("Machine (default: MODEL is measured on this machine)"))
     add_engine_arguments(parser, skip=_NOT_HERE)
 
 
@@ -39,15 +39,15 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         "--trace",
         default="",
         metavar="FILE",
-        help="arrivals and lengths: Azure's CSV or Mooncake's JSON lines (default: a made-up "
-        "minute of chat that comes with Quire)",
+        help="arrivals and lengths: Azure's CSV or Mooncake's JSON lines (default: a bundled "
+        "synthetic minute of chat)",
     )
     section.add_argument(
         "--speed",
-        type=a_list_of("speeds"),
+        type=positive_floats("speeds"),
         default=(1.0,),
         metavar="LIST",
-        help="how many times as fast the trace is replayed, as in 0.1,0.2,0.4 (default 1)",
+        help="replay speeds, as in 0.1,0.2,0.4 (default 1)",
     )
     section.add_argument(
         "--policy",
@@ -57,21 +57,24 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="scheduling policies to compare, as in fcfs,sjf,fair (default fcfs)",
     )
     section.add_argument(
-        "--max-requests", type=a_count, metavar="NUM", help="the first so many requests only"
+        "--max-requests",
+        type=positive_int,
+        metavar="NUM",
+        help="use only this many requests of the trace",
     )
     section.add_argument(
         "--max-tokens",
-        type=a_count,
+        type=positive_int,
         default=2048,
         metavar="NUM",
-        help="what each request asks for at most, however long its answer is (default 2048)",
+        help="max_tokens of each request, independent of its output length (default 2048)",
     )
     section.add_argument(
         "--light",
-        type=a_count,
+        type=positive_int,
         metavar="NUM",
-        help="one in so many requests is a light tenant's, who keeps its pace while the others "
-        "flood; its times are told beside those without the others",
+        help="assign every NUM-th request to a light tenant with constant load, and report its "
+        "latencies with and without the other requests",
     )
     section.add_argument(
         "--light-speed",
@@ -80,46 +83,44 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="the light tenant's speed (default: the slowest of --speed)",
     )
     section.add_argument(
-        "--ttft-goal", type=float, default=2.0, help="seconds to the first token (default 2)"
+        "--ttft-goal", type=float, default=2.0, help="TTFT objective in seconds (default 2)"
     )
     section.add_argument(
-        "--tpot-goal", type=float, default=0.1, help="seconds for each after it (default 0.1)"
+        "--tpot-goal", type=float, default=0.1, help="TPOT objective in seconds (default 0.1)"
     )
     section.add_argument(
         "--tell-goals",
         action="store_true",
-        help="requests carry the goals as ttft_slo_ms and tpot_slo_ms, so that the engine can "
-        "plan by them, and refuse what it cannot keep",
+        help="send the objectives as ttft_slo_ms and tpot_slo_ms, so that the engine plans for "
+        "them and rejects requests that would miss them",
     )
 
 
 def _add_machine(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
-        "--profile", default="", metavar="FILE", help="a machine measured before, instead of MODEL"
+        "--profile", default="", metavar="FILE", help="a saved machine profile, instead of MODEL"
     )
     section.add_argument(
-        "--save-profile", default="", metavar="FILE", help="keep what is measured here"
+        "--save-profile", default="", metavar="FILE", help="save the measured machine profile"
     )
     section.add_argument(
         "--gb-per-s",
         type=float,
         metavar="NUM",
-        help="MODEL on a machine that reads so much memory a second; with --gflop-per-s",
+        help="memory bandwidth of a hypothetical machine; with --gflop-per-s",
     )
-    section.add_argument(
-        "--gflop-per-s", type=float, metavar="NUM", help="and does so much arithmetic"
-    )
+    section.add_argument("--gflop-per-s", type=float, metavar="NUM", help="its arithmetic rate")
     section.add_argument(
         "--fixed-ms",
         type=float,
         default=0.0,
         metavar="NUM",
-        help="and takes so long for each step beside that (default 0)",
+        help="its fixed time per step (default 0)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate and print. Raises what simulating raises."""
+    """Simulate, print, and pass on the simulation's errors."""
     from quire.base.errors import SettingError
     from quire.config.flags import engine_config
     from quire.obs.pictures import check_plots
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_plots()
     config = engine_config({"model": arguments.model, **engine_settings(arguments)})
     for policy in arguments.policy:
-        with_policy(config, policy)  # a wrong name is told before anything is measured
+        with_policy(config, policy)  # reject a wrong name before measuring
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
@@ -170,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed; a second one raises as usual."""
+    """Yield a function that returns whether Ctrl-C was pressed; a second one raises as usual."""
     pressed = False
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -186,7 +187,7 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
-    """Measured before, described, or measured now."""
+    """Return the machine: read from a profile, described by flags, or measured now."""
     import json
 
     from quire.base.errors import SettingError
@@ -196,14 +197,14 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
     described = arguments.gb_per_s is not None or arguments.gflop_per_s is not None
     if sum((bool(arguments.profile), described, bool(arguments.save_profile))) > 1:
         raise SettingError(
-            "--profile, --save-profile and --gb-per-s are three ways to say what machine is meant; "
-            "give one of them, or none to measure the model here"
+            "--profile, --save-profile and --gb-per-s select the machine in different ways; give "
+            "one of them, or none to measure the model here"
         )
     if arguments.profile:
         return read_machine(Path(arguments.profile))
     if described:
         if arguments.gb_per_s is None or arguments.gflop_per_s is None:
-            raise SettingError("--gb-per-s and --gflop-per-s describe a machine together")
+            raise SettingError("--gb-per-s and --gflop-per-s must be given together")
         return described_machine(
             config,
             gb_per_s=arguments.gb_per_s,

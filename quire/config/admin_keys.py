@@ -1,8 +1,8 @@
-"""The admin key file: keys that open what changes things for everybody, one a line.
+"""The admin key file: keys that grant access to the admin routes, one a line.
 
-A key stands there as it is, or as sha256:DIGEST, so that the file tells no key. Standard library
-only, so that a wrong file is told before anything is loaded. Knows no HTTP. Always holds: a file
-that is named has a key, or is refused; keys leave this file as digests only.
+A key is written in plain text or as sha256:DIGEST. Uses the standard library only, so that an
+invalid file is reported before anything is loaded. Invariant: a file has at least one key, and only
+digests of keys are returned.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _HASHED = "sha256:"
 
 
 def read_admin_keys(path: str | None) -> tuple[str, ...]:
-    """SHA-256 in hex of the keys of an admin key file: one a line, without empty lines and those
-    that begin with #.
+    """Return the SHA-256 digests, in hex, of the keys in an admin key file; () for None.
 
-    None: there is no such file. Raises SettingError where it cannot be read or has no key.
+    Empty lines and lines that begin with # are skipped. Raises SettingError if the file cannot be
+    read or has no key.
     """
     if path is None:
         return ()
@@ -28,13 +28,13 @@ def read_admin_keys(path: str | None) -> tuple[str, ...]:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
-            f"the admin key file {path} cannot be read ({error}); give a text file with a key a "
-            "line (--admin-key-file)"
+            f"the admin key file {path} cannot be read ({error}); give a text file with one key "
+            "per line (--admin-key-file)"
         ) from error
     keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     digests = tuple(_digest(path, number, key) for number, key in keys if not key.startswith("#"))
     if not digests:
-        raise SettingError(f"the admin key file {path} has no key; write one a line")
+        raise SettingError(f"the admin key file {path} has no key; write one per line")
     return digests
 
 
@@ -44,7 +44,7 @@ def _digest(path: str, number: int, key: str) -> str:
     digest = key.removeprefix(_HASHED).lower()
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise SettingError(
-            f"the admin key file {path}: line {number} begins with {_HASHED} and goes on with "
-            f"{len(digest)} characters that are no digest; write a key's SHA-256 in 64 hex digits"
+            f"the admin key file {path}: line {number} begins with {_HASHED}, but its "
+            f"other {len(digest)} characters are no digest; write a key's SHA-256 in 64 hex digits"
         )
     return digest

@@ -1,8 +1,8 @@
-"""Flags and keyword arguments, made from the fields of the config groups, and back.
+"""Build flags and keyword arguments from the fields of the config groups, and read them back.
 
-The field's name with dashes is the flag (`max_num_seqs` -> `--max-num-seqs`) unless its metadata
-names another. Booleans get `--x` and `--no-x`, byte counts take 512MiB or 2GiB, tuples may be
-given repeatedly. Knows argparse and dataclasses; knows no single setting.
+The flag is the field's name with dashes (`max_num_seqs` -> `--max-num-seqs`) unless its metadata
+gives another. Booleans get `--x` and `--no-x`, byte counts take 512MiB or 2GiB, tuple flags may be
+repeated. Knows no individual setting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "512MiB", "2GiB", "1.5GB" (powers of 1000), "2g" (powers of 1024) or "4096"."""
+    """Parse "512MiB", "2GiB", "1.5GB" (powers of 1000), "2g" (of 1024) or "4096" into bytes."""
     stripped = text.strip().lower()
     number = stripped.rstrip("bikmgt ")
     factor = _SUFFIXES.get(stripped[len(number) :].strip())
@@ -38,19 +38,19 @@ def parse_bytes(text: str) -> int:
     except ValueError:
         value = -1.0
     if not 0 <= value < 2**63:
-        raise SettingError(f"{text!r} is not a size in bytes; write it as in 512MiB, 2GiB or 4096")
+        raise SettingError(f"{text!r} is not a size in bytes; write it like 512MiB, 2GiB or 4096")
     return int(value)
 
 
 def flag_of(setting: Field[Any]) -> str:
-    """The flag of a field, with its dashes."""
+    """Return the flag of a field, with its dashes."""
     return "--" + str(setting.metadata.get("flag", setting.name.replace("_", "-")))
 
 
 def in_flags(text: str) -> str:
-    """An error's words about a setting, for whoever gives it as a flag.
+    """Replace names of settings in an error message by their flags.
 
-    Settings stand at the beginning of such words; names that are no English words, anywhere.
+    A name without underscore is replaced only at the beginning, since it may be an English word.
     """
     for group in (*get_type_hints(EngineConfig).values(), ServerConfig):
         for setting in fields(group):
@@ -62,7 +62,7 @@ def in_flags(text: str) -> str:
 def add_flags(
     parser: argparse.ArgumentParser, *groups: type[Any], skip: frozenset[str] = frozenset()
 ) -> None:
-    """Add a flag for each field of `groups` but those named in `skip`; `built` reads them back."""
+    """Add a flag for each field of `groups` except those named in `skip`."""
     for group in groups:
         hints = get_type_hints(group)
         section = parser.add_argument_group(str(group.__doc__).splitlines()[0].rstrip("."))
@@ -71,18 +71,18 @@ def add_flags(
                 _add_flag(section, setting, hints[setting.name])
 
 
-def built(group: type[Group], arguments: argparse.Namespace) -> Group:
-    """The group, from what argparse parsed. Raises SettingError where a value is not allowed."""
+def config_from_flags(group: type[Group], arguments: argparse.Namespace) -> Group:
+    """Build the group from parsed arguments. Raises SettingError for an invalid value."""
     given = vars(arguments)
     names = [setting.name for setting in fields(group)]  # type: ignore[arg-type]
     return group(**{name: given[name] for name in names if name in given})
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """An EngineConfig from keyword arguments by field or flag name, as `LLM(**settings)` takes.
+    """Build an EngineConfig from keyword arguments by field or flag name, as in `LLM(**settings)`.
 
-    Strings are read as their flags would read them ("2GiB"). Raises SettingError for a name that
-    is not known, and says which is near.
+    Strings are parsed as their flags would parse them ("2GiB"). Raises SettingError for an unknown
+    name, with the nearest known name.
     """
     left = dict(settings)
     parts = {}
@@ -139,7 +139,7 @@ def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:
 
 
 class _AppendToTuple(argparse.Action):
-    """Collects repeated values of one flag in a tuple."""
+    """Collect repeated values of one flag in a tuple."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
@@ -175,14 +175,14 @@ def _default_text(setting: Field[Any]) -> str:
 
 
 def _kind(hint: Any) -> Any:
-    """The annotation without `| None`."""
+    """Return the annotation without `| None`."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(part for part in get_args(hint) if part is not type(None))
     return hint
 
 
 def _checked(setting: Field[Any], hint: Any, value: Any) -> Any:
-    """`value` if it fits the annotation; sizes may be text, tuples may be lists or one string."""
+    """Convert `value` to the annotation; sizes may be text, tuples a list or one string."""
     kind = _kind(hint)
     if value is None and kind is not hint:
         return None
@@ -196,10 +196,12 @@ def _checked(setting: Field[Any], hint: Any, value: Any) -> Any:
         listed = (value,) if isinstance(value, str) else value
         if isinstance(listed, list | tuple) and all(isinstance(one, str) for one in listed):
             return tuple(listed)
-        raise SettingError(f"{setting.name} is {value!r}; a text or a list of texts is expected")
+        raise SettingError(
+            f"{setting.name} is {value!r}; a string or a list of strings is expected"
+        )
     wanted = (str,) if get_origin(kind) is Literal else (kind,)
     fits = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
     if not fits:
-        name = "text" if wanted == (str,) else kind.__name__
+        name = "a string" if wanted == (str,) else kind.__name__
         raise SettingError(f"{setting.name} is {value!r}; {name} is expected")
     return value

@@ -1,7 +1,7 @@
-"""Flags and subcommands of other engines, and what to use in their place here.
+"""Map flags and subcommands of other engines to their counterparts here.
 
-Two declarative tables, from which the documentation is made. None of these does anything here; each
-is refused with its line. Every flag that a line recommends is one of `quire serve`.
+Both tables are declarative, and the documentation is generated from them. These flags are rejected
+with the message of their entry. Every flag that a message recommends is one of `quire serve`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ _MODEL = "the model's directory is given without a flag: quire serve DIRECTORY"
 _DOWNLOAD = "models are not downloaded: give the directory of one that is on this machine"
 _TOKENIZER = "the tokenizer is the one in the model's directory; leave it out"
 _CODE = (
-    "code that comes with a model is never run: it could do whatever you can do. Known "
-    "architectures load without it, others are refused by name; leave it out"
+    "code that comes with a model is never run, for security. Known architectures load without "
+    "it, others are rejected by name; leave it out"
 )
-_CONTEXT = "the longest prompt and output together is --max-model-len"
+_CONTEXT = "the maximum length of prompt and output together is --max-model-len"
 _MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
 _KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
 _HOST = "host memory for KV blocks evicted from a GPU is --kv-tier-host-size"
 _WEIGHTS = "the weights' precision is --quantization, that of activations --dtype"
-_EAGER = "a GPU's steps are launched kernel by kernel, without graphs, by --enforce-eager"
+_EAGER = "CUDA graphs are turned off by --enforce-eager"
 _THREADS = "threads are set by --threads N"
-_SEQS = "how many requests are computed at once is --max-num-seqs"
-_STEP = "the most tokens of a step are --max-num-batched-tokens"
+_SEQS = "the maximum number of running requests is --max-num-seqs"
+_STEP = "the maximum number of tokens in a step is --max-num-batched-tokens"
 _ONE_DEVICE = "one process on one device serves a model here; leave it out"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
 _DRAFT = "there is no speculative decoding yet; leave it out"
 _LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
-_CHUNKS = "prompts are always computed in chunks, beside decoding; leave it out"
+_CHUNKS = "chunked prefill is always on; leave it out"
 _TOOLS = "tool calls are parsed in every answer to a request with tools; leave it out"
-_REASONING = "how reasoning is marked is --reasoning-parser"
+_REASONING = "the format of reasoning is set by --reasoning-parser"
 _TEMPLATE = "a chat is always rendered by the model's template, or by --chat-template; leave it out"
 _TEXT_ONLY = "the model reads and writes text only; leave it out"
 _GRAMMARS = "grammars are compiled by one library; leave it out"
@@ -90,8 +90,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--max-loras": _LORA,
         "--enable-chunked-prefill": _CHUNKS,
         "--no-enable-chunked-prefill": _CHUNKS,
-        "--max-num-partial-prefills": "how many long prompts run at once is --max-long-prompts",
-        "--long-prefill-token-threshold": "what counts as long is --long-prompt-tokens",
+        "--max-num-partial-prefills": "running long prompts are limited by --max-long-prompts",
+        "--long-prefill-token-threshold": "long prompts are defined by --long-prompt-tokens",
         "--no-prefix-caching": _PREFIX,
         "--async-scheduling": _OVERLAP,
         "--no-async-scheduling": _OVERLAP,
@@ -134,7 +134,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--max-prefill-tokens": _STEP,
         "--schedule-policy": "the scheduling policy is --scheduling-policy",
         "--disable-radix-cache": _PREFIX,
-        "--page-size": "the tokens of a KV block are --block-size",
+        "--page-size": "the number of tokens in a KV block is --block-size",
         "--hicache-size": _HOST,
         "--hicache-ratio": _HOST,
         "--enable-hierarchical-cache": _HOST,
@@ -158,9 +158,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-a": "the model's name in the API is --served-model-name",
         "--ctx-size": _CONTEXT,
         "-c": _CONTEXT,
-        "--predict": "the most tokens of an answer are --max-output-tokens",
-        "--n-predict": "the most tokens of an answer are --max-output-tokens",
-        "-n": "the most tokens of an answer are --max-output-tokens",
+        "--predict": "the maximum number of output tokens is --max-output-tokens",
+        "--n-predict": "the maximum number of output tokens is --max-output-tokens",
+        "-n": "the maximum number of output tokens is --max-output-tokens",
         "--batch-size": _STEP,
         "-b": _STEP,
         "--ubatch-size": _STEP,
@@ -231,7 +231,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-v": _LOGS,
         "--log-disable": _LOGS,
         "--no-webui": "there is no web interface; leave it out",
-        "--no-warmup": "the model is warm when it is announced; leave it out",
+        "--no-warmup": "the model is warmed up before requests are accepted; leave it out",
         # Ollama
         "--keepalive": "the model stays loaded until the server stops; leave it out",
         "--think": "reasoning_effort is a field of a request; leave it out",
@@ -246,7 +246,7 @@ _SERVE = "quire serve DIRECTORY starts the server"
 _CHAT = "quire chat DIRECTORY is a conversation in the terminal"
 
 # Subcommands of Ollama, vLLM, SGLang and llama.cpp.
-SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
+FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": _CHAT,
         "pull": _NO_STORE,
@@ -275,15 +275,15 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
 
 
 def instead_of_setting(name: str) -> str:
-    """As `instead_of`, for a keyword of LLM, in the names that LLM takes."""
+    """Return `instead_of` for a keyword of LLM, with flags written as keywords."""
     hint = instead_of([f"--{name.replace('_', '-')}"])
     return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), hint)
 
 
 def instead_of(words: Sequence[str], known: Iterable[str] = ()) -> str:
-    """Return what to use in place of the unknown flags among `words`; empty where nothing is near.
+    """Return what to use in place of the unknown flags among `words`; empty if nothing is near.
 
-    known: the flags there are, of which the nearest is named for a flag of no other engine.
+    known: the existing flags, of which the nearest is suggested for a flag of no other engine.
     """
     hints = [INSTEAD.get(flag) or _nearest(flag, known) for flag in map(_flag_of, words)]
     return "".join(f"; {hint}" for hint in dict.fromkeys(hints) if hint)

@@ -1,8 +1,7 @@
-"""What this machine lets the process use: memory and cores, control groups included.
+"""Memory and cores that this process may use, including control group limits.
 
-Reads /proc and /sys/fs/cgroup (versions 1 and 2, the process's own group and all above it); where
-they do not exist, as outside Linux, falls back to what the system tells. Reads only. `root` lets
-tests show another machine.
+Reads /proc and /sys/fs/cgroup (versions 1 and 2, the process's own group and all its ancestors); if
+they do not exist, as outside Linux, falls back to sysconf. `root` lets tests simulate a machine.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """Bytes this process may still take, and which limit said so: "free memory", "control group",
-    or a device's name. is_own: nobody else works there, so a cache may take all that is left."""
+    """Bytes this process may still allocate.
+
+    limit: the source of the limit: "free memory", "control group", or a device's name. is_own:
+    memory not shared with other processes, so the cache may take all of it.
+    """
 
     available_bytes: int
     limit: str
@@ -26,20 +28,20 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """The least of free memory and what is left in each control group above this process."""
-    least = MachineMemory(available_bytes=_free_memory_bytes(root), limit="free memory")
+    """Return the minimum of free memory and the memory left in each enclosing control group."""
+    lowest = MachineMemory(available_bytes=_free_memory_bytes(root), limit="free memory")
     for folder in _group_folders(root, "memory"):
         left_bytes = _left_in_group_bytes(folder)
-        if left_bytes is not None and left_bytes < least.available_bytes:
-            least = MachineMemory(available_bytes=left_bytes, limit="control group")
-    return least
+        if left_bytes is not None and left_bytes < lowest.available_bytes:
+            lowest = MachineMemory(available_bytes=left_bytes, limit="control group")
+    return lowest
 
 
 def num_usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may run on, cut to the control group's quota (rounded up); at least 1.
+    """Return the cores this process may run on, at least 1, limited by the control group's quota.
 
-    CPUs of one core share its arithmetic units and caches: kernels that fill them gain nothing from
-    a second thread there, and wait for each other.
+    The quota is rounded up. Hyperthreads count as one core: they share its arithmetic units and
+    caches, so kernels gain nothing from a second thread there, and wait for each other.
     """
     count = _num_cores(root)
     for folder in _group_folders(root, "cpu"):
@@ -50,7 +52,7 @@ def num_usable_cores(root: Path = Path("/")) -> int:
 
 
 def _num_cores(root: Path) -> int:
-    """Cores among the CPUs this process may run on; of a CPU whose core is not told, itself."""
+    """Count the cores of the CPUs this process may run on; a CPU without topology is a core."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     folder = root / "sys" / "devices" / "system" / "cpu"
@@ -70,10 +72,10 @@ def _free_memory_bytes(root: Path) -> int:
 
 
 def _group_folders(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's groups that may limit `controller`, innermost first.
+    """Return the directories of this process's groups that may limit `controller`, innermost first.
 
-    Inside a container the path in /proc may not exist under /sys; the mount's top is the
-    container's own group then, so the top is always looked at too.
+    Inside a container the path in /proc may not exist under /sys; then the top of the mount is the
+    container's own group, so the top is always included.
     """
     mount = root / "sys" / "fs" / "cgroup"
     folders: list[Path] = []
@@ -94,7 +96,7 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
 
 
 def _left_in_group_bytes(folder: Path) -> int | None:
-    """Limit less usage; page cache that can be dropped does not count as used."""
+    """Return limit minus usage; page cache that can be dropped does not count as used."""
     for limit_name, usage_name, droppable in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,7 +1,7 @@
-"""How much memory the KV cache gets: a sum that is shown, or an error that says what to lower.
+"""Plan the memory of the KV cache: an itemized sum, or an error that names what to lower.
 
-Pure arithmetic on numbers that others measured. Always holds: the blocks a plan names fit in the
-memory it was given, and one request of max_model_len tokens fits in the blocks.
+Pure arithmetic on measured numbers. Invariant: the planned blocks fit in the given memory, and one
+request of max_model_len tokens fits in the blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from quire.config.machine import MachineMemory
 
 # Kept free for the interpreter, tokenizer, HTTP and the rest of the machine.
 RESERVE_BYTES = 256 * 1024 * 1024
-# Tokens and block ids of a running request are int32, in the scheduler's books and the worker's.
+# Tokens and block ids of a running request are int32, in the scheduler's and the worker's tables.
 SLOT_ENTRY_BYTES = 2 * 4
-# Share of what is left that the KV cache takes when nobody says otherwise.
+# Default share of the remaining memory for the KV cache; OWN_SHARE on a device of our own.
 DEFAULT_SHARE = 0.6
 OWN_SHARE = 1.0
 
@@ -24,8 +24,8 @@ OWN_SHARE = 1.0
 class MemoryNeeds:
     """What is known before anything is allocated.
 
-    weights_bytes: as the executor holds them. step_bytes: buffers of the largest step.
-    token_bytes: KV of one token over all layers, as the executor holds it.
+    weights_bytes: as the executor stores them. step_bytes: buffers of the largest step.
+    token_bytes: KV of one token over all layers, as the executor stores it.
     """
 
     weights_bytes: int
@@ -48,7 +48,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """num_blocks of KV, max_model_len tokens a request, and the sum that led there."""
+    """The number of KV blocks, the maximum tokens of a request, and the sum that led to them."""
 
     num_blocks: int
     max_model_len: int
@@ -57,18 +57,19 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """The sum as aligned lines."""
+        """Format the sum as aligned lines."""
         width = max(len(line.what) for line in self.lines)
         rows = [f"{line.what:<{width}}  {mib(line.num_bytes):>12}" for line in self.lines]
         return "\n".join([*rows, *self.notes])
 
 
 def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
-    """Blocks and context length for this model on this machine.
+    """Plan blocks and context length for a model on a machine.
 
-    Without max_model_len the model's is taken, lowered (with a note) to what the cache can hold.
-    Raises CapacityError where the weights, the KV memory asked for, or one request of the length
-    asked for do not fit: with what is needed, what there is, and what to lower.
+    Without max_model_len the model's length is used, lowered (with a note) to what the cache can
+    hold. Raises CapacityError if the weights, the requested KV memory, or one request of the
+    requested length do not fit; the message says what is needed, what is available, and what to
+    lower.
     """
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
     slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
@@ -127,16 +128,16 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
 
 
 def mib(num_bytes: int) -> str:
-    """Bytes as text: KiB below one MiB, else MiB with one decimal."""
+    """Format bytes: KiB below one MiB, else MiB with one decimal."""
     if abs(num_bytes) < 2**20:
         return f"{num_bytes / 2**10:.1f} KiB"
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
-    """Rows of all slots, as long as a request can be: no longer than what the rest could hold."""
-    most_tokens = max(left_bytes, 0) // needs.token_bytes
-    num_tokens = min(needs.max_model_len or needs.model_max_len, most_tokens)
+    """Return the bytes of all slots' rows, as long as a request can be in the remaining memory."""
+    fitting_tokens = max(left_bytes, 0) // needs.token_bytes
+    num_tokens = min(needs.max_model_len or needs.model_max_len, fitting_tokens)
     return needs.max_num_seqs * (num_tokens + _blocks(num_tokens, needs)) * SLOT_ENTRY_BYTES
 
 

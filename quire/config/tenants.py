@@ -1,9 +1,9 @@
-"""Tenants: who may use a server, known by their keys, and what each of them is entitled to.
+"""Tenants: clients of a server, identified by their keys, with weights and limits.
 
-Read from a TOML or JSON file, strictly: what is not known is refused with the tenant it stands at.
-Knows no HTTP and no scheduler: the edge reads keys and priorities, the engine the rest. Keys given
-as they are leave this file as digests only. Always holds: the first tenant is the default one,
-named in the file or not; no two tenants share a key; bounds hold what they bound.
+Read strictly from a TOML or JSON file: an unknown setting is rejected with the name of its tenant.
+The HTTP layer uses keys and priorities, the engine the rest. Only digests of plain-text keys are
+returned. Invariant: the first tenant is the default one, even if the file does not name it; no two
+tenants share a key.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from quire.base.scheduling_params import MAX_PRIORITY, MAX_TENANT_CHARS
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 
-# Who asks where there are no tenants, or with a key of --api-key.
+# The tenant of requests if there are no tenants, or with a key of --api-key.
 DEFAULT_TENANT = "default"
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_TENANTS = 10_000
 _MAX_KEYS = 1000
 _MAX_KEY_CHARS = 512
 _MAX_WEIGHT = 1e6
-_MOST = 2**31 - 1
+_MAX_INT = 2**31 - 1
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_TENANT_CHARS - 1}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One tenant. key_digests: SHA-256 of its keys, in hex.
+    """A tenant. key_digests: SHA-256 of its keys, in hex.
 
-    weight: its part of what there is, where the policy shares fairly. kv_floor_*: KV blocks that
-    others may not take; kv_ceiling_*: the most its running requests may name; each as a number or
-    as a share of the cache. max_running, max_queued: its requests that run and that wait, each of
-    n counted. priority: of requests that name none; priority_min, priority_max: what they may
-    name. isolate_cache: whether it shares no cached prefixes with others; None: as the server is
-    set. is_admin: its keys open what tells of everybody. cache_scope: the scope of its cached
-    prefixes, set by the server and not by the file; empty: shared with all other empty scopes.
+    weight: its share under a fair policy. kv_floor_*: KV blocks reserved for it; kv_ceiling_*:
+    maximum blocks of its running requests; each as a number or as a share of the cache.
+    max_running, max_queued: maximum running and waiting requests, counting each of a request's n
+    choices. priority: default priority of its requests; priority_min, priority_max: the range they
+    may specify. isolate_cache: whether it shares no cached prefixes with others; None: the server's
+    setting. is_admin: its keys grant access to the admin routes. cache_scope: scope of its cached
+    prefixes, set by the server, not by the file; all tenants with an empty scope share them.
     """
 
     name: str
@@ -66,31 +66,31 @@ class Tenant:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the tenant of those who are nobody's."""
+        """Return whether it is the tenant of requests without a tenant's key."""
         return self.name == DEFAULT_TENANT
 
     @property
     def name_in_requests(self) -> str:
-        """What its requests carry: the default tenant's have no name."""
+        """Return the name that its requests carry: empty for the default tenant."""
         return "" if self.is_default else self.name
 
 
-# What is checked at the edge alone; all else the engine was told at its start.
+# Settings used by the HTTP layer only; the engine received all others at its start.
 _OF_THE_EDGE = frozenset(
     {"key_digests", "priority", "priority_min", "priority_max", "isolate_cache", "is_admin"}
 )
 
-# The default tenant where no file says otherwise: nothing is bounded.
+# The default tenant unless the file defines it: without limits.
 ONLY_TENANT = Tenant(name=DEFAULT_TENANT, priority_min=-MAX_PRIORITY)
 
 
 def key_digest(key: str | bytes) -> str:
-    """SHA-256 of a key in hex, as `key_digests` has it."""
+    """Return the SHA-256 of a key in hex, as in `key_digests`."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
 
 
 def read_tenants(path: str) -> tuple[Tenant, ...]:
-    """The tenants of a file, the default one first. Raises SettingError saying what to change."""
+    """Read the tenants of a file, the default one first. Raises SettingError if it is invalid."""
     file = Path(path).expanduser()
     try:
         size = file.stat().st_size
@@ -108,16 +108,16 @@ def read_tenants(path: str) -> tuple[Tenant, ...]:
 
 
 def read_tenants_of_server(path: str, *, has_keys: bool) -> tuple[Tenant, ...]:
-    """The tenants of a file, who must be able to come in. has_keys: the server has keys beside it.
+    """Read the tenants of a server's file, each of which must be able to authenticate.
 
-    Raises SettingError.
+    has_keys: the server has API keys besides those of tenants. Raises SettingError.
     """
     tenants = read_tenants(path)
     for tenant in tenants:
         if not tenant.key_digests and not tenant.is_default:
             raise SettingError(
-                f"the tenants file {path}: tenant {tenant.name} has no key, so nobody could be it; "
-                "give it keys or key_digests"
+                f"the tenants file {path}: tenant {tenant.name} has no key, so no request can use "
+                "it; give it keys or key_digests"
             )
     if not has_keys and not any(tenant.key_digests for tenant in tenants):
         raise SettingError(
@@ -126,16 +126,16 @@ def read_tenants_of_server(path: str, *, has_keys: bool) -> tuple[Tenant, ...]:
     return tenants
 
 
-def needs_restart(told: Sequence[Tenant], now: Sequence[Tenant]) -> str | None:
-    """What of `now` an engine that was told `told` cannot take up while it runs; None if nothing.
+def needs_restart(running: Sequence[Tenant], now: Sequence[Tenant]) -> str | None:
+    """Return which change from `running` to `now` requires a restart; None if there is none.
 
-    Keys, priorities, isolation and who is an admin can change; who there is, and weights and
-    limits, cannot.
+    Keys, priorities, isolation and admin rights can change; the set of tenants, weights and limits
+    cannot.
     """
-    before, after = ({one.name: one for one in tenants} for tenants in (told, now))
+    before, after = ({one.name: one for one in tenants} for tenants in (running, now))
     if before.keys() != after.keys():
         name = sorted(before.keys() ^ after.keys())[0]
-        return f"tenant {name} is {'gone' if name in before else 'new'}"
+        return f"tenant {name} is {'removed' if name in before else 'new'}"
     for name, tenant in after.items():
         for one in fields(Tenant):
             was, is_now = getattr(before[name], one.name), getattr(tenant, one.name)
@@ -175,8 +175,8 @@ def _tenants(document: Mapping[str, Any]) -> tuple[Tenant, ...]:
             other = owners.setdefault(digest, tenant.name)
             if other != tenant.name:
                 raise ValueError(
-                    f"tenants {other} and {tenant.name} have a key in common; each key must be "
-                    "one tenant's"
+                    f"tenants {other} and {tenant.name} have a key in common; each key must belong "
+                    "to one tenant"
                 )
     others = [tenant for tenant in tenants if not tenant.is_default]
     named = [tenant for tenant in tenants if tenant.is_default]
@@ -198,7 +198,7 @@ def _tenant(name: str, entry: Any) -> Tenant:
 
 
 def _read(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Tenant, each value checked."""
+    """Return the fields of a Tenant, each value checked."""
     found: dict[str, Any] = {}
     for key, value in entry.items():
         if key not in _READERS:
@@ -216,11 +216,11 @@ def _read(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(tenant: Tenant) -> Tenant:
-    """The tenant, if its settings agree with each other."""
+    """Return the tenant if its settings are consistent."""
     for kind in ("floor", "ceiling"):
         blocks, share = f"kv_{kind}_blocks", f"kv_{kind}_share"
         if getattr(tenant, blocks) is not None and getattr(tenant, share) is not None:
-            raise InvalidParameter(f"{blocks} and {share} say the same; give one of them")
+            raise InvalidParameter(f"{blocks} and {share} set the same limit; give one of them")
     for unit in ("blocks", "share"):
         floor = getattr(tenant, f"kv_floor_{unit}")
         ceiling = getattr(tenant, f"kv_ceiling_{unit}")
@@ -240,7 +240,9 @@ def _keys(name: str, value: Any) -> tuple[str, ...]:
     keys = texts(name, listed(name, value), most=_MAX_KEYS, most_chars=_MAX_KEY_CHARS)
     for key in keys:
         if key != key.strip():
-            raise InvalidParameter(f"{name} holds a key with space around it; take it away")
+            raise InvalidParameter(
+                f"{name} holds a key with leading or trailing white space; remove it"
+            )
     return tuple(key_digest(key) for key in keys)
 
 
@@ -255,7 +257,7 @@ def _digests(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _count(low: int) -> Callable[[str, Any], int]:
-    return lambda name, value: whole(name, value, low, _MOST)
+    return lambda name, value: whole(name, value, low, _MAX_INT)
 
 
 def _share(name: str, value: Any) -> float:
@@ -272,7 +274,7 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-# What the file calls a setting: the field of Tenant, and how its value is read.
+# Maps a setting's name in the file to the field of Tenant and the reader of its value.
 _READERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "keys": ("key_digests", _keys),
     "key_digests": ("key_digests", _digests),

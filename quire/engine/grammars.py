@@ -14,8 +14,8 @@ from quire.base.grammar import Grammar
 from quire.base.records import Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.engine.stop_texts import StopTexts
-from quire.scheduler.state import RunningState
-from quire.scheduler.ticket import Ticket
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.sequence import SequenceState
 from quire.structured.compiler import GrammarCompiler
 
 # Ids of requests that are refused, and why.
@@ -101,7 +101,7 @@ class GrammarGate:
         self._compiler = compiler
         self._texts = texts
 
-    def holds(self, ticket: Ticket, state: RunningState, now_ms: float) -> bool:
+    def holds(self, ticket: SequenceState, state: RunningBatch, now_ms: float) -> bool:
         """Whether something is still being made ready."""
         sampling: SamplingParams = ticket.request.sampling
         grammar = sampling.structured_outputs

@@ -105,7 +105,7 @@ class NativeExecutor:
             )
         self._native.set_poison(poison)
         self.num_layers: int = self._native.num_layers(TRUNK)
-        self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
+        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
         self._outputs: dict[tuple[str, int], NDArray[Any]] = {}
         self._pool_bytes = _NO_POOL
 
@@ -138,7 +138,7 @@ class NativeExecutor:
         self._pool_bytes = used.reshape(*shape, block_layer_bytes)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Write a zero to each page of blocks that were never written."""
+        """Write the zero that is there to each page of blocks nobody has written yet."""
         self._pool_bytes[layer, first:last, ::_PAGE_BYTES] = 0
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
@@ -326,13 +326,14 @@ def _abort_told() -> Iterator[None]:
 
 def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
     """The arguments of a native run."""
+    (cache,) = batch.caches
     return {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
         "rope_positions": batch.rope_positions,
-        "kv_slots": batch.kv_slots,
+        "kv_slots": cache.kv_slots,
         "seq_starts": batch.seq_starts,
-        "block_tables": batch.block_tables,
+        "block_tables": cache.block_tables,
         "sample_rows": sample_rows,
     }
 

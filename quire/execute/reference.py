@@ -9,6 +9,7 @@ can pass unseen. Knows nothing of requests; NumPy decides how many threads its p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
@@ -26,10 +27,11 @@ from quire.execute.executor import (
     Progress,
     StepLimits,
 )
-from quire.execute.quantized_weights import quantize_weight, read_f32
+from quire.execute.few_bits import in_few_bits, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
+from quire.program.declarations import CacheSpec
 from quire.program.ops import (
     Activation,
     Add,
@@ -62,6 +64,19 @@ Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """One cache group: keys and values [layers, blocks, block_size, kv_heads, head_dim]."""
+
+    keys: PagedRows
+    values: PagedRows
+
+    @classmethod
+    def zeros(cls, spec: CacheSpec, num_blocks: int, block_size: int) -> _Cache:
+        shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
+        return cls(PagedRows.zeros(*shape), PagedRows.zeros(*shape))
+
+
 class ReferenceExecutor:
     """An Executor (see executor.py).
 
@@ -91,39 +106,41 @@ class ReferenceExecutor:
         self._buffers = self._new_buffers(self._limits.rows)
         self._apart: list[Float32s] = []  # of a part that is computed by layers
         self._layers = program.layer_starts
-        self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
+        self._caches: list[_Cache] = []
+        self._num_blocks = self._block_size = 0
         self.ops_done = 0  # operations finished so far; read by other threads
         self._is_closed = False
         self._counts: Mapping[Rows, int] = {}
         self._sample_rows: Int32s = np.empty(0, np.int32)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """Keys and values [layers, blocks, block_size, kv_heads, head_dim] of zeros, in float32."""
-        spec = self._program.caches[0]
-        shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
+        """Zeros in float32; each cache group has `num_blocks` blocks."""
+        tokens, specs = num_blocks * block_size, self._program.caches
         try:
-            self._cache_k, self._cache_v = PagedRows.zeros(*shape), PagedRows.zeros(*shape)
+            self._caches = [_Cache.zeros(spec, num_blocks, block_size) for spec in specs]
         except MemoryError as error:
+            needed = sum(2 * 4 * spec.layers * spec.kv_heads * spec.head_dim for spec in specs)
             raise CapacityError(
-                f"{num_blocks} cache blocks of {block_size} tokens need "
-                f"{2 * 4 * int(np.prod(shape, dtype=object))} bytes, more than there is; lower "
-                "the memory for the cache"
+                f"{num_blocks} cache blocks of {block_size} tokens need {needed * tokens} bytes, "
+                "more than there is; lower the memory for the cache"
             ) from error
+        self._num_blocks, self._block_size = num_blocks, block_size
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Do nothing: page faults do not matter here."""
+        """Nothing: nobody waits for these pages."""
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, one after the other."""
         for source, target in zip(copy_from, copy_to, strict=True):
-            self._cache_k.copy_block(source, target)
-            self._cache_v.copy_block(source, target)
+            for cache in self._caches:
+                cache.keys.copy_block(source, target)
+                cache.values.copy_block(source, target)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one pool block over all layers, as export_block gives them."""
-        num_blocks = self._cache_k.values.shape[1]
-        return (self._cache_k.nbytes + self._cache_v.nbytes) // int(num_blocks)
+        total = sum(cache.keys.nbytes + cache.values.nbytes for cache in self._caches)
+        return total // self._num_blocks
 
     def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
         """Copy a pool block's raw bytes, values and scales over all layers, to out."""
@@ -189,7 +206,7 @@ class ReferenceExecutor:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
         self._weights, self._few, self._buffers, self._apart = {}, {}, [], []
-        self._cache_k = self._cache_v = PagedRows.zeros(0, 0, 0, 0, 0)
+        self._caches, self._num_blocks = [], 0
 
     @staticmethod
     def check_program(program: Program) -> None:
@@ -235,7 +252,8 @@ class ReferenceExecutor:
         """Views of what a block holds."""
         return tuple(
             part[:, block]
-            for rows in (self._cache_k, self._cache_v)
+            for cache in self._caches
+            for rows in (cache.keys, cache.values)
             for part in (rows.values, rows.scales)
         )
 
@@ -247,11 +265,14 @@ class ReferenceExecutor:
             raise ValueError(f"a step of {count} {rows}; at most {most} are allowed")
 
     def _begin(self, batch: ForwardBatch) -> None:
+        num_caches = len(self._program.caches)
+        if len(batch.caches) != num_caches:
+            raise ValueError(f"rows of {len(batch.caches)} caches; the program has {num_caches}")
         check_batch(
             batch,
             vocab_size=self._program.vocab_size,
-            num_blocks=self._cache_k.values.shape[1],
-            block_size=self._cache_k.values.shape[2],
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
         )
         for table in self._ropes:
             table.reserve(int(batch.rope_positions.max(initial=-1)) + 1)
@@ -352,25 +373,25 @@ class ReferenceExecutor:
         self._write(op.x, y)
 
     def _store_kv(self, op: StoreKV, batch: ForwardBatch) -> None:
-        spec = self._program.caches[0]
-        for cache, view in zip((self._cache_k, self._cache_v), (op.k, op.v), strict=True):
-            rows = cache.layer(op.layer)
-            rows.store(self._read(view), batch.kv_slots, spec.dtype, spec.scheme)
+        spec, cache = self._program.caches[op.cache], self._caches[op.cache]
+        kv_slots = batch.caches[op.cache].kv_slots
+        for paged, view in ((cache.keys, op.k), (cache.values, op.v)):
+            paged.layer(op.layer).store(self._read(view), kv_slots, spec.dtype, spec.scheme)
 
     def _attention(self, op: Attention, batch: ForwardBatch) -> None:
-        layer = op.layer
+        layer, cache = op.layer, self._caches[op.cache]
         y = attention(
             self._read(op.q),
-            self._cache_k.layer(layer),
-            self._cache_v.layer(layer),
+            cache.keys.layer(layer),
+            cache.values.layer(layer),
             seq_starts=batch.seq_starts,
             positions=batch.positions,
-            block_tables=batch.block_tables,
+            block_tables=batch.caches[op.cache].block_tables,
             heads=op.heads,
             scale=op.scale,
             window=op.window,
             soft_cap=op.soft_cap,
-            dtype=self._program.caches[0].dtype,
+            dtype=self._program.caches[op.cache].dtype,
         )
         self._write(op.y, y)
 
@@ -415,7 +436,7 @@ def _load(
             values = read_f32(weight, binding)
             loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
         else:
-            few[name], count = quantize_weight(weight, binding)
+            few[name], count = in_few_bits(weight, binding)
             if count:
                 coarse[name] = count
         for part in weight.parts:

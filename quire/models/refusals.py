@@ -1,6 +1,6 @@
-"""Say what an unsupported architecture is, judged by its configuration, and what is supported.
+"""What an architecture that does not run is, as far as its configuration tells, and what does run.
 
-Kinds are recognized by keys first and by the architecture's name second; any other architecture is
+Kinds are told by keys first and by the architecture's name second; who is none of the kinds is
 only named. Knows no family: the registry says which architectures run. Also decides when code that
 a checkpoint brings (auto_map) may be ignored: it is never run.
 """
@@ -20,8 +20,7 @@ NEVER_RUN = (
     "code that comes with a model is never run, because it could do anything on this machine"
 )
 
-# What an architecture does, after its family's name.
-_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")
+_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")  # what an architecture does, after whose it is
 
 _SEES_OR_HEARS = (
     "it also reads pictures or sound ({found}); only text models run, so take a text-only "
@@ -39,7 +38,7 @@ _HEADLESS = (
     "it is a decoder without its head (for embeddings); take the checkpoint that is a {sibling}"
 )
 
-# (name of a kind, keys and names that identify it); the first match counts.
+# (what a kind is called, keys that tell it, names that tell it), the first that fits counts.
 _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         _SEES_OR_HEARS,
@@ -116,7 +115,7 @@ def code_problem(auto_map: Any, architecture: str) -> str | None:
 
 
 def quantization_problem(key: str, value: Any) -> str | None:
-    """Return what is wrong with a quantized checkpoint's config.json, if anything."""
+    """What is wrong with a checkpoint whose config.json says how it is quantized, if it does."""
     if not value:
         return None
     method = "a way of its own"

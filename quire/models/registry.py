@@ -24,6 +24,7 @@ from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
 from quire.models.gemma3 import read_gemma3
 from quire.models.generation import with_generation_defaults
+from quire.models.gguf_config import read_gguf
 from quire.models.gpt2 import build_gpt2, read_gpt2
 from quire.models.granite import read_granite
 from quire.models.llama import build_llama, read_llama
@@ -86,8 +87,6 @@ def open_model(path: Path) -> ModelSpec:
     """
     folder = Path(path)
     if (gguf := find_gguf(folder)) is not None:
-        from quire.models.gguf_config import read_gguf
-
         return read_gguf(gguf, _read_values)
     _check_folder(folder)
     values = load_config(folder / "config.json")

@@ -1,8 +1,9 @@
-"""Tool calls without marks: an answer that is a JSON object (Llama 3), or a list of them.
+"""Parse tool calls without marks: an answer that is a JSON object (Llama 3) or a list of them.
 
-Only at the beginning of an answer, or behind the mark some models put there (<|python_tag|>), also
-in a ``` fence; several stand in a list, or one behind the other. An object is a call only if it
-names one of the request's functions; all else is content, as soon as that can be told.
+Calls stand only at the beginning of an answer or after a mark that some models write there
+(<|python_tag|>), optionally in a ``` fence, several as a list or one after another. An object is a
+call only if it names one of the request's functions. Everything else is content and is passed on as
+soon as it cannot be a call any more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _BETWEEN = (",", ";")
 
 
 def read_bare(reader: Reader, sink: Sink, tools: Tools, *, marks: tuple[str, ...]) -> Parse[None]:
-    """Calls, then content. marks: behind which calls may stand, too."""
+    """Parse calls, then content. marks: calls may also follow one of these."""
     openings = Markers(marks)
     opening = ""
     while True:
@@ -27,7 +28,7 @@ def read_bare(reader: Reader, sink: Sink, tools: Tools, *, marks: tuple[str, ...
 
 
 def _calls(reader: Reader, sink: Sink, tools: Tools, opening: str) -> Parse[None]:
-    """Calls as long as there are any; what was taken for one and is none becomes content."""
+    """Parse consecutive calls; text that turns out not to be a call becomes content."""
     num_before = sink.num_calls
     reader.record()
     fenced = yield from _fence(reader)
@@ -65,7 +66,7 @@ def _calls(reader: Reader, sink: Sink, tools: Tools, opening: str) -> Parse[None
 
 
 def _fence(reader: Reader) -> Parse[bool]:
-    """Takes ``` with the word behind it, if it is there."""
+    """Consume an opening ``` and the language name after it, and return whether it was there."""
     if (yield from reader.space()) != "`":
         return False
     for _ in range(3):

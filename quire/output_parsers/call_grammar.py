@@ -1,11 +1,12 @@
-"""Grammars of tool calls: the text, in llguidance's Lark, that an answer which has to call may be.
+"""Build grammars, in llguidance's Lark, that constrain an answer to tool calls.
 
-    text = calls_grammar(form, arguments={"add": schema}, must=True, several=False, ...)
+    text = calls_grammar(syntax, arguments={"add": schema}, must=True, several=False, ...)
 
-Each dialect writes a call as its own marks, the name, and the arguments as JSON; a schema says
-which. Reasoning may come first, where the model reasons; free text only where no call must come.
-Marks that are special tokens are named by their ids, since no text matches them. Knows no model;
-compiles nothing. Always holds: what a grammar allows, its dialect's parser reads as calls.
+Each format writes a call as its own marks, the name, and the arguments as JSON that follows a
+schema. Reasoning may precede the calls if the model reasons; free text may precede them only if
+calls are optional. Marks that are special tokens are written as token ids, since text does not
+match them. This module compiles nothing. Invariant: whatever a grammar allows, the parser of its
+format reads as calls.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from typing import Any
 
 from quire.output_parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from quire.output_parsers.mistral import ARGUMENTS, CALLS
-from quire.output_parsers.reasoning import Marks, is_open
-from quire.output_parsers.registry import HARMONY, Reading
+from quire.output_parsers.reasoning import ReasoningMarks, is_open
+from quire.output_parsers.registry import HARMONY, ParserSelection
 from quire.output_parsers.sections import DEEPSEEK, KIMI
 from quire.output_parsers.xml_tags import BLOCK, BLOCK_ENDS
 
 _NAME = "NAME"
-# Bare JSON is told from an answer in words by how it begins.
+# An answer in words differs from bare JSON in its first character.
 _WORDS = r"/[^{\[`\s](.|\n)*/"
 _BARE = re.compile(r'\[?\{"name": "NAME", "(\w+)": ')
-# A call's beginning in the parts llguidance reads JSON by: one that ran over several of them would
-# leave no way on for JSON that begins alike.
+# The beginning of a call, split into the lexemes llguidance uses for JSON. A literal that spanned
+# several of them would exclude other JSON with the same beginning.
 _PARTS = re.compile(r'"[^"]*"|: |, |[\[{]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How calls are written. begin: of one call, NAME stands for its name; its arguments follow.
+class CallSyntax:
+    """Describe how a format writes calls.
 
-    trigger: the mark with which calls begin within free text; "" where only an answer's beginning
-    can be a call. alone: several calls cannot stand in one answer.
+    begin: text before the arguments of a call, with NAME in place of its name. trigger: the mark
+    that starts calls within free text; "" if calls are possible only at the beginning of an answer.
+    alone: an answer holds at most one call.
     """
 
     first: str = ""
@@ -49,21 +51,21 @@ class Form:
     alone: bool = False
 
     def begins(self, names: Iterable[str]) -> tuple[str, ...]:
-        """How an answer begins that is a call of one of these functions."""
+        """Return the possible beginnings of an answer that calls one of these functions."""
         return tuple(self.first + self.begin.replace(_NAME, name) for name in names)
 
     @property
     def bare_key(self) -> str | None:
-        """What the arguments are called, where calls are JSON without a mark; else None."""
+        """Return the key of the arguments if calls are JSON without a mark, else None."""
         found = _BARE.fullmatch(self.first + self.begin)
         return None if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What an answer in words has to be: a rule's body in Lark; more rules may stand behind it.
+class AnswerRule:
+    """Constrain an answer without calls: a Lark rule body, optionally followed by more rules.
 
-    is_json: it is JSON, as llguidance writes that.
+    is_json: the rule allows only JSON as llguidance writes it.
     """
 
     text: str
@@ -71,28 +73,28 @@ class Words:
 
 
 _OBJECT = '{"name": "NAME", "arguments": '
-FORMS: Mapping[str, Form] = {
-    "hermes": Form(
+CALL_SYNTAXES: Mapping[str, CallSyntax] = {
+    "hermes": CallSyntax(
         begin=f"{BLOCK}\n{_OBJECT}", end=f"}}\n{BLOCK_ENDS}", between="\n", trigger=BLOCK
     ),
-    "llama3_json": Form(begin='{"name": "NAME", "parameters": ', end="}", between="; "),
-    "json": Form(first="[", begin=_OBJECT, end="}", between=", ", last="]"),
-    "mistral": Form(begin=f"{CALLS}NAME{ARGUMENTS}", trigger=CALLS),
-    "deepseek": Form(
+    "llama3_json": CallSyntax(begin='{"name": "NAME", "parameters": ', end="}", between="; "),
+    "json": CallSyntax(first="[", begin=_OBJECT, end="}", between=", ", last="]"),
+    "mistral": CallSyntax(begin=f"{CALLS}NAME{ARGUMENTS}", trigger=CALLS),
+    "deepseek": CallSyntax(
         first=DEEPSEEK.begins,
         begin=f"{DEEPSEEK.call_begins}NAME{DEEPSEEK.separator}",
         end=DEEPSEEK.call_ends,
         last=DEEPSEEK.ends,
         trigger=DEEPSEEK.begins,
     ),
-    "kimi": Form(
+    "kimi": CallSyntax(
         first=KIMI.begins,
         begin=f"{KIMI.call_begins}functions.NAME:0{KIMI.separator}",
         end=KIMI.call_ends,
         last=KIMI.ends,
         trigger=KIMI.begins,
     ),
-    "granite": Form(
+    "granite": CallSyntax(
         first="<|tool_call|>[",
         begin=_OBJECT,
         end="}",
@@ -100,20 +102,20 @@ FORMS: Mapping[str, Form] = {
         last="]",
         trigger="<|tool_call|>",
     ),
-    "phi": Form(
+    "phi": CallSyntax(
         first="functools[", begin=_OBJECT, end="}", between=", ", last="]", trigger="functools"
     ),
-    HARMONY: Form(
+    HARMONY: CallSyntax(
         begin=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}", alone=True
     ),
 }
 
 
-def form_of(dialect: str, template: str) -> Form | None:
-    """The form of a dialect, as a template writes it; None where values are not JSON."""
-    form = FORMS.get(dialect)
+def call_syntax(dialect: str, template: str) -> CallSyntax | None:
+    """Return the syntax of a format as the template writes it; None if its values are not JSON."""
+    form = CALL_SYNTAXES.get(dialect)
     if dialect == "mistral" and form is not None and ARGUMENTS not in template:
-        return Form(
+        return CallSyntax(
             first=f"{CALLS} [", begin=_OBJECT, end="}", between=", ", last="]", trigger=CALLS
         )
     if dialect == "deepseek" and form is not None and "```json" in template:
@@ -127,22 +129,23 @@ def form_of(dialect: str, template: str) -> Form | None:
 
 
 def calls_grammar(
-    form: Form,
+    form: CallSyntax,
     arguments: Mapping[str, Mapping[str, Any]],
     *,
     must: bool,
     several: bool,
-    reading: Reading,
+    reading: ParserSelection,
     prompt: str,
     special: Mapping[str, int],
-    answer: Words | None = None,
+    answer: AnswerRule | None = None,
 ) -> str:
-    """The grammar. arguments: a schema, as llguidance takes it, for each function's name.
+    """Return the grammar of an answer with tool calls. `arguments` must not be empty.
 
-    must: a call has to come; else words may, and calls behind them. several: more than one may.
-    prompt: its end tells whether reasoning is open or over. special: marks that are tokens of
-    their own, with their ids. answer: what an answer in words has to be; then none come before
-    calls. At least one function is needed.
+    arguments: maps each function's name to its schema, as llguidance takes it. must: a call is
+    required; otherwise text is allowed, and calls after it. several: more than one call is allowed.
+    prompt: its end decides whether reasoning is open or closed. special: marks that are single
+    tokens, with their ids. answer: constraint on an answer without calls; then no text may precede
+    calls.
     """
     apart = answer is not None and answer.is_json and form.bare_key is not None
     writer = _Writer(special, calls_in_parts=apart)
@@ -154,7 +157,7 @@ def calls_grammar(
     if several and not form.alone:
         writer.rule("call", _one_of(writer, form, names, form.begin))
         more = f"({writer.text(form.between)} call)*" if form.between else "call*"
-    # The trigger is written apart where words may come before it.
+    # The trigger gets a rule of its own if text may precede it.
     first, begin = form.first, form.begin
     if form.trigger and not must and not answer:
         first = first.removeprefix(form.trigger)
@@ -182,9 +185,9 @@ def calls_grammar(
 
 
 def answer_grammar(
-    answer: str, *, reading: Reading, prompt: str, special: Mapping[str, int]
+    answer: str, *, reading: ParserSelection, prompt: str, special: Mapping[str, int]
 ) -> str:
-    """The grammar of an answer, in Lark, that reasoning may come before."""
+    """Return the Lark grammar of an answer without calls, with optional reasoning before it."""
     writer = _Writer(special)
     start = _beginning(writer, reading, prompt)
     if reading.reasoning == HARMONY:
@@ -193,13 +196,13 @@ def answer_grammar(
     return writer.grammar(f"{start} words")
 
 
-def _beginning(writer: _Writer, reading: Reading, prompt: str) -> str:
-    """What may come before all else: reasoning, open already or not."""
+def _beginning(writer: _Writer, reading: ParserSelection, prompt: str) -> str:
+    """Return the rule of the reasoning before the answer, which the prompt may have opened."""
     if reading.reasoning == HARMONY:
         opens, closes = f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"
         writer.rule("thought", f"{writer.text(opens)} {_up_to(writer, closes)}")
         return "thought?"
-    if not isinstance(reading.reasoning, Marks):
+    if not isinstance(reading.reasoning, ReasoningMarks):
         return ""
     marks = reading.reasoning
     if prompt.rstrip().endswith(marks.closes):
@@ -213,7 +216,7 @@ def _beginning(writer: _Writer, reading: Reading, prompt: str) -> str:
 
 
 def _up_to(writer: _Writer, closes: str) -> str:
-    """Any text and then a mark."""
+    """Return a rule that matches any text through a mark."""
     opening = next((mark for mark in writer.special if closes.startswith(mark)), None)
     if opening is not None:
         writer.rule("thinking", r"/(.|\n)*/")
@@ -222,8 +225,8 @@ def _up_to(writer: _Writer, closes: str) -> str:
     return "thinking"
 
 
-def _one_of(writer: _Writer, form: Form, names: list[str], begin: str) -> str:
-    """A call of any of the functions."""
+def _one_of(writer: _Writer, form: CallSyntax, names: list[str], begin: str) -> str:
+    """Return the alternatives of one call, one for each function."""
     calls = [
         f"{writer.call(begin.replace(_NAME, name))} arguments_{at} {writer.text(form.end)}"
         for at, name in enumerate(names)
@@ -232,7 +235,7 @@ def _one_of(writer: _Writer, form: Form, names: list[str], begin: str) -> str:
 
 
 class _Writer:
-    """Rules, and texts in which special tokens stand by their ids."""
+    """Collect rules, and write texts with special tokens as ids."""
 
     def __init__(self, special: Mapping[str, int], *, calls_in_parts: bool = False) -> None:
         self.special = special
@@ -245,7 +248,7 @@ class _Writer:
         self._rules.append(f"{name}: {body}")
 
     def call(self, begin: str) -> str:
-        """How a call begins."""
+        """Return the literals of a call's beginning."""
         if self._calls_in_parts:
             return " ".join(map(json.dumps, _PARTS.findall(begin)))
         return self.text(begin)
@@ -264,7 +267,7 @@ class _Writer:
 
 
 def embedded(schema: Mapping[str, Any]) -> str:
-    """A schema as JSON that no reader takes for a GBNF rule."""
+    """Return a schema as JSON that cannot be mistaken for a GBNF rule."""
     return json.dumps(schema, ensure_ascii=False).replace("::=", ":\\u003a=")
 
 

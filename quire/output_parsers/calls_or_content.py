@@ -1,8 +1,7 @@
-"""An answer that a grammar holds to be calls or else words of some form: which of both it is.
+"""Parse an answer that a grammar constrains to either calls or content of some form.
 
-It is calls where it begins as they do, character by character; else all of it is content, whatever
-a dialect's marks or names stand in it. Knows no grammar and no dialect. Always holds: which it is
-depends on the text's beginning alone.
+It is calls if it begins, character by character, as calls do; otherwise all of it is content, even
+if it contains the marks or names of the format. The decision depends on the beginning alone.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from functools import partial
 
 from quire.output_parsers.parsed_answer import Sink
 from quire.output_parsers.reader import Markers, Parse, Reader
-from quire.output_parsers.registry import Dialect, Read
+from quire.output_parsers.registry import Read, ToolCallFormat
 from quire.output_parsers.tools import Tools
 
 _NOTHING = Markers(())
 
 
-def calls_or_words(dialect: Dialect, begins: Iterable[str]) -> Dialect:
-    """The dialect, for answers that are calls only where they begin as one of these does."""
+def calls_or_content(dialect: ToolCallFormat, begins: Iterable[str]) -> ToolCallFormat:
+    """Return a format that parses calls only in answers that begin with one of `begins`."""
     return replace(dialect, read=partial(_read_either, begins=Markers(begins), read=dialect.read))
 
 

@@ -1,10 +1,10 @@
-"""gpt-oss's channels: messages with a header each, which says who speaks, where, and to whom.
+"""Parse gpt-oss's channels: messages with headers that name role, channel and recipient.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-The prompt ends with <|start|>assistant, so an answer begins in a header. Channel analysis is
-reasoning; a message to functions.NAME is a call, its body the arguments; all other bodies are
-content. A text that has no header is content as a whole.
+The prompt ends with <|start|>assistant, so an answer begins inside a header. Channel analysis is
+reasoning; a message to functions.NAME is a call and its body the arguments; all other bodies are
+content. A text without a header is content as a whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def read_harmony(reader: Reader, sink: Sink, *, calls: bool) -> Parse[None]:
-    """Messages, one after the other. calls: whether any may be a call."""
+    """Parse consecutive messages. calls: whether messages to functions are calls."""
     if (yield from _has_no_header(reader)):
         yield from reader.until(_BODY_ENDS, sink.content)
     give_back = sink.content
@@ -48,7 +48,7 @@ def read_harmony(reader: Reader, sink: Sink, *, calls: bool) -> Parse[None]:
 
 
 def _has_no_header(reader: Reader) -> Parse[bool]:
-    """Whether the text opens like none of the things that can stand in a header."""
+    """Return whether the text begins with none of the things that a header may begin with."""
     for opening in (CHANNEL, START, MESSAGE, "to="):
         if (yield from reader.opens_with(opening)):
             reader.unread(opening)
@@ -57,13 +57,13 @@ def _has_no_header(reader: Reader) -> Parse[bool]:
 
 
 def _give_back(content: Callable[[str], None], header: str) -> None:
-    """Drop a header that was cut off; a text without its marks is content."""
+    """Drop a truncated header; a text without header marks is content."""
     if CHANNEL not in header and "to=" not in header and header.strip() not in ("", "assistant"):
         content(header)
 
 
 def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool) -> Parse[str]:
-    """The body of a message, to where its header says. Returns the mark that ended it."""
+    """Parse the body of a message according to its header, and return the mark that ended it."""
     to, channel = _TO.search(header), _IN_CHANNEL.search(header)
     if calls and to is not None and to[1].startswith("functions."):
         sink.begin(to[1].removeprefix("functions."))
@@ -87,7 +87,7 @@ def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool
 
 
 def _is_json(text: str) -> bool:
-    """Return whether a text is a whole JSON value."""
+    """Return whether a text is a complete JSON value."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

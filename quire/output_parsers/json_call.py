@@ -1,9 +1,9 @@
-"""Tool calls written as JSON objects: {"name": ..., "arguments": {...}}, read as they come.
+"""Parse tool calls written as JSON objects, {"name": ..., "arguments": {...}}, incrementally.
 
-The arguments are passed on character by character as the model wrote them; arguments that are a
-JSON text within a string are taken out of it. Keys may stand in any order, and may stand in an
-object under "function". Nothing is refused for being bad JSON: a call that has its name is a call,
-and what stands where its arguments should be is its arguments. Knows no marks of any model.
+Arguments are passed on character by character as the model wrote them; arguments given as JSON text
+within a string are unescaped. Keys may come in any order, and may be nested in an object under
+"function". Malformed JSON is not rejected: an object with a name is a call, and whatever stands in
+place of its arguments is passed on. Knows no model's marks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.output_parsers.reader import Markers, Parse, Reader, ignore
 
 NAMES = frozenset({"name", "function", "tool_name"})
 ARGUMENTS = frozenset({"arguments", "parameters"})
-# What may stand before the name in an object that is to be told from any other.
+# Keys that may precede the name in strict mode.
 _BEFORE_NAME = NAMES | ARGUMENTS | {"type", "id"}
 NO_MARKERS = Markers(())
 _IN_STRING = re.compile(r'["\\]')
@@ -28,21 +28,21 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class End(Enum):
-    """How the reading of something ended."""
+    """Say how the parsing of an element ended."""
 
-    WHOLE = 1  # with its own last character
-    MARKER = 2  # at a marker that may not stand within it, which was taken
+    WHOLE = 1  # at its own last character
+    MARKER = 2  # at an end marker, which was consumed
     CUT = 3  # at the end of the text
-    JUNK = 4  # at a character that cannot stand there, which was not taken
-    REFUSED = 5  # it is not what was looked for
+    JUNK = 4  # at an invalid character, which was not consumed
+    REFUSED = 5  # not the expected element
 
 
 class _Open:
-    """A call while it is read: it begins when its name is known; until then arguments wait."""
+    """Hold a call while it is parsed; arguments are buffered until its name is known."""
 
     def __init__(self, sink: Sink, accepts: Callable[[str], bool], *, strict: bool) -> None:
         self.begun = False
-        self.has_arguments = False  # the key has been there
+        self.has_arguments = False  # the key has occurred
         self.is_empty = True
         self.strict = strict
         self._sink = sink
@@ -50,7 +50,7 @@ class _Open:
         self._waiting: list[str] = []
 
     def named(self, name: str) -> bool:
-        """Whether the call may have this name."""
+        """Begin the call under this name and return whether the name is accepted."""
         if not name or not self._accepts(name):
             return False
         self._sink.begin(name)
@@ -69,7 +69,7 @@ class _Open:
 
 
 def any_name(name: str) -> bool:
-    """Whatever stands where a name should is one."""
+    """Accept any name."""
     return True
 
 
@@ -81,10 +81,10 @@ def read_call(
     ends: Markers = NO_MARKERS,
     strict: bool = False,
 ) -> Parse[tuple[bool, End]]:
-    """Read an object whose "{" has been taken: whether a call began, and how the object ended.
+    """Parse an object after its "{"; return whether a call began and how the object ended.
 
-    ends: marks that end it wherever they stand outside of strings; they begin with "<". strict: a
-    key that calls do not have, before the name, shows that the object is none (End.REFUSED).
+    ends: marks, beginning with "<", that end the object anywhere outside of strings. strict: a key
+    that calls do not have, before the name, shows that the object is not a call (End.REFUSED).
     """
     call = _Open(sink, accepts, strict=strict)
     end = yield from _members(reader, call, ends, may_nest=True)
@@ -123,7 +123,7 @@ def _member(reader: Reader, call: _Open, ends: Markers, *, may_nest: bool) -> Pa
     if call.strict and not call.begun and key not in _BEFORE_NAME:
         return End.REFUSED
     if (yield from reader.space()) != ":":
-        return End.WHOLE  # a string alone; what follows is read as if it were the next key
+        return End.WHOLE  # a string without a value; parse what follows as the next key
     yield from reader.char()
     first = yield from reader.space()
     if key in NAMES and first == '"' and not call.begun:
@@ -141,7 +141,7 @@ def _member(reader: Reader, call: _Open, ends: Markers, *, may_nest: bool) -> Pa
 
 
 def _text(reader: Reader) -> Parse[str | None]:
-    """A string, decoded; None where the text ends within it."""
+    """Parse a string and decode it; None if the text ends within it."""
     parts: list[str] = []
     end = yield from read_string(reader, parts.append)
     return "".join(parts) if end is End.WHOLE else None
@@ -150,9 +150,9 @@ def _text(reader: Reader) -> Parse[str | None]:
 def read_value(
     reader: Reader, out: Callable[[str], None], ends: Markers = NO_MARKERS, *, depth: int = 0
 ) -> Parse[End]:
-    """A JSON value as it is written; a string is decoded. Ends before a "," or "}" that follow.
+    """Pass on a JSON value as written (a string is decoded), up to a following "," or "}".
 
-    depth: how many brackets of it have been taken already.
+    depth: number of the value's brackets that have been consumed already.
     """
     if depth == 0 and (yield from reader.space()) == '"':
         return (yield from read_string(reader, out))
@@ -165,7 +165,7 @@ def read_value(
         if character == "":
             return End.CUT
         if not stops.match(character):
-            continue  # a new piece, which goes on plainly
+            continue  # a new chunk that begins with plain characters
         if character == '"':
             end = yield from _raw_string(reader, out)
             if end is not End.WHOLE:
@@ -185,7 +185,7 @@ def read_value(
 
 
 def _mark(reader: Reader, ends: Markers, out: Callable[[str], None]) -> Parse[End | None]:
-    """What begins with "<": one of the marks, or else text like any other."""
+    """Consume one of the end marks, or pass on what begins with "<" as ordinary text."""
     held = ""
     while True:
         character = yield from reader.peek()
@@ -201,7 +201,7 @@ def _mark(reader: Reader, ends: Markers, out: Callable[[str], None]) -> Parse[En
 
 
 def _raw_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
-    """A string as it is written, quotes and escapes included."""
+    """Pass on a string as written, with quotes and escapes."""
     out((yield from reader.char()))
     while True:
         character = yield from _after_plain(reader, out)
@@ -215,7 +215,7 @@ def _raw_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
 
 
 def read_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
-    """A string, decoded; an escape that is none stands for what it escapes."""
+    """Decode a string; an invalid escape stands for the escaped character."""
     yield from reader.char()
     while True:
         character = yield from _after_plain(reader, out)
@@ -230,7 +230,7 @@ def read_string(reader: Reader, out: Callable[[str], None]) -> Parse[End]:
 
 
 def _after_plain(reader: Reader, out: Callable[[str], None]) -> Parse[str]:
-    """What follows a string's plain characters, which go out; "" where the text ends."""
+    """Pass on a string's plain characters and return the next one; "" at the end of the text."""
     run = reader.plain(_IN_STRING)
     if run:
         out(run)
@@ -238,7 +238,7 @@ def _after_plain(reader: Reader, out: Callable[[str], None]) -> Parse[str]:
 
 
 def _escape(reader: Reader, out: Callable[[str], None]) -> Parse[None]:
-    """What follows a backslash. Halves of a character are put together, or are U+FFFD."""
+    """Decode what follows a backslash; surrogate pairs are joined, lone ones become U+FFFD."""
     character = yield from reader.char()
     if character != "u":
         out(_SIMPLE_ESCAPES.get(character, character))
@@ -263,7 +263,7 @@ def _escape(reader: Reader, out: Callable[[str], None]) -> Parse[None]:
 
 
 def _code(reader: Reader) -> Parse[int]:
-    """Four hexadecimal digits; -1 where they are not there (what is there is not taken)."""
+    """Parse four hexadecimal digits; return -1, without consuming the rest, if there are fewer."""
     digits = ""
     while len(digits) < 4:
         character = yield from reader.peek()

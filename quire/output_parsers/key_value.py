@@ -1,8 +1,9 @@
-"""Tool calls as keys and values (GLM 4.5 and later): <tool_call>NAME <arg_key>KEY</arg_key>
+"""Parse tool calls written as keys and values (GLM 4.5 and later).
 
-<arg_value>VALUE</arg_value> ... </tool_call>, with line breaks between the parts or without. Values
-stand there without quotes, as in tags.py, and exactly: white space in them is theirs. What stands
-behind <tool_call> and is no name makes all of it content.
+    <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>
+
+Line breaks between the parts are optional. Values are unquoted, as in xml_tags.py, and exact: their
+white space is part of them. If no valid name follows <tool_call>, all of it is content.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 def read_keyed(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
-    """Content and calls."""
+    """Parse content and calls."""
     mark = ""
     while mark == BLOCK or (yield from reader.until(_OUTSIDE, sink.content, sink.unfinished)):
-        heard: list[str] = []
-        mark = yield from reader.until(_IN_CALL, heard.append)
-        name = "".join(heard).strip()
+        parts: list[str] = []
+        mark = yield from reader.until(_IN_CALL, parts.append)
+        name = "".join(parts).strip()
         if not mark or not _NAME.fullmatch(name):
             give_back = sink.content if mark else sink.unfinished
-            give_back("".join((BLOCK, *heard, "" if mark == BLOCK else mark)))
+            give_back("".join((BLOCK, *parts, "" if mark == BLOCK else mark)))
             continue
         sink.begin(name)
         mark = yield from _arguments(reader, sink, tools, name, mark)
 
 
 def _arguments(reader: Reader, sink: Sink, tools: Tools, name: str, mark: str) -> Parse[str]:
-    """All of them, as JSON. mark: the one that was taken last. Returns the one that ended them."""
+    """Parse all arguments into JSON and return the mark that ended them. mark: consumed last."""
     opening = "{"
     while mark == KEY:
-        heard: list[str] = []
-        if not (yield from reader.until(_KEY_ENDS, heard.append)):
+        parts: list[str] = []
+        if not (yield from reader.until(_KEY_ENDS, parts.append)):
             sink.broken = True
             return ""
-        key = "".join(heard).strip()
+        key = "".join(parts).strip()
         mark = yield from reader.until(_BEFORE_VALUE, ignore)
         if mark != VALUE:
-            continue  # a key without a value says nothing
+            continue  # a key without a value is dropped
         sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         opening = ", "
         if not (yield from _value(reader, sink, tools.types(name, key))):
@@ -65,7 +66,7 @@ def _arguments(reader: Reader, sink: Sink, tools: Tools, name: str, mark: str) -
 
 
 def _value(reader: Reader, sink: Sink, types: frozenset[str]) -> Parse[str]:
-    """One value, its mark taken. Returns the mark that ended it."""
+    """Parse one value after its mark; return the mark that ended it."""
     if types == {"string"}:
         sink.arguments('"')
         mark = yield from reader.until(_VALUE_ENDS, lambda text: sink.arguments(escaped(text)))

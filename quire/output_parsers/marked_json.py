@@ -1,7 +1,7 @@
-"""Tool calls between marks: Hermes and Qwen (<tool_call> JSON </tool_call>), Phi and Granite.
+"""Parse tool calls between marks: Hermes and Qwen (<tool_call> JSON </tool_call>), Phi, Granite.
 
-Between two marks stand one or more objects, also as a list; whatever else stands there is left
-out. A block in which no call can be found is content, marks and all. Text outside is content.
+One or more objects, also as a list, stand between two marks; anything else there is dropped. A
+block without a call is content, marks included. Text outside of blocks is content.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.output_parsers.reader import Markers, Parse, Reader, ignore
 
 
 def read_marked(reader: Reader, sink: Sink, *, opens: tuple[str, ...], closes: str) -> Parse[None]:
-    """Content and blocks. opens: marks that begin a block. closes: the mark that ends it."""
+    """Parse content and blocks. opens: marks that begin a block. closes: the mark that ends it."""
     openings = Markers(opens)
     opening = yield from reader.until(openings, sink.content, sink.unfinished)
     while opening:
@@ -24,7 +24,7 @@ def read_marked(reader: Reader, sink: Sink, *, opens: tuple[str, ...], closes: s
 def _block(
     reader: Reader, sink: Sink, opening: str, opens: tuple[str, ...], closes: str
 ) -> Parse[str]:
-    """One block. Returns the mark that begins the next where the end mark was left out, or ""."""
+    """Parse a block. Returns the mark of the next block if the end mark was missing, else ""."""
     inside = Markers(("{", closes, *opens))
     num_before = sink.num_calls
     reader.record()
@@ -37,7 +37,7 @@ def _block(
             mark = closes
             break
         if sink.num_calls > num_before:
-            reader.recorded()  # it will not be content any more
+            reader.recorded()  # cannot become content any more
     raw = reader.recorded()
     if sink.num_calls == num_before:
         next_opening = mark if mark in opens else ""
@@ -47,14 +47,14 @@ def _block(
 
 
 def read_listed(reader: Reader, sink: Sink, *, opens: tuple[str, ...]) -> Parse[None]:
-    """Content, and lists of calls behind a mark, without a mark at their end: functools[...]"""
+    """Parse content, and lists of calls after a mark without an end mark: functools[...]"""
     openings = Markers(opens)
     while opening := (yield from reader.until(openings, sink.content, sink.unfinished)):
         yield from read_list(reader, sink, opening)
 
 
 def read_list(reader: Reader, sink: Sink, opening: str) -> Parse[None]:
-    """A list of calls, or one alone, behind a mark; content where none is found."""
+    """Parse a list of calls, or a single one, after a mark; content if there is none."""
     num_before = sink.num_calls
     reader.record()
     is_list = False

@@ -1,7 +1,7 @@
-"""Tool calls of Mistral: [TOOL_CALLS] and a list of objects, or a name and its arguments.
+"""Parse Mistral's tool calls: [TOOL_CALLS] and a list of objects, or a name and its arguments.
 
-Tokenizers up to version 7 write a list; later ones write for each call [TOOL_CALLS]name[ARGS]{...},
-some with [CALL_ID] and an id between; that id is left out. Knows no tokenizer.
+Tokenizers up to version 7 write a list; later ones write [TOOL_CALLS]name[ARGS]{...} for each call,
+some with [CALL_ID] and an id in between, which is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AFTER_ID = Markers((ARGUMENTS, CALLS, "{"))
 
 
 def read_mistral(reader: Reader, sink: Sink) -> Parse[None]:
-    """Content and calls."""
+    """Parse content and calls."""
     opening = yield from reader.until(_OPENINGS, sink.content, sink.unfinished)
     while opening:
         reader.record()
@@ -34,7 +34,7 @@ def read_mistral(reader: Reader, sink: Sink) -> Parse[None]:
 
 
 def _named(reader: Reader, sink: Sink) -> Parse[str]:
-    """One call by name. Returns the mark of the next where it came too early, or ""."""
+    """Parse one call by name. Returns the next call's mark if it interrupted this one, else ""."""
     name: list[str] = []
     reader.record()
     mark = yield from reader.until(_AFTER_NAME, name.append)

@@ -1,9 +1,8 @@
-"""What an answer says: its reasoning, its content, its tool calls; whole, and piece by piece.
+"""Represent a parsed answer, whole and as streamed pieces: reasoning, content, tool calls.
 
-`Sink` is where a parser puts what it finds. White space at a border (between reasoning and
-content, before a call, after the last one) belongs to the form and is left out; all other text is
-kept as it is. Knows no dialect. Always holds: the pieces joined are the answer, and a call begins
-with its name, once, before its arguments.
+Parsers write to a `Sink`. White space at borders (between reasoning and content, before a call,
+after the last one) belongs to the format and is dropped; all other text is kept as it is.
+Invariant: the joined pieces are the answer, and a call's name comes once, before its arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ Kind = Literal["reasoning", "content", "call", "arguments"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A piece of an answer. text: of a call its function's name. call: which call, from 0."""
+    """A piece of an answer.
+
+    text: of a call, its function's name. call: index of the call, from 0.
+    """
 
     kind: Kind
     text: str
@@ -34,7 +36,7 @@ class Call:
 
 @dataclass(slots=True)
 class ParsedAnswer:
-    """All pieces put together."""
+    """A whole answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -42,7 +44,7 @@ class ParsedAnswer:
 
 
 def joined(pieces: Iterable[AnswerPiece]) -> ParsedAnswer:
-    """The answer that pieces make."""
+    """Join pieces into the whole answer."""
     texts: dict[str, list[str]] = {"reasoning": [], "content": []}
     calls: list[tuple[str, list[str]]] = []
     for piece in pieces:
@@ -60,10 +62,10 @@ def joined(pieces: Iterable[AnswerPiece]) -> ParsedAnswer:
 
 
 class Sink:
-    """Takes what a parser finds; `taken` gives it out in pieces.
+    """Collect what a parser finds; `taken` returns it as pieces.
 
-    num_calls: that have begun. broken: the last call's text ended, or stopped making sense, before
-    the call did. reasoned: where the text reasons, as (first, end) characters, marks included.
+    num_calls: calls that have begun. broken: the text ended, or became invalid, before the last
+    call was complete. reasoned: (start, end) character ranges of reasoning, marks included.
     """
 
     def __init__(self) -> None:
@@ -78,41 +80,41 @@ class Sink:
         self._bordered = False
 
     def taken(self) -> list[AnswerPiece]:
-        """The pieces since the last time."""
+        """Return the pieces since the last call of this method."""
         self._close()
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def reasoning(self, text: str) -> None:
-        """More reasoning. White space is held until something follows it."""
+        """Add reasoning. Trailing white space is buffered until more follows."""
         self._say("reasoning", text, keeps_opening=False)
 
     def content(self, text: str) -> None:
-        """More content."""
+        """Add content."""
         self._say("content", text, keeps_opening=not self._bordered)
         if not text.isspace():
             self._bordered = False
 
     def border(self) -> None:
-        """Something else than content is next: white space here is part of the form."""
+        """Mark a border of content: white space here belongs to the format and is dropped."""
         self._space["content"] = ""
         self._bordered = True
 
     def paragraph(self, kind: Literal["content", "reasoning"]) -> None:
-        """What follows is a part of its own: a line break stands before it."""
+        """Begin a new paragraph: a line break precedes it unless it is the first."""
         self._bordered = True
         self._space[kind] = "\n" if self._spoken[kind] else ""
 
     def unfinished(self, text: str) -> None:
-        """Take the beginning of a call that the end of the answer cut off.
+        """Add the beginning of a call that the end of the answer cut off.
 
-        It is content, so that nothing is lost; after a whole call it is markup, and dropped.
+        It becomes content, so that nothing is lost; after a complete call it is markup and dropped.
         """
         if not self.num_calls:
             self.content(text)
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         self.border()
         self._close()
         self._pieces.append(AnswerPiece("call", name, self.num_calls))
@@ -120,12 +122,12 @@ class Sink:
         self.broken = False
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Add arguments to the last call."""
         if text:
             self._put("arguments", text)
 
     def end(self) -> None:
-        """The text has ended."""
+        """End the answer."""
         if not self._bordered and self._space["content"]:
             self._put("content", self._space["content"])
         self._space = {"content": "", "reasoning": ""}

@@ -1,8 +1,9 @@
-"""Tool calls as Python (Llama 3.2 and 4): [name(key=value, ...), ...], made JSON as they come.
+"""Parse tool calls written as Python (Llama 3.2 and 4), [name(key=value, ...), ...], into JSON.
 
-Only at the beginning of an answer, or behind a mark; nothing is evaluated: text in quotes becomes a
-JSON string, lists, tuples and dicts become arrays and objects, True, False and None their JSON,
-and a word that is no literal its text. Only functions of the request are calls.
+Calls stand only at the beginning of an answer or after a mark. Nothing is evaluated: quoted text
+becomes a JSON string; lists, tuples and dicts become arrays and objects; True, False and None
+become their JSON counterparts; a word that is no literal becomes a string. Only the request's
+functions are calls.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
 _CODES = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
-_MOST_LEVELS = 64
+_MAX_LEVELS = 64
 
 
 def read_pythonic(
     reader: Reader, sink: Sink, tools: Tools, *, opens: tuple[str, ...], closes: tuple[str, ...]
 ) -> Parse[None]:
-    """Calls, then content. opens: marks behind which calls may stand; closes: marks left out."""
+    """Parse calls, then content. opens: calls may follow these marks. closes: marks to drop."""
     marks = Markers((*opens, *closes))
     mark = ""
     while True:
@@ -72,7 +73,7 @@ def _calls(reader: Reader, sink: Sink, tools: Tools, opening: str) -> Parse[None
 
 
 def _word(reader: Reader, ends: re.Pattern[str] = _WORD_ENDS) -> Parse[str]:
-    """Characters up to one that ends a name or a number."""
+    """Consume characters up to one that ends a name or a number."""
     word = ""
     while True:
         word += reader.plain(ends)
@@ -82,7 +83,7 @@ def _word(reader: Reader, ends: re.Pattern[str] = _WORD_ENDS) -> Parse[str]:
 
 
 def _arguments(reader: Reader, sink: Sink, parameters: tuple[str, ...]) -> Parse[End]:
-    """What stands between the parentheses, the first of which was taken; both ends as JSON."""
+    """Parse the arguments after the opening parenthesis into a JSON object."""
     opening, num_given = "{", 0
     while True:
         character = yield from reader.space()
@@ -109,13 +110,13 @@ def _arguments(reader: Reader, sink: Sink, parameters: tuple[str, ...]) -> Parse
         if word and not named:
             sink.arguments(literal(word))
             continue
-        end = yield from _value(reader, sink, _MOST_LEVELS)
+        end = yield from _value(reader, sink, _MAX_LEVELS)
         if end is not End.WHOLE:
             return end
 
 
 def _value(reader: Reader, sink: Sink, levels: int) -> Parse[End]:
-    """A value, passed on as JSON."""
+    """Parse a value into JSON."""
     character = yield from reader.space()
     if character == "" or levels == 0:
         return End.JUNK if character else End.CUT
@@ -136,7 +137,7 @@ def _value(reader: Reader, sink: Sink, levels: int) -> Parse[End]:
 
 
 def _elements(reader: Reader, sink: Sink, levels: int) -> Parse[End]:
-    """A list or a tuple."""
+    """Parse a list or a tuple."""
     closing = _CLOSING[(yield from reader.char())]
     sink.arguments("[")
     separator = ""
@@ -157,7 +158,7 @@ def _elements(reader: Reader, sink: Sink, levels: int) -> Parse[End]:
 
 
 def _entries(reader: Reader, sink: Sink, levels: int) -> Parse[End]:
-    """A dict. Keys that are no text become their text."""
+    """Parse a dict. Keys that are not strings are converted to strings."""
     yield from reader.char()
     sink.arguments("{")
     separator = ""
@@ -193,7 +194,7 @@ def _entries(reader: Reader, sink: Sink, levels: int) -> Parse[End]:
 
 
 def _string(reader: Reader, sink: Sink) -> Parse[End]:
-    """Text in quotes, one or three of them; strings that stand side by side are two."""
+    """Parse a string in single or triple quotes; adjacent strings are not joined."""
     quote = yield from reader.char()
     sink.arguments('"')
     length = 1
@@ -225,7 +226,7 @@ def _string(reader: Reader, sink: Sink) -> Parse[End]:
 
 
 def _escape(reader: Reader) -> Parse[str]:
-    """What a backslash and what follows stand for; nothing for a line break."""
+    """Return the characters that an escape stands for; "" for an escaped line break."""
     character = yield from reader.char()
     if character == "\n":
         return ""
@@ -242,7 +243,7 @@ def _escape(reader: Reader) -> Parse[str]:
 
 
 def literal(word: str) -> str:
-    """The JSON of a word without quotes: a constant, a number, or else its text."""
+    """Return the JSON of an unquoted word: a constant, a number, or else a string."""
     if word in _WORDS:
         return _WORDS[word]
     number = word.removeprefix("+").replace("_", "")

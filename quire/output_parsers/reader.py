@@ -1,10 +1,10 @@
-"""Reader: the characters of a text that comes in pieces, for parsers written as generators.
+"""Read a streamed text character by character, for parsers written as generators.
 
-    character = yield from reader.char()     # waits for the next piece where need be; "" at the end
+    character = yield from reader.char()     # waits for the next chunk if needed; "" at the end
 
-A parser is given one character after the other and cannot see where the text was cut, so what it
-makes of a text cannot depend on that. `plain` gives several at once, for text that is passed on as
-it is: whoever calls it must do the same with a run as with its halves. Knows no dialect.
+A parser receives one character at a time and cannot see where the text was cut, so its result
+cannot depend on the cuts. `plain` returns a run of characters at once, for text that is passed on
+unchanged; callers must handle a run the same way as its parts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Parse = Generator[None, None, T]
-"""A parse under way: it yields where it needs more text, and returns a T."""
+"""A parser in progress: it yields to wait for more text and returns a T."""
 
 SPACE = " \t\r\n"
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 class Markers:
-    """Some strings to look for, none of them the beginning of another. Immutable."""
+    """An immutable set of strings to search for. None may be a prefix of another."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple(texts)
@@ -34,7 +34,7 @@ class Markers:
 
 
 class Reader:
-    """One text. `at_chars`: how many of its characters have been taken."""
+    """Read one text. at_chars: number of characters consumed."""
 
     def __init__(self) -> None:
         self.at_chars = 0
@@ -44,32 +44,32 @@ class Reader:
         self._recorded: list[str] | None = None
 
     def push(self, text: str) -> None:
-        """More of the text."""
+        """Add a chunk of text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def end(self) -> None:
-        """There is no more of it."""
+        """Mark the end of the text."""
         self._ended = True
 
     def record(self) -> None:
-        """Keep what is taken from here on."""
+        """Start recording consumed characters."""
         self._recorded = []
 
     def recorded(self) -> str:
-        """What was taken since `record`; keeps no more."""
+        """Stop recording and return the characters consumed since `record`."""
         text = "".join(self._recorded or ())
         self._recorded = None
         return text
 
     def unread(self, text: str) -> None:
-        """Give back what was taken last."""
+        """Put back the characters consumed last."""
         self._text = text + self._text[self._at :]
         self._at = 0
         self.at_chars -= len(text)
 
     def peek(self) -> Parse[str]:
-        """The next character, which stays where it is; "" at the end."""
+        """Return the next character without consuming it; "" at the end."""
         while self._at >= len(self._text):
             if self._ended:
                 return ""
@@ -77,20 +77,20 @@ class Reader:
         return self._text[self._at]
 
     def char(self) -> Parse[str]:
-        """The next character; "" at the end."""
+        """Consume and return the next character; "" at the end."""
         character = yield from self.peek()
         self._take(character)
         return character
 
     def plain(self, stop: re.Pattern[str]) -> str:
-        """The characters that are there, up to the first that `stop` matches; may be none."""
+        """Consume available characters up to the first match of `stop`; may return ""."""
         found = stop.search(self._text, self._at)
         run = self._text[self._at : found.start() if found else len(self._text)]
         self._take(run)
         return run
 
     def space(self) -> Parse[str]:
-        """Takes white space; the character behind it, which stays where it is; "" at the end."""
+        """Skip white space and return the next character without consuming it; "" at the end."""
         while True:
             self.plain(_NOT_SPACE)
             character = yield from self.peek()
@@ -103,9 +103,9 @@ class Reader:
         out: Callable[[str], None],
         unfinished: Callable[[str], None] | None = None,
     ) -> Parse[str]:
-        """Text to `out` up to the first marker, which is taken and returned; "" at the end.
+        """Pass text to `out` up to the first marker; consume and return it, or "" at the end.
 
-        unfinished: takes the beginning of a marker at the end of the text; by default `out` does.
+        unfinished: receives the beginning of a marker at the end of the text, in place of `out`.
         """
         held = ""
         while True:
@@ -126,7 +126,7 @@ class Reader:
                 return held
 
     def opens_with(self, text: str) -> Parse[bool]:
-        """Whether `text` comes next, white space aside; takes both where it does, else neither."""
+        """Return whether `text` follows optional white space; consume both only if it does."""
         self.record()
         yield from self.space()
         for expected in text:
@@ -145,4 +145,4 @@ class Reader:
 
 
 def ignore(text: str) -> None:
-    """For text that is nothing to anybody."""
+    """Discard text."""

@@ -1,7 +1,7 @@
-"""Reasoning between two marks at the beginning of an answer: <think> ... </think> and its like.
+"""Parse reasoning between two marks at the beginning of an answer, such as <think> ... </think>.
 
-The first mark is written by the template or by the model; without it there is no reasoning. What
-comes behind the second is left to whoever reads on. Later marks are content like any other text.
+The template or the model writes the first mark; without it there is no reasoning. The caller parses
+what follows the second mark. Marks that occur later are content.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from quire.output_parsers.reader import Markers, Parse, Reader
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """The two marks of a dialect."""
+class ReasoningMarks:
+    """The marks that enclose reasoning."""
 
     opens: str
     closes: str
 
 
-THINK = Marks("<think>", "</think>")
+THINK = ReasoningMarks("<think>", "</think>")
 STYLES = {
     "think": THINK,
-    "mistral": Marks("[THINK]", "[/THINK]"),
-    "seed": Marks("<seed:think>", "</seed:think>"),
-    "kimi": Marks("◁think▷", "◁/think▷"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "seed": ReasoningMarks("<seed:think>", "</seed:think>"),
+    "kimi": ReasoningMarks("◁think▷", "◁/think▷"),
 }
 
 
-def is_open(prompt: str, marks: Marks) -> bool:
-    """Whether the answer to a prompt begins within reasoning: the prompt ends with its mark."""
+def is_open(prompt: str, marks: ReasoningMarks) -> bool:
+    """Return whether the prompt ends with the opening mark: its answer starts in reasoning."""
     return prompt.rstrip().endswith(marks.opens)
 
 
-def read_thinking(reader: Reader, sink: Sink, marks: Marks, *, opened: bool) -> Parse[None]:
-    """Reasoning, if there is any. opened: the mark stands at the end of the prompt."""
+def read_thinking(
+    reader: Reader, sink: Sink, marks: ReasoningMarks, *, opened: bool
+) -> Parse[None]:
+    """Parse reasoning, if any. opened: the prompt ends with the opening mark."""
     begun_at = reader.at_chars
     if not (yield from reader.opens_with(marks.opens)) and not opened:
         return

@@ -1,8 +1,8 @@
-"""The table of dialects: how models write tool calls and reasoning, by name and by template.
+"""Register the output parsers, and select those of a model by its chat template.
 
-A dialect is known by the marks in a model's chat template, which shows the model its own earlier
-calls in the form it writes them. Always holds: what reads an answer is a function of the template's
-text and of the operator's word (`choose`), never of a model's name.
+A format is recognized by its marks in the template, which shows the model its earlier calls in the
+form that it writes them. Invariant: the selection depends on the template's text and the operator's
+flags (`select_parsers`), never on a model's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.output_parsers.mistral import read_mistral
 from quire.output_parsers.parsed_answer import Sink
 from quire.output_parsers.pythonic import read_pythonic
 from quire.output_parsers.reader import Parse, Reader
-from quire.output_parsers.reasoning import Marks
+from quire.output_parsers.reasoning import ReasoningMarks
 from quire.output_parsers.sections import DEEPSEEK, KIMI, read_sections
 from quire.output_parsers.tools import Tools
 from quire.output_parsers.xml_tags import BLOCK, BLOCK_ENDS, read_tags
@@ -33,10 +33,11 @@ HARMONY = "harmony"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """A way to write tool calls. marks: texts that may be special tokens, which have to be seen.
+class ToolCallFormat:
+    """A format of tool calls. marks: texts that may be special tokens and must be kept in the text.
 
-    ids: the form of calls' ids: OpenAI's, or the nine letters and digits Mistral's templates want.
+    ids: the format of call ids: OpenAI's, or the nine alphanumeric characters of Mistral's
+    templates.
     """
 
     name: str
@@ -45,11 +46,11 @@ class Dialect:
     ids: Literal["call", "nine"] = "call"
 
 
-def _marked(name: str, *opens: str, closes: str) -> Dialect:
+def _marked(name: str, *opens: str, closes: str) -> ToolCallFormat:
     def read(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
         return read_marked(reader, sink, opens=opens, closes=closes)
 
-    return Dialect(name=name, read=read, marks=(*opens, closes))
+    return ToolCallFormat(name=name, read=read, marks=(*opens, closes))
 
 
 _LISTED = ("functools",)
@@ -57,49 +58,50 @@ _PYTHON = ("<|python_start|>", "<|python_tag|>")
 _PYTHON_ENDS = ("<|python_end|>",)
 _LLAMA = ("<|python_tag|>",)
 
-DIALECTS: Mapping[str, Dialect] = {
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     dialect.name: dialect
     for dialect in (
         _marked("hermes", BLOCK, closes=BLOCK_ENDS),
-        Dialect(name="qwen3_coder", read=read_tags, marks=(BLOCK, BLOCK_ENDS)),
-        Dialect(name="glm", read=read_keyed, marks=(BLOCK, BLOCK_ENDS, *keyed.MARKS)),
-        Dialect(name="llama3_json", read=partial(read_bare, marks=_LLAMA), marks=_LLAMA),
-        Dialect(
+        ToolCallFormat(name="qwen3_coder", read=read_tags, marks=(BLOCK, BLOCK_ENDS)),
+        ToolCallFormat(name="glm", read=read_keyed, marks=(BLOCK, BLOCK_ENDS, *keyed.MARKS)),
+        ToolCallFormat(name="llama3_json", read=partial(read_bare, marks=_LLAMA), marks=_LLAMA),
+        ToolCallFormat(
             name="pythonic",
             read=partial(read_pythonic, opens=_PYTHON, closes=_PYTHON_ENDS),
             marks=_PYTHON + _PYTHON_ENDS,
         ),
-        Dialect(
+        ToolCallFormat(
             name="mistral",
             read=lambda reader, sink, _: read_mistral(reader, sink),
             marks=(mistral.CALLS, mistral.ARGUMENTS, mistral.ID),
             ids="nine",
         ),
-        Dialect(
+        ToolCallFormat(
             name="deepseek",
             read=lambda reader, sink, _: read_sections(reader, sink, DEEPSEEK),
             marks=DEEPSEEK.marks,
         ),
-        Dialect(
+        ToolCallFormat(
             name="kimi",
             read=lambda reader, sink, _: read_sections(reader, sink, KIMI),
             marks=KIMI.marks,
         ),
         _marked("granite", "<|tool_call|>", closes="<|/tool_call|>"),
-        Dialect(name="phi", read=lambda reader, sink, _: read_listed(reader, sink, opens=_LISTED)),
-        Dialect(
+        ToolCallFormat(
+            name="phi", read=lambda reader, sink, _: read_listed(reader, sink, opens=_LISTED)
+        ),
+        ToolCallFormat(
             name=HARMONY,
             read=lambda reader, sink, _: read_harmony(reader, sink, calls=True),
             marks=harmony.MARKS,
         ),
-        Dialect(name="json", read=partial(read_bare, marks=())),
+        ToolCallFormat(name="json", read=partial(read_bare, marks=())),
     )
 }
-TOOL_PARSERS = ("auto", "none", *DIALECTS)
+TOOL_PARSERS = ("auto", "none", *TOOL_CALL_FORMATS)
 REASONING_PARSERS = ("auto", "none", *thinking.STYLES, HARMONY)
 
-# Texts that a template has where a model writes this dialect; the first row all of whose texts
-# are there counts.
+# Texts that identify a format in a template; the first row with all its texts present wins.
 _KNOWN_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     ((harmony.CHANNEL, harmony.MESSAGE), HARMONY),
     ((KIMI.begins,), "kimi"),
@@ -118,26 +120,28 @@ _KNOWN_BY: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How an answer is read. Both None: as it is."""
+class ParserSelection:
+    """The parsers of an answer. None: that part is not parsed."""
 
-    reasoning: Marks | Literal["harmony"] | None
-    tools: Dialect | None
+    reasoning: ReasoningMarks | Literal["harmony"] | None
+    tools: ToolCallFormat | None
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that have to be seen in the answer, though they may be special tokens."""
+        """Return the texts that must be kept in the answer even if they are special tokens."""
         of_tools = self.tools.marks if self.tools is not None else ()
-        if isinstance(self.reasoning, Marks):
+        if isinstance(self.reasoning, ReasoningMarks):
             return (self.reasoning.opens, self.reasoning.closes, *of_tools)
         return (*(harmony.MARKS if self.reasoning == HARMONY else ()), *of_tools)
 
 
 @lru_cache(maxsize=64)
-def choose(template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Reading:
-    """What a template's text says, or, where that is not "auto", what the operator says.
+def select_parsers(
+    template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> ParserSelection:
+    """Select the parsers by the template, or by the operator's flags unless they are "auto".
 
-    A template that shows no known marks is one whose model writes bare JSON, if anything.
+    A template without known marks selects bare JSON.
     """
     name = tool_parser
     if name == "auto":
@@ -151,5 +155,5 @@ def choose(template: str, *, tool_parser: str = "auto", reasoning_parser: str = 
         if all(text in template for text in (harmony.CHANNEL, harmony.MESSAGE)):
             style = HARMONY
     if style == HARMONY:
-        return Reading("harmony", DIALECTS.get(name))
-    return Reading(thinking.STYLES.get(style), DIALECTS.get(name))
+        return ParserSelection("harmony", TOOL_CALL_FORMATS.get(name))
+    return ParserSelection(thinking.STYLES.get(style), TOOL_CALL_FORMATS.get(name))

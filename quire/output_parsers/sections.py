@@ -1,9 +1,9 @@
-"""Tool calls in a section of their own: DeepSeek (V3, R1, V3.1) and Kimi K2.
+"""Parse tool calls in a section: DeepSeek (V3, R1, V3.1) and Kimi K2.
 
     <section begin> <call begin> head <separator> arguments <call end> ... <section end>
 
-The head names the function; DeepSeek's older form has the call's type there, and the name and a
-```json fence behind the separator. Text outside of the section is content.
+The head names the function; in DeepSeek's older form it holds the call's type, and the name and a
+```json fence follow the separator. Text outside of the section is content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.output_parsers.reader import Markers, Parse, Reader, ignore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The marks of one dialect."""
+    """The marks of one format."""
 
     begins: str
     call_begins: str
@@ -27,7 +27,7 @@ class Section:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All of them."""
+        """Return all marks."""
         return (self.begins, self.call_begins, self.separator, self.call_ends, self.ends)
 
 
@@ -49,7 +49,7 @@ KIMI = Section(
 
 
 def read_sections(reader: Reader, sink: Sink, form: Section) -> Parse[None]:
-    """Content and sections; the mark that begins a section may be left out."""
+    """Parse content and sections; the mark that begins a section is optional."""
     outside = Markers((form.begins, form.call_begins))
     within = Markers((form.call_begins, form.ends))
     while mark := (yield from reader.until(outside, sink.content, sink.unfinished)):
@@ -63,7 +63,7 @@ def read_sections(reader: Reader, sink: Sink, form: Section) -> Parse[None]:
 
 
 def _call(reader: Reader, sink: Sink, form: Section) -> Parse[str]:
-    """One call. Returns the mark at which it ended."""
+    """Parse one call and return the mark at which it ended."""
     ends = Markers((form.call_ends, form.call_begins, form.ends))
     head: list[str] = []
     reader.record()
@@ -93,7 +93,7 @@ def _call(reader: Reader, sink: Sink, form: Section) -> Parse[str]:
 
 
 def _name(head: str) -> str:
-    """The function's name: Kimi's heads are functions.NAME:NUMBER."""
+    """Return the function's name; Kimi's heads are functions.NAME:NUMBER."""
     name, colon, number = head.strip().rpartition(":")
     bare = name if colon and number.isdigit() else head.strip()
     return bare.removeprefix("functions.")

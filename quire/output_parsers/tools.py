@@ -1,7 +1,6 @@
-"""Tools: the functions a request offers, as far as reading an answer needs to know them.
+"""Hold the functions a request offers: names and parameter types, as parsers need them.
 
-Which names there are, and of which types their parameters may be: dialects that write values
-without quotes (XML, Python) are turned into JSON by that. Knows nothing of requests.
+Formats with unquoted values (XML, Python) are converted to JSON by these types.
 """
 
 from __future__ import annotations
@@ -9,30 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_EVERY = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-_MOST_LEVELS = 8
+_ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_MAX_LEVELS = 8
 
 
 class Tools:
-    """Functions by name, each with the JSON schema of its parameters (an empty one where none)."""
+    """Functions by name, each with the JSON schema of its parameters, or an empty schema."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self.schemas = dict(schemas)
 
     def has(self, name: str) -> bool:
-        """Whether a function is offered."""
+        """Return whether the request offers this function."""
         return name in self.schemas
 
     def parameters(self, name: str) -> tuple[str, ...]:
-        """The names of a function's parameters, in the order of its schema."""
+        """Return the names of a function's parameters, in the order of its schema."""
         return tuple(self._properties(name))
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
-        """The JSON types a parameter may have; "string" alone where its schema does not say."""
+        """Return the JSON types a parameter may have; only "string" if its schema does not say."""
         schema = self._properties(name).get(parameter)
         if not isinstance(schema, Mapping):
             return frozenset({"string"})
-        return _types(schema, _MOST_LEVELS) or frozenset({"string"})
+        return _types(schema, _MAX_LEVELS) or frozenset({"string"})
 
     def _properties(self, name: str) -> Mapping[str, Any]:
         properties = self.schemas.get(name, {}).get("properties")
@@ -40,7 +39,7 @@ class Tools:
 
 
 def _types(schema: Any, levels: int) -> frozenset[str]:
-    """The types a schema names itself or in its branches; all where it says by reference."""
+    """Return the types of a schema and its branches; all types if it has a reference."""
     if not isinstance(schema, Mapping) or levels == 0:
         return frozenset()
     named = schema.get("type")
@@ -49,7 +48,7 @@ def _types(schema: Any, levels: int) -> frozenset[str]:
     if isinstance(named, list):
         return frozenset(kind for kind in named if isinstance(kind, str))
     if "$ref" in schema:
-        return _EVERY
+        return _ALL_TYPES
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     found = {_type_of(value) for value in values} if isinstance(values, list) else set()
     for branches in ("anyOf", "oneOf", "allOf"):

@@ -1,8 +1,10 @@
-"""Tool calls as tags (Qwen3-Coder): <function=NAME> <parameter=KEY> value </parameter> </function>
+"""Parse tool calls written as tags (Qwen3-Coder).
 
-within <tool_call>, which may be left out. Values stand there without quotes: what is text by the
-function's schema becomes a JSON string as it comes; what may be something else is read whole, and
-becomes the JSON it is, or else text. A value ends only at </parameter>.
+    <tool_call> <function=NAME> <parameter=KEY> value </parameter> </function> </tool_call>
+
+<tool_call> is optional. Values are unquoted: a value that is a string by the function's schema
+becomes a JSON string incrementally; any other value is read whole and becomes JSON if it is valid
+JSON of an allowed type, else a string. A value ends only at </parameter>.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def read_tags(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
-    """Content and calls."""
+    """Parse content and calls."""
     outside, mark = _OUTSIDE, ""
     while True:
         mark = yield from reader.until(outside, sink.content, sink.unfinished)
@@ -51,11 +53,11 @@ def read_tags(reader: Reader, sink: Sink, tools: Tools) -> Parse[None]:
 
 
 def _function(reader: Reader, sink: Sink, tools: Tools) -> Parse[str]:
-    """One call, its mark taken. Returns the mark that ended it."""
-    heard: list[str] = []
-    if not (yield from reader.until(_TAG_ENDS, heard.append)):
+    """Parse one call after its mark; return the mark that ended it."""
+    parts: list[str] = []
+    if not (yield from reader.until(_TAG_ENDS, parts.append)):
         return ""
-    name = "".join(heard).strip().strip("\"'")
+    name = "".join(parts).strip().strip("\"'")
     if not name or "<" in name:
         return ""
     reader.recorded()
@@ -80,7 +82,7 @@ def _function(reader: Reader, sink: Sink, tools: Tools) -> Parse[str]:
 
 
 def read_raw_value(reader: Reader, sink: Sink, types: frozenset[str], ends: Markers) -> Parse[str]:
-    """A value without quotes, as JSON. A line break at each of its ends belongs to the form."""
+    """Parse an unquoted value into JSON. One line break at each end belongs to the format."""
     if types == {"string"}:
         sink.arguments('"')
         mark = yield from _lines(reader, lambda text: sink.arguments(escaped(text)), ends)
@@ -94,7 +96,7 @@ def read_raw_value(reader: Reader, sink: Sink, types: frozenset[str], ends: Mark
 
 
 def _lines(reader: Reader, out: Callable[[str], None], ends: Markers) -> Parse[str]:
-    """Text up to a mark, without the line breaks around it."""
+    """Pass on text up to a mark, without the line breaks around it."""
     held = ""
 
     def pass_on(text: str) -> None:
@@ -109,12 +111,12 @@ def _lines(reader: Reader, out: Callable[[str], None], ends: Markers) -> Parse[s
 
 
 def escaped(text: str) -> str:
-    """Text as it stands between the quotes of a JSON string."""
+    """Escape text for use inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that was written without quotes, by the types it may have."""
+    """Convert an unquoted value to JSON according to its allowed types."""
     bare = text.strip()
     if "null" in types and bare in ("null", "None"):
         return "null"

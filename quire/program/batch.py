@@ -1,6 +1,6 @@
-"""ForwardBatch: the numbers one step gives to a program.
+"""ForwardBatch: the inputs of one step of a program.
 
-Made by the runner, read by executors. Flat arrays only. Letters: T token rows, S sequences,
+Built by the runner, read by executors. Flat arrays only. Letters: T token rows, S sequences,
 C table columns, R sample rows.
 """
 
@@ -17,22 +17,32 @@ NO_SLOTS.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRows:
+    """Where a step's rows lie in one cache group of the program.
+
+    kv_slots are block * block_size + position % block_size, or -1 where nothing is stored.
+    block_tables[s, c] is the pool block of positions c*block_size .. (c+1)*block_size-1; columns
+    past the sequence's last position are not read.
+    """
+
+    kv_slots: Int32s  # [T]
+    block_tables: Int32s  # [S, C]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """One step's inputs, all int32 and C-contiguous.
 
-    Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. kv_slots are
-    block * block_size + position % block_size, or -1 where nothing is stored. block_tables[s, c]
-    is the pool block of positions c*block_size .. (c+1)*block_size-1; columns past the sequence's
-    last position are not read. sample_rows index token rows, ascending.
-    late_slots, where it is not empty: row i takes the token that was chosen last for slot
-    late_slots[i], of which only the device knows yet, and token_ids[i] where that is -1.
+    Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. caches: one for
+    each of the program's cache groups, in order. sample_rows index token rows, ascending.
+    late_slots, where it is not empty: row i takes the token chosen last for slot late_slots[i],
+    which only the device has yet, and token_ids[i] where that is -1.
     """
 
     token_ids: Int32s  # [T]
     positions: Int32s  # [T] in the cache
     rope_positions: Int32s  # [T]
-    kv_slots: Int32s  # [T]
+    caches: tuple[CacheRows, ...]
     seq_starts: Int32s  # [S + 1]
-    block_tables: Int32s  # [S, C]
     sample_rows: Int32s  # [R]
     late_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [T] or empty

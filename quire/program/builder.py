@@ -66,11 +66,10 @@ class ProgramBuilder:
         weight = Weight(name, WeightForm.VECTOR, tuple(parts), 0, DType.F32, offset=offset)
         return self._declare(weight)
 
-    def cache(self, spec: CacheSpec) -> None:
-        """Declare the program's paged cache; one group is supported today."""
-        if self._caches:
-            raise ValueError("a second cache group is not supported yet")
+    def cache(self, spec: CacheSpec) -> int:
+        """Declare a cache group; returns the index operations refer to."""
         self._caches.append(spec)
+        return len(self._caches) - 1
 
     def rope_spec(self, spec: RopeSpec) -> int:
         """Declare rotary angles; returns the index operations refer to."""
@@ -147,9 +146,9 @@ class ProgramBuilder:
         self._ops.append(Rope(x=x, rope=rope, heads=heads, head_dim=head_dim))
         return x
 
-    def store_kv(self, k: View, v: View, *, layer: int) -> None:
-        """Write keys and values of the step's tokens into the cache."""
-        self._ops.append(StoreKV(k=k, v=v, layer=layer))
+    def store_kv(self, k: View, v: View, *, layer: int, cache: int = 0) -> None:
+        """Write keys and values of the step's tokens into a layer of a cache group."""
+        self._ops.append(StoreKV(k=k, v=v, layer=layer, cache=cache))
 
     def attention(
         self,
@@ -160,9 +159,10 @@ class ProgramBuilder:
         scale: float,
         window: int = 0,
         soft_cap: float = 0.0,
+        cache: int = 0,
     ) -> View:
-        """Causal attention of q over the cache."""
-        spec = self._caches[0]
+        """Causal attention of q over a layer of a cache group."""
+        spec = self._caches[cache]
         y = self._new("attended", heads * spec.head_dim, self.dtype)
         self._ops.append(
             Attention(
@@ -175,6 +175,7 @@ class ProgramBuilder:
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
+                cache=cache,
             )
         )
         return y

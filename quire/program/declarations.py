@@ -109,7 +109,8 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """A cache the program declares: layers of paged keys and values of one geometry.
+    """A cache group of the program: layers of paged keys and values of one geometry, which share
+    block tables.
 
     dtype is that of queries, keys and values. Keys and values are kept in it, or, where `scheme`
     is "int8" or "fp8", in one byte each.

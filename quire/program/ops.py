@@ -218,8 +218,11 @@ class Rope(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKV(Operation):
-    """Write keys and values of the step's tokens into `layer` of the cache at the batch's kv_slots;
-    slot -1 stores nothing."""
+    """Write keys and values of the step's tokens into a cache at the batch's kv_slots; slot -1
+    stores nothing.
+
+    cache: the cache group, an index into the program's caches; layer: counted within the group.
+    """
 
     kind = "store_kv"
     reads = ("k", "v")
@@ -228,27 +231,29 @@ class StoreKV(Operation):
     k: View
     v: View
     layer: int
+    cache: int = 0
 
     def check(self, declared: Declarations) -> None:
         """Keys and values have the geometry of the cache."""
-        cache = _cache_of(declared, self.layer)
+        cache = _cache_of(declared, self.cache, self.layer)
         for name, view in (("k", self.k), ("v", self.v)):
             check_width(name, view, cache.kv_heads * cache.head_dim)
 
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
-        return f"layer {self.layer}"
+        return _layer_text(self.cache, self.layer)
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
-        token_bytes = declared.caches[0].layer_token_bytes
+        token_bytes = declared.caches[self.cache].layer_token_bytes
         return Cost(kv_bytes=step.rows(Rows.TOKENS) * token_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Operation):
-    """Causal attention of q over `layer` of the cache; fresh keys are read from there too.
+    """Causal attention of q over a layer of a cache; fresh keys are read from there too.
 
-    window: positions a row attends to, its own included; 0 for all. soft_cap: 0 for none.
+    cache, layer: see StoreKV. window: positions a row attends to, its own included; 0 for all.
+    soft_cap: 0 for none.
     """
 
     kind = "attention"
@@ -265,10 +270,11 @@ class Attention(Operation):
     scale: float
     window: int
     soft_cap: float
+    cache: int = 0
 
     def check(self, declared: Declarations) -> None:
         """Heads have the geometry of the cache and divide evenly over its KV heads."""
-        cache = _cache_of(declared, self.layer)
+        cache = _cache_of(declared, self.cache, self.layer)
         if (self.kv_heads, self.head_dim) != (cache.kv_heads, cache.head_dim):
             raise ValueError(
                 f"{self.kv_heads} KV heads of {self.head_dim}; the cache has {cache.kv_heads} of "
@@ -284,11 +290,11 @@ class Attention(Operation):
         words = f"{self.heads} heads over {self.kv_heads} of {self.head_dim}"
         words += f" window {self.window}" if self.window else ""
         words += f" capped at {self.soft_cap:g}" if self.soft_cap else ""
-        return f"{words} layer {self.layer}"
+        return f"{words} {_layer_text(self.cache, self.layer)}"
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
         pairs = step.attended_positions(self.window) * self.heads
-        token_bytes = declared.caches[0].layer_token_bytes
+        token_bytes = declared.caches[self.cache].layer_token_bytes
         return Cost(
             attention_ops=4 * pairs * self.head_dim,
             other_ops=4 * pairs,
@@ -439,10 +445,14 @@ Op = (
 OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
 
 
-def _cache_of(declared: Declarations, layer: int) -> CacheSpec:
-    if not declared.caches:
-        raise ValueError("no cache is declared")
-    cache = declared.caches[0]
+def _layer_text(cache: int, layer: int) -> str:
+    return f"layer {layer}" + (f" of cache {cache}" if cache else "")
+
+
+def _cache_of(declared: Declarations, index: int, layer: int) -> CacheSpec:
+    if not 0 <= index < len(declared.caches):
+        raise ValueError(f"cache is {index}; {len(declared.caches)} are declared")
+    cache = declared.caches[index]
     if not 0 <= layer < cache.layers:
         raise ValueError(f"layer is {layer}; the cache has {cache.layers}")
     return cache

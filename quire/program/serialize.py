@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm, WeightPart
@@ -73,7 +74,7 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
 
 
 def digest(program: Program) -> str:
-    """Return 64 hexadecimal digits; programs with equal digests give answers equal in every bit.
+    """64 hexadecimal digits; equal for programs whose answers are equal in every bit.
 
     Covers the numerics version. Leaves out max_positions and the order in which weights were
     declared: no answer depends on them.
@@ -91,8 +92,14 @@ def _op_to_plain(op: Op) -> Plain:
         "kind": op.kind,
         "inputs": [_view_to_plain(view) for view in op.inputs],
         "outputs": [_view_to_plain(view) for view in op.outputs],
-        "attrs": op.parameters,
+        "attrs": _attrs(op),
     }
+
+
+def _attrs(op: Op) -> Plain:
+    """Parameters without those at their default: a field added with one changes no digest."""
+    defaults = {field.name: field.default for field in fields(op)}
+    return {name: value for name, value in op.parameters.items() if value != defaults[name]}
 
 
 def _op_from_plain(plain: Mapping[str, Any], buffers: tuple[Buffer, ...]) -> Op:

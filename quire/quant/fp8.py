@@ -18,6 +18,7 @@ from quire.quant.int_rows import grouped, scale_and_inverse
 from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
 Float32s = NDArray[np.float32]
+Uint8s = NDArray[np.uint8]
 
 LARGEST = np.float32(448)
 

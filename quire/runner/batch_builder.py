@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.rare_params import ragged
 from quire.runner.slot_tables import SlotTables
@@ -51,12 +51,22 @@ def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = Tr
         token_ids=tables.tokens.tokens[slots, positions],
         positions=positions,
         rope_positions=positions,
-        kv_slots=kv_slots,
+        caches=(
+            CacheRows(kv_slots=kv_slots, block_tables=tables.blocks[plan.slots, :num_columns]),
+        ),
         seq_starts=seq_starts,
-        block_tables=tables.blocks[plan.slots, :num_columns],
-        sample_rows=seq_starts[1:][plan.samples] - np.int32(1),
+        sample_rows=sampled_positions(plan, seq_starts[1:] - np.int32(1)),
     )
     return batch if knows_tokens else _with_late_slots(batch, slots, tables)
+
+
+def sampled_positions(plan: StepPlan, last: Int32s) -> Int32s:
+    """Return an index per sampled position [R], given that of each row's last position [N]."""
+    counts = plan.sample_counts
+    if counts.max(initial=0) <= 1:
+        return last[counts > 0]
+    firsts = last - counts + 1 - (np.cumsum(counts, dtype=np.int32) - counts)
+    return np.repeat(firsts, counts) + np.arange(counts.sum(), dtype=np.int32)
 
 
 def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> ForwardBatch:
@@ -82,10 +92,13 @@ def _one_token_each(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
         token_ids=tables.tokens.tokens[slots, positions],
         positions=positions,
         rope_positions=positions,
-        kv_slots=kv_slots,
+        caches=(
+            CacheRows(
+                kv_slots=kv_slots, block_tables=tables.blocks[slots, : int(columns.max()) + 1]
+            ),
+        ),
         seq_starts=seq_starts,
-        block_tables=tables.blocks[slots, : int(columns.max()) + 1],
-        sample_rows=seq_starts[:-1][plan.samples],
+        sample_rows=seq_starts[:-1][plan.sample_counts > 0],
     )
 
 

@@ -150,7 +150,7 @@ class GrammarRows:
         return self._thread.submit(self._masks, slots, positions)
 
     def follow(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> Follow:
-        """`token_ids` [R] were chosen (-1: the row failed). Forced ids are put in the table."""
+        """Advance the matchers by the chosen `token_ids` [R] (-1: the row failed)."""
         if not self._num or not self.has[slots].any():
             return NO_FOLLOW
         follow = Follow()
@@ -159,7 +159,7 @@ class GrammarRows:
             if row is None or row.matcher is None or row.is_beam or token_id < 0:
                 continue
             try:
-                self._follow_one(follow, place, row, slots[place], positions[place], token_id)
+                self._follow_one(follow, place, row, int(positions[place]), token_id)
             except MatcherError as error:
                 row.error = follow.failed[place] = str(error)
         return follow
@@ -179,7 +179,7 @@ class GrammarRows:
             self._thread = None
 
     def _follow_one(
-        self, follow: Follow, place: int, row: _Row, slot: int, position: int, token_id: int
+        self, follow: Follow, place: int, row: _Row, position: int, token_id: int
     ) -> None:
         assert row.matcher is not None, "the caller has checked"
         if row.matcher.ends_with(token_id):
@@ -191,13 +191,10 @@ class GrammarRows:
         matcher = row.matcher
         row.taken.append(token_id)
         if row.jumps:
-            room = self._tokens.tokens.shape[1] - int(position) - 1
+            room = self._tokens.tokens.shape[1] - position - 1
             forced = matcher.forced(most=room)
             if forced:
                 row.taken += forced
-                start = int(position) + 1
-                self._tokens.tokens[slot, start : start + len(forced)] = forced
-                self._tokens.lengths[slot] = start + len(forced)
                 follow.forced[place] = forced
         if matcher.is_complete:
             follow.complete.append(place)

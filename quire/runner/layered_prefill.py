@@ -70,6 +70,6 @@ def _batch_of(layers: PartLayers, tables: SlotTables) -> ForwardBatch:
         starts=np.array([layers.start], np.int32),
         counts=np.array([layers.count], np.int32),
         store_from=np.array([layers.store_from], np.int32),
-        samples=np.zeros(1, np.bool_),
+        sample_counts=np.zeros(1, np.int32),
     )
     return forward_batch(plan, tables)

@@ -91,8 +91,7 @@ class SlotTables:
         self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
 
     def append(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> None:
-        """Put one sampled token a slot at its absolute position, its row's next; what must follow
-        it may be there already."""
+        """Put tokens at their absolute positions; those of one slot are one run, in order."""
         self.tokens.tokens[slots, positions] = token_ids
         self.tokens.lengths[slots] = np.maximum(self.tokens.lengths[slots], positions + 1)
 

@@ -44,5 +44,5 @@ def _rows(plan: StepPlan, first: int, end: int) -> StepPlan:
         starts=plan.starts[rows],
         counts=plan.counts[rows],
         store_from=plan.store_from[rows],
-        samples=plan.samples[rows],
+        sample_counts=plan.sample_counts[rows],
     )

@@ -24,6 +24,7 @@ from quire.base.records import (
     StepResult,
     no_candidates,
 )
+from quire.runner.batch_builder import sampled_positions
 from quire.runner.grammar_rows import Follow
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
 from quire.runner.slot_tables import SlotTables
@@ -58,65 +59,122 @@ class Computed:
 def step_result(
     plan: StepPlan, tables: SlotTables, computed: Computed, tenancy: NDArray[np.int64]
 ) -> StepResult:
-    """The result of a plan, whose tokens are put into the tables. tenancy: of the slots of the rows
-    that sample, as it was when the plan was applied; where it is another now, nothing is kept."""
-    scored, choice, listed = computed.scored, computed.choice, computed.listed
-    slots = plan.slots[plan.samples]
-    positions = (plan.starts + plan.counts)[plan.samples]
-    for row in computed.no_mask:
-        choice.token_ids[row] = -1
+    """Return the result of a plan and append its runs of tokens to the tables.
+
+    tenancy: of the slots of the sampled positions, when the plan was applied. Where it has changed
+    since, nothing is appended.
+    """
+    scored, choice = computed.scored, computed.choice
+    slots = np.repeat(plan.slots, plan.sample_counts)  # [R]
+    positions = sampled_positions(plan, plan.starts + plan.counts)
+    for place in computed.no_mask:
+        choice.token_ids[place] = -1
     stays = tables.tenancy[slots] == tenancy
     follow = tables.grammars.follow(slots, positions, np.where(stays, choice.token_ids, -1))
     candidates, unsure = tables.ends.told(slots, positions, choice.candidates)
-    for row in follow.failed | unsure:
-        choice.token_ids[row] = -1
-    forced_counts, forced_ids, complete = _follow_arrays(follow, plan)
-    token_counts = plan.samples.astype(np.int32)
-    errors: tuple[RowError, ...] = ()
-    if (
-        computed.broken
-        or min(choice.token_ids.tolist(), default=0) < 0
-        or (scored is not None and scored.failed.any())
-    ):
-        failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
-        failed[plan.samples] |= choice.token_ids < 0
-        failed[list(computed.broken)] = True
-        token_counts[failed] = 0
-        why = {**_reasons(computed, follow.failed | unsure, tables, plan), **computed.broken}
-        errors = tuple(
-            RowError(row=row, message=why.get(row, ROW_FAILED))
-            for row in np.flatnonzero(failed).tolist()
-        )
-        good = ~failed[plan.samples]
-        slots, positions, listed, stays = slots[good], positions[good], listed[good], stays[good]
-        candidates = None if candidates is None else _rows_of(candidates, good)
-        choice = TokenChoice(
-            token_ids=choice.token_ids[good],
-            logprobs=choice.logprobs[good],
-            top_ids=choice.top_ids[good],
-            top_logprobs=choice.top_logprobs[good],
-            mus=choice.mus[good] if len(choice.mus) else choice.mus,
-        )
+    for place in follow.failed | unsure:
+        choice.token_ids[place] = -1
+    failed, errors = _failures(plan, tables, computed, follow.failed | unsure)
+    runs = _Runs(
+        counts=plan.sample_counts,
+        slots=slots,
+        positions=positions,
+        stays=stays,
+        choice=replace(choice, candidates=candidates),
+        listed=computed.listed,
+    )
+    if failed is not None or follow.forced:
+        runs = _changed_runs(runs, plan, failed, follow.forced)
+    choice, slots, stays = runs.choice, runs.slots, runs.stays
     if len(choice.mus):
         tables.rare.mirostat_mu[slots[stays]] = choice.mus[stays]
-    tables.append(slots[stays], positions[stays], choice.token_ids[stays])
+    tables.append(slots[stays], runs.positions[stays], choice.token_ids[stays])
     return StepResult(
         step=plan.step,
-        token_counts=token_counts,
+        token_counts=runs.counts,
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,
         top_ids=choice.top_ids,
         top_logprobs=choice.top_logprobs,
-        listed_logprobs=listed,
+        listed_logprobs=runs.listed,
         mirostat_mus=choice.mus,
         score_counts=NO_INTS if scored is None else scored.counts,
         scores=None if scored is None else scored.scores,
         errors=errors,
-        forced_counts=forced_counts,
-        forced_ids=forced_ids,
-        complete=complete,
-        candidates=candidates,
+        complete=_complete(plan, follow),
+        candidates=choice.candidates,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """The runs of a plan's rows: counts [N], and per token [E] its slot, position and choice.
+
+    stays [E]: whether the slot still has the request of the plan.
+    """
+
+    counts: Int32s
+    slots: Int32s
+    positions: Int32s
+    stays: Bools
+    choice: TokenChoice
+    listed: Float32s
+
+
+def _changed_runs(
+    runs: _Runs, plan: StepPlan, failed: Bools | None, forced: Mapping[int, list[int]]
+) -> _Runs:
+    """Drop the runs of failed rows [N] and put the forced ids behind their sampled tokens [R]."""
+    row_of = np.repeat(np.arange(len(plan.slots)), plan.sample_counts)  # [R]
+    lengths = np.ones(len(row_of), np.int32)
+    for place, ids in forced.items():
+        lengths[place] += len(ids)
+    if failed is not None:
+        lengths[failed[row_of]] = 0
+    firsts = np.cumsum(lengths) - lengths
+    source = np.repeat(np.arange(len(row_of)), lengths)  # [E]
+    choice = _choice_at(runs.choice, source)
+    for place, ids in forced.items():
+        if lengths[place]:
+            choice.token_ids[firsts[place] + 1 : firsts[place] + lengths[place]] = ids
+    counts = np.bincount(row_of, lengths, len(plan.slots)).astype(np.int32)
+    offsets = np.arange(len(source)) - firsts[source]
+    return _Runs(
+        counts=counts,
+        slots=runs.slots[source],
+        positions=(runs.positions[source] + offsets).astype(np.int32),
+        stays=runs.stays[source],
+        choice=choice,
+        listed=runs.listed[source],
+    )
+
+
+def _failures(
+    plan: StepPlan, tables: SlotTables, computed: Computed, unsure: dict[int, str]
+) -> tuple[Bools | None, tuple[RowError, ...]]:
+    """Return which rows failed [N], None for none, and their errors."""
+    scored, token_ids = computed.scored, computed.choice.token_ids
+    scores_failed = scored is not None and bool(scored.failed.any())
+    if not (computed.broken or scores_failed or min(token_ids.tolist(), default=0) < 0):
+        return None, ()
+    failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
+    failed[np.repeat(np.arange(len(plan.slots)), plan.sample_counts)[token_ids < 0]] = True
+    failed[list(computed.broken)] = True
+    why = {**_reasons(computed, unsure, tables, plan), **computed.broken}
+    errors = [
+        RowError(row=row, message=why.get(row, ROW_FAILED))
+        for row in np.flatnonzero(failed).tolist()
+    ]
+    return failed, tuple(errors)
+
+
+def _complete(plan: StepPlan, follow: Follow) -> Bools:
+    """As in StepResult."""
+    if not follow.complete:
+        return NO_BOOLS
+    complete = np.zeros(len(plan.slots), np.bool_)
+    complete[np.repeat(np.arange(len(plan.slots)), plan.sample_counts)[follow.complete]] = True
+    return complete
 
 
 def no_rows(plan: StepPlan) -> StepResult:
@@ -131,7 +189,7 @@ def without_part(plan: StepPlan, result: StepResult, message: str) -> StepResult
 
 def failed_row(plan: StepPlan, message: str) -> Computed:
     """Of a plan with one row, which failed."""
-    num_rows = np.count_nonzero(plan.samples)
+    num_rows = int(plan.sample_counts.sum())
     return Computed(
         scored=None,
         choice=TokenChoice(
@@ -154,7 +212,7 @@ def joined_rows(plans: Sequence[StepPlan], parts: Sequence[Computed]) -> Compute
         no_mask |= {num_samples + row: why for row, why in part.no_mask.items()}
         broken |= {num_rows + row: why for row, why in part.broken.items()}
         num_rows += len(plan.slots)
-        num_samples += int(np.count_nonzero(plan.samples))
+        num_samples += int(plan.sample_counts.sum())
     sizes = [len(plan.slots) for plan in plans]
     return Computed(
         scored=joined_scores([part.scored for part in parts], sizes),
@@ -178,19 +236,6 @@ def joined_choices(parts: Sequence[TokenChoice]) -> TokenChoice:
     )
 
 
-def _follow_arrays(follow: Follow, plan: StepPlan) -> tuple[Int32s, Int32s, Bools]:
-    """As in StepResult: by the plan's rows."""
-    if not follow.forced and not follow.complete:
-        return NO_INTS, NO_INTS, NO_BOOLS
-    rows = plan.samples.nonzero()[0]
-    counts, complete = np.zeros(len(plan.slots), np.int32), np.zeros(len(plan.slots), np.bool_)
-    for place, forced in follow.forced.items():
-        counts[rows[place]] = len(forced)
-    complete[rows[follow.complete]] = True
-    ids = [id_ for _, forced in sorted(follow.forced.items()) for id_ in forced]
-    return counts, np.array(ids, np.int32), complete
-
-
 def _reasons(
     computed: Computed, failed: dict[int, str], tables: SlotTables, plan: StepPlan
 ) -> dict[int, str]:
@@ -198,18 +243,29 @@ def _reasons(
     that sample and whose tokens were chosen."""
     if not computed.has_grammar and not computed.no_mask and not failed:
         return {}
-    rows = plan.samples.nonzero()[0].tolist()
+    rows = np.repeat(np.arange(len(plan.slots)), plan.sample_counts).tolist()
     why = {row: BANNED_ALL for row in rows if tables.grammars.has[plan.slots[row]]}
     said = {**computed.no_mask, **failed}
     return why | {rows[place]: message for place, message in said.items()}
 
 
-def _rows_of(candidates: Candidates, rows: Bools) -> Candidates:
+def _choice_at(choice: TokenChoice, index: NDArray[np.intp]) -> TokenChoice:
+    return TokenChoice(
+        token_ids=choice.token_ids[index],
+        logprobs=choice.logprobs[index],
+        top_ids=choice.top_ids[index],
+        top_logprobs=choice.top_logprobs[index],
+        mus=choice.mus[index] if len(choice.mus) else choice.mus,
+        candidates=None if choice.candidates is None else _candidates_at(choice.candidates, index),
+    )
+
+
+def _candidates_at(candidates: Candidates, index: NDArray[np.intp]) -> Candidates:
     return Candidates(
-        ids=candidates.ids[rows],
-        scores=candidates.scores[rows],
-        logprobs=candidates.logprobs[rows],
-        ends=candidates.ends[rows] if len(candidates.ends) else candidates.ends,
+        ids=candidates.ids[index],
+        scores=candidates.scores[index],
+        logprobs=candidates.logprobs[index],
+        ends=candidates.ends[index] if len(candidates.ends) else candidates.ends,
     )
 
 

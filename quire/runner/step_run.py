@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
 from quire.execute.executor import AsyncExecutor, Executor
-from quire.runner.batch_builder import KeptSampleBatch, forward_batch, num_unknown
+from quire.runner.batch_builder import (
+    KeptSampleBatch,
+    forward_batch,
+    num_unknown,
+    sampled_positions,
+)
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.logprobs import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
 from quire.runner.slot_tables import SlotTables
@@ -51,8 +56,8 @@ class StepRun:
         is_late: bool = False,
     ) -> None:
         tables = means.tables
-        self.slots = plan.slots[plan.samples]  # [R]
-        self.positions = (plan.starts + plan.counts)[plan.samples]  # [R]
+        self.slots = np.repeat(plan.slots, plan.sample_counts)  # [R]
+        self.positions = sampled_positions(plan, plan.starts + plan.counts)  # [R]
         self.tenancy = tables.tenancy[self.slots]
         self._plan, self._means = plan, means
         self._scores = scores_some(plan, tables)

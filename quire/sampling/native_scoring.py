@@ -6,19 +6,14 @@ rows. Knows no requests; the pool belongs to the executor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from quire import _native
 from quire.sampling.scoring import ScoreBatch, Scores, check_shapes
 
-if TYPE_CHECKING:
-    from quire._native import Pool
 
-
-def score(logits: NDArray[np.float32], batch: ScoreBatch, pool: Pool) -> Scores:
+def score(logits: NDArray[np.float32], batch: ScoreBatch, pool: _native.Pool) -> Scores:
     """Scores of logits [R, V] (only read), with the pool's threads.
 
     Raises ValueError on shapes that disagree.

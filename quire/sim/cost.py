@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quire.base.records import PartLayers, StepPlan
 from quire.program.cost import Cost, StepShape
 from quire.program.program import Program
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 
 Points = tuple[tuple[int, float], ...]  # (rows or tokens, milliseconds), rising
 

@@ -19,7 +19,7 @@ from quire.engine.assembly.precision import weights_if_there
 from quire.engine.assembly.programs import engine_program
 from quire.models.registry import open_model
 from quire.program.program import Program
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import RooflineCost, StepCost
 
 # Memory of the KV cache where nobody says: a table must not depend on what this machine has free.

@@ -29,7 +29,7 @@ from quire.engine.core import EngineCore, Runner
 from quire.obs.report import Progress
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.limits import SchedulerLimits
 from quire.sim.cost import MeasuredCost, Points
 from quire.sim.machine import Machine, planned_program

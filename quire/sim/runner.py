@@ -51,8 +51,9 @@ class PlannedEnds:
     def token_ids(self, plan: StepPlan) -> NDArray[np.int32]:
         """A token for each row that samples; the stop token where the request is complete."""
         slots, known = plan.slots.astype(np.intp), plan.starts + plan.counts
-        if np.count_nonzero(plan.samples) < len(slots):
-            slots, known = slots[plan.samples], known[plan.samples]
+        samples = plan.samples
+        if np.count_nonzero(samples) < len(slots):
+            slots, known = slots[samples], known[samples]
         token_ids = self._token_ids[slots]
         token_ids[known >= self._last_known[slots]] = STOP_ID
         return token_ids
@@ -99,7 +100,7 @@ class VirtualRunner:
             self._on_plan(plan)
         result = StepResult(
             step=plan.step,
-            token_counts=plan.samples.astype(np.int32),
+            token_counts=plan.sample_counts,
             token_ids=self._ends.token_ids(plan),
         )
         return Computing(result, self._until_ms)

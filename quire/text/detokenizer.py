@@ -1,12 +1,13 @@
-"""Token ids to text, a little at a time, for one stream.
+"""Detokenizer: incremental conversion of token ids to text for one stream.
 
-Text once returned never changes and never ends in half a character: what could still change is
-held until later ids, or `flush`, settle it. The pieces joined equal the whole decode for any ids
-and any cut. Each piece of text is known by the token that completed it, so that whoever cuts the
-text can say which tokens were used. Nothing is decoded twice: the state is a few bytes.
+Returned text never changes and never ends within a character: text that may still change is held
+until later ids, or `flush`, determine it. The joined pieces equal the whole decode for any ids,
+however they were split. Each piece of text has the index of the token that completed it, so that a
+caller that cuts the text knows which tokens were used. Nothing is decoded twice: the state is a few
+bytes.
 
-One bound: where bytes stand for single tokens (SentencePiece byte fallback), a run of them is
-judged as a whole; whole characters are given out after RUN_LIMIT bytes without waiting longer.
+One bound: with SentencePiece byte fallback a run of byte tokens is decoded as a whole; after
+RUN_LIMIT bytes complete characters are returned without waiting for its end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Vocabulary(Protocol):
-    """What a stream needs to know of a tokenizer."""
+    """The part of a tokenizer that a stream needs."""
 
     @property
     def pieces(self) -> PieceTable: ...
@@ -39,9 +40,8 @@ class Vocabulary(Protocol):
 class Detokenizer:
     """State of one stream.
 
-    skip_special_tokens: special tokens have no text, but those of shown_ids. continues: the stream
-    goes on after other text, so that a leading space is part of it (at the start of a text it is
-    not).
+    skip_special_tokens: special tokens have no text, except those in shown_ids. continues: the
+    stream continues other text, so its leading space is kept (at the start of a text it is not).
     """
 
     def __init__(
@@ -65,27 +65,27 @@ class Detokenizer:
         self.num_tokens = 0
 
     def copy(self) -> Detokenizer:
-        """Another, as far as this one, that goes its own way."""
+        """Return an independent copy."""
         twin = copy(self)
         twin._run = self._run.copy()
         return twin
 
     @property
     def num_settled_tokens(self) -> int:
-        """How many leading tokens of the stream have given out all of their text."""
+        """Return the number of leading tokens whose text was returned completely."""
         held = self._run.held_from
         return self.num_tokens if held is None else held
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take ids, return the text they settle. Raises InvalidParameter for an unknown id."""
+        """Add ids; return the text that is now final. Raises InvalidParameter for unknown ids."""
         return "".join(text for text, _ in self.spans(token_ids))
 
     def flush(self) -> str:
-        """End the stream: whatever is held comes out as it stands."""
+        """End the stream and return the text held back, as it is."""
         return "".join(text for text, _ in self.flush_spans())
 
     def spans(self, token_ids: Iterable[int]) -> list[Span]:
-        """As `push`, with each text's token."""
+        """Like `push`, with the token that completed each piece of text."""
         spans: list[Span] = []
         skipped, piece_of, run = self._skipped, self._pieces.piece, self._run
         index = self.num_tokens
@@ -110,7 +110,7 @@ class Detokenizer:
         return self._without_opening(spans) if self._num_strip else spans
 
     def flush_spans(self) -> list[Span]:
-        """As `flush`, with each text's token."""
+        """Like `flush`, with the token that completed each piece of text."""
         spans = self._run.close()
         return self._without_opening(spans) if self._num_strip else spans
 
@@ -129,7 +129,7 @@ class Detokenizer:
 
 
 class _Run(Protocol):
-    """Bytes since the last text piece. held_from: the first token whose text is not out yet."""
+    """Bytes since the last text piece. held_from: the first token whose text is still held."""
 
     held_from: int | None
     broken: bool

@@ -1,8 +1,8 @@
-"""Fill in the middle: a prompt between two texts, for models whose vocabulary has marks for that.
+"""Fill in the middle: build infill prompts for models with infill tokens.
 
-Models that were trained to fill in have three tokens, and read prefix, suffix and then write what
-stands between. Which model writes them in which order is known by its tokens. Knows no requests.
-Always holds: a form is used only if all of its marks are tokens of their own.
+Models trained for infilling have three special tokens: they read a prefix and a suffix, then write
+the text between. The spelling of the tokens tells their order. Knows no requests. Always holds: a
+format is used only if each of its marks is a single token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What stands before the first text, between both and behind the second."""
+    """Marks before the first text, between the texts and after the second."""
 
     marks: tuple[str, str, str]
     prefix_first: bool = True
@@ -32,7 +32,7 @@ _FORMS = (
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str | None:
-    """The text that asks for what stands between two texts; None where the model has no marks."""
+    """Return the infill prompt for two texts; None where the model has no infill tokens."""
     for form in _FORMS:
         if all(tokenizer.token_id(mark) is not None for mark in form.marks if mark):
             first, second = (prefix, suffix) if form.prefix_first else (suffix, prefix)

@@ -1,11 +1,11 @@
 """The merges of byte pair encoding, recovered from a vocabulary in order of priority.
 
-tiktoken and SentencePiece store no merges: two neighbours may merge wherever what they become is
-in the vocabulary, the best first, of equals the leftmost. The `tokenizers` library wants pairs in
-order. Each way to cut a token into two others is such a pair, and the pairs of one token stand
-together, so what is merged first is the same. Only where two cuts of one token overlap in a text
-that repeats itself could the pair further right go first; no vocabulary made by merging gets there
-(tests hold this against a plain reading of both rules). Knows no files and no special tokens.
+tiktoken and SentencePiece store no merges: two neighbours merge where their concatenation is in the
+vocabulary, the best first, of equals the leftmost. The `tokenizers` library needs an ordered list
+of pairs. Each split of a token into two others is such a pair, and the pairs of one token are
+adjacent, so the order of merges is the same. Only where two splits of one token overlap in a
+repetitive text could the pair further right come first; vocabularies made by merging never reach
+that case (tests compare both rules). Knows no files and no special tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 
 
 def merges_of(tokens: Iterable[str], place: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs that make one of `tokens`, which come the first to be merged first.
+    """Return all pairs that form one of `tokens`, in the order of `tokens`.
 
-    place: the parts that may be merged, with their own place in that order.
+    place: the parts that may be merged, with their rank in that order.
     """
     merges: list[tuple[str, str]] = []
     place_of = place.get

@@ -1,8 +1,8 @@
-"""StopWatch: whether the text of an answer would come to a stop string by its next token.
+"""StopWatch: predict whether a candidate next token completes a stop string.
 
-The text is made as the answer's reader makes it (a Detokenizer and StopStrings), so both see the
-same string end at the same token. Keeps no text beyond what could still become a stop string, and
-knows no request. Always holds: asking changes nothing.
+The text is produced as the client's output stream produces it (a Detokenizer and StopStrings), so
+both find the same string at the same token. Keeps no text beyond a possible beginning of a stop
+string; knows no request. Always holds: a prediction does not change the state.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from quire.text.stops import StopStrings
 
 
 class StopWatch:
-    """detokenizer, stops: at the answer's beginning. armed_from: the first of its tokens that may
-    complete a stop string."""
+    """The state of one answer.
+
+    detokenizer, stops: in their state at the answer's start. armed_from: index of the first token
+    that may complete a stop string.
+    """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings, *, armed_from: int) -> None:
         self._detokenizer = detokenizer
@@ -23,16 +26,16 @@ class StopWatch:
         self._armed_from = armed_from
 
     def copy(self) -> StopWatch:
-        """Another, as far as this one, that goes its own way."""
+        """Return an independent copy."""
         return StopWatch(self._detokenizer.copy(), self._stops.copy(), armed_from=self._armed_from)
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these."""
+        """Append tokens to the answer."""
         for text, token in self._detokenizer.spans(token_ids):
             self._stops.push(text, armed=token >= self._armed_from)
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether a stop string is complete once the answer goes on with this token."""
+        """Return whether this token as the next one completes a stop string."""
         after = self.copy()
         after.take((token_id,))
         return after._stops.matched is not None

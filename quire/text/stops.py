@@ -1,9 +1,9 @@
-"""Stop strings: where text that arrives in pieces has to end.
+"""StopStrings: find stop strings in streamed text and cut the text there.
 
-Text is read character by character through one automaton over all stop strings (Aho and Corasick,
-1975), so the result cannot depend on how the text was cut. The match that is complete first wins;
-of those complete at the same character the longest. Only what could still become a stop string is
-held back. Knows nothing of tokens.
+One automaton over all stop strings (Aho and Corasick, 1975) reads the text character by character,
+so the result does not depend on how the text was split. The first complete match wins; of matches
+that end at the same character, the longest. Only text that may still become a stop string is held
+back. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from copy import copy
 
 
 class StopStrings:
-    """Watches one stream of text.
+    """Matches stop strings in one stream of text.
 
-    include: the stop string itself stays part of the text. After a match, `matched` is the stop
-    string, nothing more comes out, and `num_used_chars` says how much of the last push was used.
+    include: keep the stop string in the text. After a match, `matched` is the stop string, no
+    more text is returned, and `num_used_chars` is the number of characters used of the last push.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -28,16 +28,16 @@ class StopStrings:
         self.num_used_chars = 0
 
     def copy(self) -> StopStrings:
-        """Another, as far as this one, that goes its own way."""
+        """Return an independent copy."""
         return copy(self)
 
     @property
     def num_held_chars(self) -> int:
-        """How many characters are held back."""
+        """Return the number of characters held back."""
         return len(self._held)
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """Take text, return what is certain. Unless armed, matches that end here do not count."""
+        """Add text; return what cannot become a stop string. Unless armed, matches are ignored."""
         if self.matched is not None:
             self.num_used_chars = 0
             return ""
@@ -55,7 +55,7 @@ class StopStrings:
         return seen[:cut]
 
     def flush(self) -> str:
-        """End the stream: what was held back comes out."""
+        """End the stream and return the text held back."""
         text, self._held = self._held, ""
         return text
 
@@ -103,7 +103,7 @@ class _Automaton:
         self.longest[state] = stop
 
     def _link(self) -> None:
-        """Each state falls back to its longest proper suffix; shorter prefixes come first."""
+        """Set each state's fallback to its longest proper suffix, shorter prefixes first."""
         order = [0]
         for state in order:
             for character, after in self._next[state].items():

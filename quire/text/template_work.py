@@ -1,10 +1,10 @@
-"""What one rendering of a template has done so far, and how large the values are that it makes.
+"""Account for the work of one template rendering, and bound the size of its values.
 
-Everything a template does is charged here: rounds (loops, calls, operations), bytes that are made,
-and time, which is looked at whenever something is charged. So that no single step between two
-looks is long, values are measured before anything walks them: compared, hashed, sorted or written
-out, a list of two entries can cost as much as a million if each entry is such a list again.
-Knows no Jinja. Always holds: past a limit, LimitExceeded is raised, and nothing is half done.
+Every operation of a template is charged here: rounds (loops, calls, operations), bytes of new
+values, and time, which is checked at each charge. To keep single steps short, values are measured
+before they are traversed: comparing, hashing, sorting or printing a list of two entries may cost as
+much as one of a million if each entry is such a list again. Knows no Jinja. Always holds: beyond a
+limit LimitExceeded is raised, before the operation has any effect.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _VIEWS = (ItemsView, KeysView, ValuesView)
 
 
 class LimitExceeded(SecurityError):
-    """A template did more than it may: too many rounds, too large a text, or for too long."""
+    """A template exceeded a limit: rounds, size of a value, or time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one rendering may do. Nothing a template in use does comes near any of them.
+    """Limits of one rendering, far above the needs of published templates.
 
     num_rounds: loops, calls and operations. time_s: seconds. made_bytes: texts, lists and objects
     made, all together. text_chars, list_entries: of one value, everything inside it counted each

@@ -1,9 +1,9 @@
-"""How many bytes of text one token can stand for at most, read off a tokenizer's definition.
+"""Compute the largest number of bytes that one token may stand for.
 
-With it a text that can never fit a context is refused by its length, before it is tokenized. Says
-None wherever a part could swallow text without bound (unknown words fused, spaces removed, text
-normalized away): an unknown part counts as such. Always holds: a text of B bytes becomes at least
-B / bound tokens.
+With this bound a text that cannot fit a context is rejected by its length, before tokenization.
+There is no bound (None) where a step may drop text (fused unknown words, removed spaces, removing
+normalizers); unknown steps count as such. Always holds: a text of B bytes has at least B / bound
+tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_BYTES = 256
 
 
 def most_bytes_a_token(backend: tokenizers.Tokenizer, vocabulary: Set[str]) -> int | None:
-    """The bound in bytes of UTF-8; None where there is none. vocabulary: added tokens included."""
+    """Return the bound in bytes of UTF-8, or None. vocabulary: with the added tokens."""
     shrinks = [_shrink(part) for part in _parts(backend.normalizer, "normalizers")]
     splits = list(_parts(backend.pre_tokenizer, "pretokenizers"))
     factors = [factor for factor in shrinks if factor is not None]
@@ -44,7 +44,7 @@ def most_bytes_a_token(backend: tokenizers.Tokenizer, vocabulary: Set[str]) -> i
 
 
 def _parts(step: Any, name: str) -> list[Mapping[str, Any]]:
-    """The parts of a step, as tokenizer.json writes them: none, one, or a sequence."""
+    """Return the parts of a step as in tokenizer.json: none, one, or a sequence."""
     if step is None:
         return []
     waiting, parts = [json.loads(step.__getstate__())], []
@@ -58,7 +58,7 @@ def _parts(step: Any, name: str) -> list[Mapping[str, Any]]:
 
 
 def _shrink(part: Mapping[str, Any]) -> int | None:
-    """By what factor a normalizer may shorten text; None: without bound."""
+    """Return the factor by which a normalizer may shorten text; None: without bound."""
     kind = part.get("type")
     if kind in ("Prepend", "ByteLevel"):
         return 1
@@ -83,7 +83,7 @@ def _keeps_text(part: Mapping[str, Any]) -> bool:
 def _has_all_bytes(
     model: tokenizers.models.Model, vocabulary: Set[str], *, is_byte_level: bool
 ) -> bool:
-    """Whether the model has a token for each byte, so that nothing is unknown or left out."""
+    """Return whether the model has a token for each byte, so that no text is dropped."""
     if not isinstance(model, tokenizers.models.BPE):
         return False
     if is_byte_level:

@@ -1,9 +1,9 @@
-"""DiskStore: a tier in one folder of one's own (folder.py), as files of blocks.
+"""DiskStore: a tier on disk, in a directory that it locks (folder.py).
 
-Each is a segment (segment.py), made when the first of its blocks is needed. Blocks of another
-model, precision, layout or instruction set have another fingerprint: they are never read, and give
-way when their room is needed. Always holds: all segments together take no more than the bytes
-given.
+Blocks are kept in segments (segment.py), created when the first of their blocks is saved. Segments
+of another model, precision, layout or instruction set have another fingerprint: they are never
+read, and deleted when their space is needed. Always holds: all segments together take no more than
+the given bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SEGMENT_BYTES = 256 << 20
 
 
 class DiskStore:
-    """A BlockStore (see store.py) in a folder, which it closes.
+    """A BlockStore (see store.py) in a directory, which `close` closes too.
 
-    Raises SettingError where the folder cannot be read, or the bytes are too few for a block.
+    Raises SettingError where the directory cannot be read or max_bytes is too small for one block.
     """
 
     tier = Tier.DISK
@@ -45,7 +45,7 @@ class DiskStore:
         self._max_bytes, self._fingerprint = max_bytes, fingerprint
         self._per_segment = _fitting(min(most_segment_bytes, max_bytes), block_bytes)
         if not self._per_segment:
-            # One block may be larger than a segment is meant to be.
+            # A single block may exceed the usual size of a segment.
             self._per_segment = int(segment_bytes(1, block_bytes) <= max_bytes)
         if not self._per_segment:
             raise SettingError(
@@ -105,7 +105,7 @@ class DiskStore:
             segment.clear()
 
     def close(self) -> None:
-        """Close the files and let others use the folder."""
+        """Close the segments and unlock the directory."""
         self._ahead.close()
         for segment in self._segments.values():
             segment.close()
@@ -118,7 +118,7 @@ class DiskStore:
         return None if segment is None else segment.read(block, pages)
 
     def _open_segments(self) -> None:
-        """Those that are ours; what lies beyond the bytes given is deleted."""
+        """Open the segments with our fingerprint; delete those beyond the byte limit."""
         for path, number in segment_files(self._path).items():
             if number >= self.num_blocks // self._per_segment:
                 path.unlink()
@@ -128,7 +128,7 @@ class DiskStore:
                 self._segments[number] = segment
 
     def _make(self, number: int) -> Segment:
-        """A new segment, after others' have given way."""
+        """Create a segment; first delete foreign ones, oldest first, where space is needed."""
         path = segment_path(self._path, number)
         path.unlink(missing_ok=True)
         needed = segment_bytes(self._per_segment, self.block_bytes)
@@ -145,7 +145,7 @@ class DiskStore:
 
 
 def _fitting(most_bytes: int, block_bytes: int) -> int:
-    """Most blocks of a segment of at most `most_bytes`."""
+    """Return how many blocks fit into a segment of at most `most_bytes`."""
     count = most_bytes // block_bytes
     while count and segment_bytes(count, block_bytes) > most_bytes:
         count -= 1

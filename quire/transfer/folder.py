@@ -1,12 +1,12 @@
-"""TierFolder: a folder that a tier may use, told from one that holds anything of anybody else's.
+"""TierFolder: the directory of a disk tier, locked by one process.
 
-    quire-tier.lock     held by the process that uses the folder; it says which
-    quire-tier.key      MAGIC and 16 secret bytes of which digests are made (quire.cache.digest):
-                        with another key nothing would be found again
-    quire-tier-0000.kv  blocks (disk.py)
+    quire-tier.lock     locked by the process that uses the directory; contains its process id
+    quire-tier.key      MAGIC and 16 secret bytes, the key of all block digests
+                        (quire.cache.digest): with another key no block is found again
+    quire-tier-0000.kv  KV blocks (disk.py)
 
-Knows no blocks. Always holds: nothing is written into a folder in which there is a file that no
-tier makes; a file of one of these names whose content no tier writes is left as it is.
+Knows no blocks. Always holds: nothing is written into a directory that contains files of other
+programs; a file with one of these names but foreign content is left unchanged.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MOST_LOCK_BYTES = 32
 
 
 class TierFolder:
-    """A folder that is this process's alone until it is closed. hash_key: kept from run to run.
-    note: what whoever runs it should know; empty for nothing.
+    """A tier directory, locked for this process until `close`.
 
-    Raises SettingError where it cannot be used: it holds others' files, is in use, open to others'
-    writing, or read-only.
+    hash_key: the persistent key of block digests. note: a warning for the operator, or "".
+    Raises SettingError where the directory contains foreign files, is in use by another process,
+    writable by other users, or read-only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class TierFolder:
             raise
 
     def check_room(self, max_bytes: int) -> None:
-        """Raise SettingError where the disk has less than a tier may take: it would fill up."""
+        """Raise SettingError where the tier's limit exceeds the free space of its disk."""
         try:
             disk = os.statvfs(self.path)
             own = sum(file.stat().st_size for file in segment_files(self.path))
@@ -72,17 +72,17 @@ class TierFolder:
             )
 
     def close(self) -> None:
-        """Let others use it."""
+        """Release the lock."""
         os.close(self._lock)
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Where a file of blocks lies."""
+    """Return the path of a segment."""
     return folder / f"quire-tier-{number:04d}.kv"
 
 
 def segment_files(folder: Path) -> dict[Path, int]:
-    """The files of blocks that are there, with their numbers."""
+    """Return the existing segments with their numbers, in order."""
     found = {file: file.stem.removeprefix("quire-tier-") for file in folder.glob("quire-tier-*.kv")}
     return {file: int(found[file]) for file in sorted(found) if found[file].isdigit()}
 
@@ -92,7 +92,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def unusable(folder: Path, error: OSError) -> SettingError:
-    """The error for what a disk said."""
+    """Return the SettingError for an OSError of the tier's disk."""
     return SettingError(
         f"kv_tier_path: {folder} cannot be used as a tier: {error.strerror or error}; name a "
         "folder you may write to, on a disk with room"
@@ -100,7 +100,7 @@ def unusable(folder: Path, error: OSError) -> SettingError:
 
 
 def _checked(folder: Path) -> str:
-    """What should be known of a folder that may be a tier; SettingError where it may not."""
+    """Return a warning about the directory, or ""; raise SettingError where it cannot be used."""
     mode = folder.stat()
     if why := danger(mode):
         raise SettingError(
@@ -125,7 +125,7 @@ def _checked(folder: Path) -> str:
 
 
 def _locked(folder: Path) -> int:
-    """The folder's lock, open and held."""
+    """Return the descriptor of the lock file, locked."""
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -154,7 +154,7 @@ def _lock(descriptor: int, folder: Path, holder: str) -> None:
 
 
 def _key(path: Path) -> bytes:
-    """The folder's key; made where there is none, or one of ours that is not whole and secret."""
+    """Return the directory's key; make a new one where it is missing, truncated or not secret."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

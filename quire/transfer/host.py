@@ -1,9 +1,9 @@
-"""HostStore: a tier in memory of the host that a device reads and writes by itself.
+"""HostStore: a tier in pinned host memory, which the device reads and writes by itself.
 
-Nothing is copied here: the device fills a place and empties it, and the store knows whose block
-lies there. It is gone with the process. Memory is taken in pieces whose sizes are powers of two,
-because whoever keeps memory in place for a device may round up to one. Always holds: all pieces
-together take no more than the bytes given.
+The store copies nothing: the device fills and reads the places, the store records the digest of
+each. Its content ends with the process. Memory is allocated in pieces whose sizes are powers of
+two, because allocators of pinned memory may round up to one. Always holds: all pieces together
+take no more than the given bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIECE_BYTES = 256 << 20
 
 
 def piece_sizes(max_bytes: int, block_bytes: int) -> list[int]:
-    """Bytes of the pieces that hold most blocks in `max_bytes`; none where no block fits."""
+    """Return the sizes of the pieces that hold most blocks within `max_bytes`."""
     most = max(PIECE_BYTES, 1 << (block_bytes - 1).bit_length())
     sizes = [most] * (max_bytes // most)
     left = max_bytes % most
@@ -59,21 +59,21 @@ class HostStore:
         return ()
 
     def save(self, place: int, digest: bytes, raw: Bytes) -> None:
-        """See BlockStore; raw is the place's room, filled."""
+        """See BlockStore; raw is the place's own memory, already filled."""
         self._digests[place] = digest
 
     def fetch(self, place: int, digest: bytes, out: Bytes) -> bool:
-        """See BlockStore; out is the place's room."""
+        """See BlockStore; out is the place's own memory."""
         return self._digests.get(place) == digest
 
     def expect(self, places: Sequence[int]) -> None:
-        """See BlockStore: they are as near as they can be."""
+        """See BlockStore: host memory needs no read-ahead."""
 
     def clear(self) -> None:
         """See BlockStore."""
         self._digests.clear()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._pieces.clear()
         self._digests.clear()

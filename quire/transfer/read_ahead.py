@@ -1,9 +1,9 @@
-"""ReadAhead: blocks read by threads of its own before they are asked for, in the order announced.
+"""ReadAhead: read announced blocks in background threads before they are requested.
 
-A disk is kept busy while what it gave is copied on, and checksums are made beside reading. Knows
-places and how one is read, no files; belongs to one thread. Always holds: at most BUFFERS blocks
-are read and not asked for yet; what was read before a place changed is never given out, as long as
-whoever changes it says so first (`forget`).
+This keeps the disk busy while earlier blocks are copied, and computes checksums in parallel. Knows
+places and how to read one, no files; is used from one thread. Always holds: at most BUFFERS blocks
+are read ahead; a block that was read before its place changed is never returned, provided that the
+caller calls `forget` before the change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-# Reads a place into a buffer; the digest of what lies there, None if nothing whole does.
+# Reads a place into a buffer; returns its digest, None if the block is missing or damaged.
 Read = Callable[[int, Bytes], bytes | None]
 
 THREADS = 2
@@ -36,14 +36,14 @@ class ReadAhead:
         self._begun: dict[int, tuple[Future[bytes | None], Bytes]] = {}
 
     def expect(self, places: Sequence[int]) -> None:
-        """These will be asked for next, in this order, each once."""
+        """Announce places that will be read next, in this order, each once."""
         for place in places:
             if place not in self._begun and place not in self._announced:
                 self._announced.append(place)
         self._begin()
 
     def read(self, place: int, out: Bytes) -> bytes | None:
-        """What lies there, to out, and its digest; None if nothing whole does. Raises OSError."""
+        """Read a block into `out` and return its digest; None if missing. Raises OSError."""
         begun = self._begun.pop(place, None)
         if begun is None:
             if place in self._announced:

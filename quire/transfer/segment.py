@@ -1,19 +1,18 @@
-"""Segment: one file of a disk tier, with room for a number of blocks, and how it lies on disk.
+"""Segment: one file of a disk tier with a fixed number of blocks, and its layout on disk.
 
-    head    4096 bytes: MAGIC, version, number of blocks, their size and the distance between two of
-            them, a fingerprint of whoever can read such blocks, and a checksum of all that
+    head    4096 bytes: MAGIC, version, number of blocks, their size and stride, the fingerprint of
+            what computes such blocks, and a checksum of the head
     table   64 bytes a block: digest, age, checksum of the block's bytes, checksum of the entry
     blocks  at multiples of 4096
 
-The whole file is laid out when it is made, so a disk that fills up later takes nothing away. An
-entry is wiped before its block is written and made when that is done: what a crash leaves behind,
-in whatever order the pages reached the disk, is an entry or a block whose checksum is wrong.
+The whole file is allocated when it is created, so a disk that fills up later cannot truncate it. An
+entry is erased before its block is written and written after it: after a crash, in whatever order
+the pages reached the disk, an incomplete block has an entry or a checksum that does not match.
 
-Bytes move by preadv and pwrite and not through a mapping: both are copies out of the page cache,
-equally fast here, but a disk that fails is an error in the one and the end of the process (SIGBUS)
-in the other. What is not in the page cache is read past it (O_DIRECT) where the file system can: it
-goes to the pool, and a second copy of it would only cost memory and, in a virtual machine, the time
-to be given that memory.
+Blocks are read and written by preadv and pwrite, not through a mapping: both copy from the page
+cache at the same speed, but a failing disk is an OSError in one case and ends the process (SIGBUS)
+in the other. Blocks that are not in the page cache are read with O_DIRECT where the file system
+supports it: they are copied to the pool anyway, and a second copy in the page cache costs memory.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ ENTRY_BYTES = 64
 
 
 class Segment:
-    """An open file. Raises OSError where the disk does; closing is the owner's.
+    """An open segment. Methods raise OSError where the disk fails; the owner closes it.
 
-    direct: a descriptor of the same file that reads past the page cache, if there is one.
+    direct: a descriptor of the same file opened with O_DIRECT, or None.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Segment:
 
     @classmethod
     def make(cls, path: Path, num_blocks: int, block_bytes: int, fingerprint: bytes) -> Segment:
-        """A new file with nothing in it, laid out whole; it stands at `path` when it is ready."""
+        """Create an empty segment, fully allocated, and move it to `path` when it is complete."""
         partial = path.with_suffix(".partial")
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(partial, flags, 0o600)
@@ -77,7 +76,7 @@ class Segment:
     def open(
         cls, path: Path, num_blocks: int, block_bytes: int, fingerprint: bytes
     ) -> Segment | None:
-        """The file at `path`; None if there is none, or it is not of this size and fingerprint."""
+        """Open the segment at `path`; None if missing or of another size or fingerprint."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -95,7 +94,7 @@ class Segment:
         return cls(descriptor, _open_direct(path), num_blocks, block_bytes)
 
     def entries(self) -> Iterator[tuple[int, bytes, int]]:
-        """(age, digest, block) of each whole entry of the table."""
+        """Yield (age, digest, block) of each intact entry of the table."""
         table = os.pread(self._descriptor, self.num_blocks * ENTRY_BYTES, PAGE)
         for block in range(len(table) // ENTRY_BYTES):
             raw = table[block * ENTRY_BYTES : block * ENTRY_BYTES + ENTRY.size + CHECK.size]
@@ -104,15 +103,17 @@ class Segment:
                 yield age, digest, block
 
     def save(self, block: int, digest: bytes, raw: Bytes, age: int) -> None:
-        """Put a block there."""
+        """Write a block and its entry."""
         self.wipe(block)
         _write_all(self._descriptor, raw.data, self._first + block * self._stride)
         body = ENTRY.pack(digest, age, zlib.crc32(raw.data), 0)
         _write_all(self._descriptor, body + CHECK.pack(zlib.crc32(body)), _entry_at(block))
 
     def read(self, block: int, pages: Bytes) -> bytes | None:
-        """Read it into pages [stride_of(block_bytes)], which begin with a page; its digest, None if
-        nothing whole lies there. May be called in several threads at once."""
+        """Read a block and return its digest; None if it is missing or damaged.
+
+        pages: page-aligned memory, [stride_of(block_bytes)]. Thread-safe.
+        """
         raw = os.pread(self._descriptor, ENTRY.size + CHECK.size, _entry_at(block))
         entry = _entry(raw)
         if entry is None:
@@ -123,9 +124,9 @@ class Segment:
         return entry[0] if zlib.crc32(content) == entry[2] else None
 
     def _read_cached(self, content: memoryview, at: int) -> bool:
-        """Whether all of it was in the page cache, and now is in `content`."""
+        """Read the block from the page cache; return False unless all of it was there."""
         if not self._may_be_direct:
-            return False  # it is read the one way there is
+            return False  # without O_DIRECT one ordinary read does both
         try:
             return os.preadv(self._descriptor, [content], at, os.RWF_NOWAIT) == len(content)
         except OSError as error:
@@ -134,7 +135,7 @@ class Segment:
             return False
 
     def _read_direct(self, content: memoryview, at: int) -> bool:
-        """Whether it could be read past the page cache, and now is in `content`."""
+        """Read the block with O_DIRECT; return False where that is not supported."""
         if self._direct is None or not self._may_be_direct:
             return False
         try:
@@ -142,31 +143,31 @@ class Segment:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._may_be_direct = False  # pages are not enough for this file system
+            self._may_be_direct = False  # this file system needs a larger alignment
         return self._may_be_direct
 
     def wipe(self, block: int) -> None:
-        """Nothing lies there any more."""
+        """Erase the entry of a block."""
         _write_all(self._descriptor, bytes(ENTRY_BYTES), _entry_at(block))
 
     def clear(self) -> None:
-        """Nothing lies in the file any more."""
+        """Erase all entries."""
         _write_all(self._descriptor, bytes(self.num_blocks * ENTRY_BYTES), PAGE)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._descriptor)
         if self._direct is not None:
             os.close(self._direct)
 
 
 def stride_of(block_bytes: int) -> int:
-    """Bytes between the beginnings of two blocks."""
+    """Return the distance in bytes between the starts of two blocks."""
     return -(-block_bytes // PAGE) * PAGE
 
 
 def segment_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Size of a file."""
+    """Return the size of a segment in bytes."""
     return _first_block(num_blocks) + num_blocks * stride_of(block_bytes)
 
 
@@ -179,7 +180,7 @@ def _entry_at(block: int) -> int:
 
 
 def _entry(raw: bytes) -> tuple[bytes, int, int, int] | None:
-    """The entry, None where there is none, or not a whole one."""
+    """Unpack an entry; None where it is empty or damaged."""
     body, check = raw[: ENTRY.size], raw[ENTRY.size :]
     if len(check) != CHECK.size or not any(body) or CHECK.unpack(check)[0] != zlib.crc32(body):
         return None
@@ -200,7 +201,7 @@ def _head(num_blocks: int, block_bytes: int, fingerprint: bytes) -> bytes:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A descriptor that reads past the page cache; None where the file system has none."""
+    """Open with O_DIRECT; None where the file system does not support it."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

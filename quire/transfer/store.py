@@ -1,9 +1,9 @@
-"""BlockStore: what a tier must do with the bytes of KV blocks, wherever it keeps them.
+"""BlockStore: the interface of a tier's storage, wherever it keeps the bytes of KV blocks.
 
-A tier is `num_blocks` numbered places of one size, each with the digest of what lies there. Which
-place holds what, what is thrown out and when, is decided elsewhere (quire.cache.tier_map): a store
-keeps no order and evicts nothing. A remote tier is another class with these verbs. Always holds: a
-block is given out only for the digest it was saved under and only if its bytes are those saved.
+A tier has `num_blocks` numbered places of one size, each with the digest of its content. Placement
+and eviction are decided elsewhere (quire.cache.tier_map): a store keeps no order and evicts
+nothing. A remote tier is another class with these methods. Always holds: a block is returned only
+for the digest under which it was saved, and only if its bytes are unchanged.
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ Bytes = NDArray[np.uint8]
 
 
 class BlockStore(Protocol):
-    """Places 0 .. num_blocks - 1 of block_bytes each. Verbs raise OSError where the medium fails;
-    they are called from one thread, `room` from any."""
+    """Places 0 .. num_blocks - 1 of block_bytes each.
+
+    Methods raise OSError where the medium fails. They are called from one thread; `room` may be
+    called from any.
+    """
 
     tier: Tier
     num_blocks: int
     block_bytes: int
 
     def room(self, place: int) -> Bytes | None:
-        """The place itself, where it is memory: whoever fills it hands it to `save` then, and
-        `fetch` with it as out copies nothing. None where places are not memory."""
+        """Return the place's own memory; None where places are not in memory.
+
+        The caller fills it and passes it to `save`; `fetch` with it as `out` copies nothing.
+        """
 
     def held(self) -> Sequence[tuple[bytes, int]]:
-        """(digest, place) of all that lies there, the oldest first. Asked once, at the start."""
+        """Return (digest, place) of every saved block, oldest first. Called once, at start-up."""
 
     def save(self, place: int, digest: bytes, raw: Bytes) -> None:
-        """Put a block there, in the place of whatever it held."""
+        """Save a block in a place, replacing its content."""
 
     def fetch(self, place: int, digest: bytes, out: Bytes) -> bool:
-        """Read the block saved there into out; False if it is not there whole, and then it is
-        forgotten."""
+        """Read a block into `out`; return False, and drop it, if it is missing or damaged."""
 
     def expect(self, places: Sequence[int]) -> None:
-        """These will be fetched soon, in this order: whatever can begin now, may."""
+        """Announce places that will be fetched soon, in this order, so that reads may begin."""
 
     def clear(self) -> None:
-        """Forget all that lies there."""
+        """Drop all blocks."""
 
     def close(self) -> None:
-        """Let go of it; what was saved stays."""
+        """Release resources; persistent blocks stay."""

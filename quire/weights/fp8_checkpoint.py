@@ -53,7 +53,7 @@ class Fp8Stored:
         return int(self.codes.shape[1])
 
     def rows(self, first: int, count: int) -> Fp8Stored:
-        """Return `count` rows from `first` on, still stored."""
+        """Some of the rows."""
         codes = self.codes[first : first + count]
         return replace(self, codes=codes, first_row=self.first_row + first)
 

@@ -6,19 +6,19 @@
     index  JSON: what the file was made for, the digest of its checkpoint, and of each weight the
            place and a digest of its bytes
 
-What is read is checked: the head and the index by cryptographic digests, each weight by a digest of
-all its bytes, by all threads, which is also what brings the pages in. A file that is found wanting,
-for whatever reason, is made anew, and says why.
+Everything read is verified: the head and the index by cryptographic digests, each weight by a
+digest of all its bytes, computed by all threads, which also pages the file in. A file that fails
+any check is written again, and the reason is logged.
 
-Whose weights they are is a matter of their bytes: the index has the digest of every tensor they
-were made of. Reading those again would cost what a cold disk costs, so the stamp says what the
-system knew of the checkpoint's files when they were opened: names, numbers, sizes, times of the
-last changes. While that stays the same, so do they; where it differs, or was too fresh to be told
-from a change at the same moment, the checkpoint is read and compared.
+The index contains the digest of every tensor of the checkpoint. Reading the checkpoint again would
+cost as much as a cold start, so the stamp covers the metadata of its files when they were opened:
+names, inode numbers, sizes and modification times. While the stamp matches, the checkpoint counts
+as unchanged; where it differs, or the files were modified too recently to rule out a second change
+within the same timestamp, the checkpoint is read and compared.
 
-Nothing is run that is read here, and a digest is no signature: whoever may write to the folder may
-change answers. So a folder or file that others may write to is not used. Knows no program and no
-layout: who packs hands over bytes and a text that says what for.
+A digest is no signature: a user with write access to the directory can change answers. A directory
+or file that other users may write to is therefore rejected. Knows no program and no layout: the
+caller passes bytes and a text that describes what they are for.
 """
 
 from __future__ import annotations
@@ -65,13 +65,16 @@ SUFFIX = ".packed"
 
 
 class Unusable(Exception):
-    """Why a file cannot be used; it is made anew."""
+    """The reason why a file cannot be used; it is written again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What packed weights are made for: the number of the layout, and a text of all they depend on
-    but the checkpoint's bytes. `model` names the file for people."""
+    """What packed weights depend on besides the checkpoint's bytes.
+
+    layout: the version of the packed layout. text: all else, as one text. model: a readable part
+    of the file's name.
+    """
 
     model: str
     layout: int
@@ -79,14 +82,16 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits over the text."""
+        """Return the digest of the text, 32 hexadecimal digits."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFile:
-    """Checked weights, views of the mapped file, the digest of the checkpoint they are of, and
-    what was found out while they were packed: rows that are too coarse, by name."""
+    """Verified weights as views of the mapped file, and the digest of their checkpoint.
+
+    coarse_rows: the number of rows too coarse for their format, by name, counted while packing.
+    """
 
     weights: Mapping[str, Bytes]
     weights_digest: str
@@ -94,9 +99,9 @@ class PackedFile:
 
 
 class PackCache:
-    """A folder of such files. Raises SettingError where it is none, or others may write to it.
+    """A directory of packed files; `log` records what happens to them.
 
-    log: told what becomes of its files.
+    Raises SettingError where it is no directory, or other users may write to it.
     """
 
     def __init__(self, folder: Path, log: Log) -> None:
@@ -115,8 +120,10 @@ class PackCache:
             )
 
     def path(self, recipe: Recipe, checkpoint: Path) -> Path:
-        """Where weights of this recipe from this checkpoint lie: one file for each place and
-        recipe, whatever the layout's number and the checkpoint's content are."""
+        """Return the file for this recipe and checkpoint path.
+
+        It does not depend on the layout version or the checkpoint's content.
+        """
         place = f"{checkpoint.resolve()}\0{recipe.text}".encode()
         name = re.sub(r"[^\w.-]", "_", recipe.model)[:80].lstrip(".")
         key = hashlib.blake2b(place, digest_size=8).hexdigest()
@@ -124,8 +131,7 @@ class PackCache:
 
 
 def stamp_of(files: Mapping[Path, os.stat_result]) -> bytes:
-    """16 bytes over what the system knew of files when they were opened; NO_STAMP where that was
-    too fresh."""
+    """Return a digest of the files' metadata; NO_STAMP where one was modified too recently."""
     digest = hashlib.blake2b(digest_size=16)
     newest_ns = 0
     for file, found in sorted(files.items()):
@@ -144,10 +150,10 @@ def read_packed(
     weights_digest: Callable[[], str],
     digest: Digest,
 ) -> PackedFile:
-    """The weights in `path`. Raises Unusable, and FileNotFoundError where there is no file.
+    """Map and verify the weights in `path`. Raises Unusable, and FileNotFoundError.
 
-    sizes: bytes of each weight. weights_digest: reads the checkpoint, where its stamp does not
-    tell. digest: 128 bits over bytes.
+    sizes: bytes of each weight. weights_digest: computes the digest of the checkpoint; called only
+    where the stamp does not match. digest: a 128-bit digest of bytes.
     """
     descriptor = _open(path)
     try:
@@ -175,7 +181,7 @@ def read_packed(
 
 
 class PackWriter:
-    """A file in the making. Raises OSError where it cannot be written; `abandon` removes it."""
+    """Writes a packed file. Raises OSError where that fails; `abandon` removes the partial file."""
 
     def __init__(self, path: Path, recipe: Recipe, *, total_bytes: int, stamp: bytes) -> None:
         self._path, self._recipe, self._stamp = path, recipe, stamp
@@ -195,7 +201,7 @@ class PackWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return self._size
 
     def add(self, name: str, packed: Bytes, digest: tuple[int, int]) -> None:
@@ -205,7 +211,7 @@ class PackWriter:
         self._append(packed.data)
 
     def finish(self, weights_digest: str, coarse_rows: Mapping[str, int]) -> None:
-        """Write the index and the head, and put the file in its place, in one move."""
+        """Write the index and the head, and move the file into place atomically."""
         self._append(memoryview(bytes(SLACK_BYTES)))
         index = json.dumps(
             {
@@ -229,7 +235,7 @@ class PackWriter:
         self._file = -1
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the partial file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -300,8 +306,8 @@ def _checked_weights(
 
 
 def _restamp(path: Path, stamp: bytes) -> None:
-    """Note that the checkpoint's files, as they are now, are those of the weights."""
-    with suppress(OSError):  # the folder may be read-only: then they are read each time
+    """Replace the stamp after a comparison found the checkpoint unchanged."""
+    with suppress(OSError):  # in a read-only directory the checkpoint is compared at each start
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             os.pwrite(descriptor, stamp, STAMP_AT)
@@ -318,7 +324,7 @@ def _index_digest(index: bytes) -> bytes:
 
 
 def _check_room(file: int, num_bytes: int) -> None:
-    """Raises OSError where the disk has less room."""
+    """Raise OSError where the disk has less free space."""
     free = os.fstatvfs(file)
     if free.f_bavail * free.f_frsize < num_bytes:
         raise OSError(
@@ -333,7 +339,7 @@ def _write_all(file: int, content: memoryview) -> None:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Unfinished files whose writers are gone; a living one holds a lock."""
+    """Remove partial files whose writers have ended; a running writer holds a lock."""
     for part in path.parent.glob(f".{path.name}.*.part"):
         with suppress(OSError):
             descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW)

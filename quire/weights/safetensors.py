@@ -1,11 +1,10 @@
-"""One safetensors file, mapped into memory and checked before anything is believed.
+"""Map a safetensors file into memory and validate its header.
 
 Format (huggingface/safetensors): 8 bytes little-endian header length, a JSON object naming each
 tensor's dtype, shape and data_offsets (relative to the end of the header), then the data. What
 always holds after opening: tensors cover the data without gap or overlap, each has exactly the
 bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, fp8 (whose values need scales:
-fp8_checkpoint.py), or those of masks that old files carry, which nobody computes with. Values are
-not looked at.
+fp8_checkpoint.py), or those of masks in old files, which are ignored. Values are not inspected.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """An open file; `opened`: what the system knew of it then.
+    """An open file; `opened`: its metadata (os.stat_result) at that moment.
 
     Raises WeightsError, all problems of the header listed together.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Rendered for the scripted engine, whose tokens are bytes.
+# Rendered for the scripted engine, in which tokens are bytes.
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for message in messages %}{{ message.role }}:{{ message.content }}"

@@ -37,7 +37,7 @@ class Pet(pydantic.BaseModel):
 
 
 class Old(pydantic.BaseModel):
-    """Somebody old."""
+    """A person with an age."""
 
     age: int
 

@@ -31,7 +31,7 @@ class Pet(pydantic.BaseModel):
 
 @tool
 def weather(city: Literal["Oslo", "Bergen"], days: Literal[1, 2, 3] = 3) -> str:
-    """Tells the weather."""
+    """Return the weather."""
     return f"cold in {city} for {days} days"
 
 

@@ -60,7 +60,7 @@ def test_whole_and_streamed_are_one_answer_by_each_route(box: str, route: str) -
     assert built.choices[0].message.content == text
     assert built.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     if route.startswith("hosted_vllm"):
-        return  # by this route it tells its own estimate, not what the server counted
+        return  # by this route it reports its own estimate, not the server's count
     (told,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]
     for usage in (told, built.usage):
         assert usage.completion_tokens == whole.usage.completion_tokens

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from quire.program.tensors import DType
-from quire.scheduler import budget, layered
+from quire.scheduler import step_budget
+from quire.scheduler.prefill import layered
 from tests.exact.rig import AloneRuns, Model
 from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_gemma import GEMMA3
@@ -24,7 +25,7 @@ def tiny_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layered, "TILE_TOKENS", 1)
         patch.setattr(layered, "WORTH", 0.0)
-        patch.setattr(budget, "LEAST_PROMPT_TOKENS", 2)
+        patch.setattr(step_budget, "MIN_PROMPT_TOKENS", 2)
         yield
 
 

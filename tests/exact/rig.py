@@ -49,9 +49,9 @@ from quire.program.tensors import DType
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
 from quire.runner.tier_mover import TierMover
+from quire.scheduler.cost.transfer_cost import RestoreMode
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.move_cost import Choice
-from quire.scheduler.policies import make_policy
+from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.vocabulary import Vocabulary
@@ -269,7 +269,9 @@ def run_case(
             admission.scores_from for plan, _ in runner.steps for admission in plan.admissions
         ),
         structured=any(request.sampling.structured_outputs for request in case.requests),
-        jumped=any(len(result.forced_ids) for _, result in runner.steps),
+        jumped=any(
+            (result.token_counts > plan.sample_counts).any() for plan, result in runner.steps
+        ),
         beams_watched=_has_ends(case, runner, stop=True),
         beams_structured=_has_ends(case, runner, stop=False),
         problems=problems,
@@ -414,7 +416,7 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
         settings.block_size,
         prefix_caching=settings.prefix_caching,
         tier=None if mover is None else TierMap(mover.store.num_blocks, mover.store.tier),
-        most_saving=4,
+        max_saving=4,
         window=window,
     )
 
@@ -426,7 +428,7 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
             limits,
             cache,
             make_policy(settings.policy),
-            bring_back=Choice.MOVE,
+            bring_back=RestoreMode.MOVE,
             tenants=settings.tenants,
         ),
         runner,

@@ -185,9 +185,11 @@ class TellsTheWrongOrder(ModelRunner):
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = super()._run(plan)
-        if len(result.forced_ids) > 1:
-            return replace(result, forced_ids=np.roll(result.forced_ids, 1))
-        return result
+        token_ids, end = result.token_ids.copy(), 0
+        for count in result.token_counts.tolist():
+            token_ids[end + 1 : end + count] = np.roll(token_ids[end + 1 : end + count], 1)
+            end += count
+        return replace(result, token_ids=token_ids)
 
 
 class TakesOutputForPrompt(ModelRunner):
@@ -234,15 +236,17 @@ class WritesWhereItShouldNot(_Executor):
 
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         blocks = np.repeat(np.arange(len(batch.seq_starts) - 1), np.diff(batch.seq_starts))
-        size = self._block_size
-        slots = batch.block_tables[blocks, batch.positions // size] * size
+        size, (cache,) = self._block_size, batch.caches
+        slots = cache.block_tables[blocks, batch.positions // size] * size
         slots += batch.positions % size
-        kept = batch.kv_slots < 0
+        kept = cache.kv_slots < 0
         token_ids = np.where(kept, (batch.token_ids + 1) % VOCAB_SIZE, batch.token_ids)
         wrong = replace(
             batch,
             token_ids=token_ids.astype(np.int32),
-            kv_slots=np.where(kept, slots, batch.kv_slots).astype(np.int32),
+            caches=(
+                replace(cache, kv_slots=np.where(kept, slots, cache.kv_slots).astype(np.int32)),
+            ),
         )
         super().run_trunk(wrong)
         super().run_trunk(batch)

@@ -16,8 +16,8 @@ import numpy as np
 from quire.base.grammar import choice, grammar, json_object, json_schema, regex
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
-from quire.scheduler.policies import POLICY_NAMES
-from quire.scheduler.tenants import TenantLimits
+from quire.scheduler.policy.policies import POLICY_NAMES
+from quire.scheduler.tenants.tenant_usage import TenantLimits
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 307

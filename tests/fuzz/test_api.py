@@ -42,7 +42,7 @@ LEFT_OUT = (
 ANSWERS = ("/v1/completions", "/v1/chat/completions", "/generate")
 # Of the fields that may be left out none to so many are kept: with all at once nearly every request
 # is refused for two that do not go together, and nothing reaches the engine.
-MOST_OPTIONAL = 5
+MAX_OPTIONAL = 5
 # A promise that cannot be kept is refused, and a deadline that passes ends its request.
 HONEST = {(503, "deadline_missed"), (504, "timeout")}
 CHECKS_MADE = [
@@ -149,7 +149,7 @@ def fewer(body: dict[str, Any], path: str) -> dict[str, Any]:
     def place(field: str) -> str:
         return hashlib.sha256(f"{field}{salt}".encode()).hexdigest()
 
-    num_kept = int(place(""), 16) % (MOST_OPTIONAL + 1)
+    num_kept = int(place(""), 16) % (MAX_OPTIONAL + 1)
     kept = set(sorted(optional, key=place)[:num_kept])
     return {field: body[field] for field in body if field in operation.needed or field in kept}
 

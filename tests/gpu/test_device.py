@@ -268,7 +268,7 @@ def test_what_is_left_after_loading_is_checked() -> None:
     assert check_left(torch.device("cpu")) == ""
     card = torch.device("cuda", 0)
     assert "2048.0 MiB left" in check_left(card, free_bytes=2 * GIB)
-    with pytest.raises(CapacityError, match="somebody else took memory"):
+    with pytest.raises(CapacityError, match="another process took memory"):
         check_left(card, free_bytes=GIB // 8)
 
 

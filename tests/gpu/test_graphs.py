@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.graphs import Graphs  # noqa: E402
-from quire.program.batch import ForwardBatch  # noqa: E402
+from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
@@ -67,9 +67,10 @@ def decode_batch(ids: list[int], depths: list[int]) -> ForwardBatch:
         token_ids=np.array(ids, np.int32),
         positions=positions,
         rope_positions=positions,
-        kv_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        caches=(
+            CacheRows(kv_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE, block_tables=tables),
+        ),
         seq_starts=np.arange(count + 1, dtype=np.int32),
-        block_tables=tables,
         sample_rows=np.arange(count, dtype=np.int32),
     )
 
@@ -102,7 +103,7 @@ def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
     executor.run_trunk(batch)
     logits = executor.run_head(batch, 0, 3)
     assert isinstance(logits, torch.Tensor)
-    params = SampleBatch(
+    wishes = SampleBatch(
         temperature=np.array([0, 1, 0.7], np.float32),
         top_k=np.array([0, 5, 0], np.int32),
         top_p=np.array([1, 0.9, 1], np.float32),
@@ -121,7 +122,7 @@ def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
         bias_values=np.array([30.0], np.float32),
         banned_starts=np.zeros(4, np.int32),
     )
-    found, right = executor.sample(logits, params), reference.choose(logits.numpy(), params)
+    found, right = executor.sample(logits, wishes), reference.choose(logits.numpy(), wishes)
     assert found.token_ids.tolist() == right.token_ids.tolist()
     assert found.token_ids[0] == 9
     assert np.array_equal(found.top_ids, right.top_ids)

@@ -29,7 +29,7 @@ from quire.execute.gpu.stream import CpuStream  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.runner.handle import Handle  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
-from quire.scheduler.move_cost import MoveCost  # noqa: E402
+from quire.scheduler.cost.transfer_cost import TransferCost  # noqa: E402
 from tests.exact.rig import Model, Outcome, WatchedRunner, make_core, make_runner, run_case  # noqa: E402
 from tests.exact.test_overlap import plain  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case  # noqa: E402
@@ -221,8 +221,8 @@ def posing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     memory of its own; here blocks are moved all the same."""
     memory = MachineMemory(available_bytes=1 << 30, limit="memory of a test", is_own=True)
     monkeypatch.setattr(TorchExecutorClass, "available_memory", lambda _: memory)
-    monkeypatch.setattr(MoveCost, "fetch_pays", lambda *_: True)
-    monkeypatch.setattr(MoveCost, "return_ms", lambda *_: (1.0, True))
+    monkeypatch.setattr(TransferCost, "fetch_pays", lambda *_: True)
+    monkeypatch.setattr(TransferCost, "return_ms", lambda *_: (1.0, True))
     return write_tiny_llama(tmp_path / "model", seed=5)
 
 

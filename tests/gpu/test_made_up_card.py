@@ -16,7 +16,7 @@ from quire.execute.gpu import library_fp8  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.products import pack_ints  # noqa: E402
-from quire.program.batch import ForwardBatch  # noqa: E402
+from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
@@ -42,9 +42,10 @@ def step(counts: list[int], starts: list[int]) -> ForwardBatch:
         token_ids=np.zeros(len(positions), np.int32),
         positions=positions,
         rope_positions=positions,
-        kv_slots=positions,
+        caches=(
+            CacheRows(kv_slots=positions, block_tables=np.zeros((len(counts), COLUMNS), np.int32)),
+        ),
         seq_starts=seq_starts,
-        block_tables=np.zeros((len(counts), COLUMNS), np.int32),
         sample_rows=seq_starts[1:] - 1,
     )
 
@@ -57,9 +58,9 @@ def asked(executor: TorchExecutor, batch: ForwardBatch) -> None:
     plain, slots = make_batch(rows, temperature=1.0), np.arange(rows, dtype=np.int32)
     history = [[1, 2]] * rows
     odd = make_batch(rows, top_k=5, num_logprobs=2, repetition_penalty=1.1, history=history)
-    for params in (plain, odd):
-        executor.sample_later(logits, params, slots)()
-        executor.sample(logits, params)
+    for wishes in (plain, odd):
+        executor.sample_later(logits, wishes, slots)()
+        executor.sample(logits, wishes)
     scores = ScoreBatch(
         targets=slots,
         num_top=np.ones(rows, np.int32),

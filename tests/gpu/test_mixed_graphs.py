@@ -21,12 +21,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from bench.gpu.requests import Load, Slots  # noqa: E402
+from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu import attention_steps  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.step_buffers import Counts, StepBuffers  # noqa: E402
 from quire.execute.gpu.step_sizes import Sizes  # noqa: E402
-from quire.program.batch import ForwardBatch  # noqa: E402
-from quire.program.tensors import DType, Rows  # noqa: E402
+from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
 from tests.gpu.launched import launched  # noqa: E402
 from tests.gpu.opened import (  # noqa: E402
@@ -74,9 +75,13 @@ class World:
             token_ids=rng.integers(0, VOCAB_SIZE, len(owner)).astype(np.int32),
             positions=positions,
             rope_positions=positions,
-            kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+            caches=(
+                CacheRows(
+                    kv_slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+                    block_tables=tables,
+                ),
+            ),
             seq_starts=starts,
-            block_tables=tables,
             sample_rows=(starts[1:] - 1)[samples],
         )
 
@@ -90,8 +95,8 @@ class World:
         return self.step(counts, order)
 
 
-def opened(folder: Path, *params: str, **more: Any) -> TorchExecutor:
-    program = program_of(folder, DType.BF16, *params)
+def opened(folder: Path, *wishes: str, **more: Any) -> TorchExecutor:
+    program = program_of(folder, DType.BF16, *wishes)
     return torch_executor(folder, program, kernels=True, blocks=BLOCKS, max_tokens=64, **more)
 
 
@@ -122,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("params", "exact"),
+    ("wishes", "exact"),
     [
         (("none", "auto"), True),
         (("none", "auto"), False),
@@ -132,11 +137,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_drawn_steps_have_the_bits_of_launched_ones(
-    params: tuple[str, str], exact: bool, folder: Path
+    wishes: tuple[str, str], exact: bool, folder: Path
 ) -> None:
-    capture, world = LaunchCapture(), World(len(params[0]) + exact)
+    capture, world = LaunchCapture(), World(len(wishes[0]) + exact)
     captured, eager = (
-        opened(folder, *params, exact=exact, **more) for more in ({"capture": capture}, {})
+        opened(folder, *wishes, exact=exact, **more) for more in ({"capture": capture}, {})
     )
     check_same(captured, eager, [world.drawn() for _ in range(NUM_STEPS)])
     assert capture.replayed == captured.steps_replayed >= NUM_STEPS // 2
@@ -184,7 +189,7 @@ def test_a_replayed_step_launches_nothing_by_itself(
 def test_steps_above_the_bound_are_launched_as_they_are(folder: Path) -> None:
     capture = LaunchCapture()
     executor, world = opened(folder, capture=capture), World(2)
-    executor.sizes = Sizes({Rows.TOKENS: 64, Rows.SEQUENCES: 16}, mixed=16)
+    executor.sizes = Sizes(StepLimits(max_tokens=64, max_samples=16, max_sequences=16), mixed=16)
     for _ in range(2):
         executor.run_trunk(world.step([17, 1], [0, 1]))
     assert (capture.captured, capture.replayed) == (0, 0)

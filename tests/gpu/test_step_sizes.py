@@ -17,17 +17,17 @@ from bench.gpu.models import SHAPES  # noqa: E402
 from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu.attention_steps import AttentionSteps  # noqa: E402
 from quire.execute.gpu.step_sizes import (  # noqa: E402
-    MAX_MIXED,
+    MOST_MIXED,
     Size,
     Sizes,
     ladder,
-    max_mixed,
     mixed_ladder,
+    most_mixed,
 )
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
 from quire.program.program import Program  # noqa: E402
-from quire.program.tensors import DType, Rows  # noqa: E402
+from quire.program.tensors import DType  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -46,17 +46,17 @@ def _program(name: str, folder: Path) -> Program:
     return build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
 
 
-def drawn_batch(rng: np.random.Generator, max_tokens: int) -> ForwardBatch:
+def drawn_batch(rng: np.random.Generator, most_tokens: int) -> ForwardBatch:
     """A mixed step of at most so many tokens: rows that decode and chunks in any order."""
     chunks = rng.integers(1, rng.choice([2, 6, 40]))
-    counts = [1] * int(rng.integers(0, min(max_tokens, 256 - chunks)))
+    counts = [1] * int(rng.integers(0, min(most_tokens, 256 - chunks)))
     for _ in range(chunks):
-        room = max_tokens - sum(counts)
+        room = most_tokens - sum(counts)
         if room < 2:
             break
         counts.append(int(rng.integers(2, rng.choice([3, room + 1]) if room > 2 else 3)))
     if max(counts, default=0) < 2:
-        counts = [*counts[: max_tokens - 2], 2]
+        counts = [*counts[: most_tokens - 2], 2]
     rng.shuffle(counts)
     starts = rng.integers(0, rng.choice([1, 300, 9000]), len(counts)).tolist()
     columns = columns_for(max(np.add(counts, starts)))
@@ -66,7 +66,7 @@ def drawn_batch(rng: np.random.Generator, max_tokens: int) -> ForwardBatch:
 @pytest.mark.parametrize("most", [1, 3, 16, 100, 256, 600, 2000])
 def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
     assert list(ladder(most)) == sorted(set(ladder(most)))
-    sizes = Sizes({Rows.TOKENS: 9999, Rows.SEQUENCES: most}, mixed=0)
+    sizes = Sizes(StepLimits(max_tokens=9999, max_samples=most, max_sequences=most), mixed=0)
     assert (sizes.ones[0], sizes.ones[-1]) == (1, most)
     for rows in range(1, most + 1):
         size = sizes.of(batch_of([1] * rows, [0] * rows, columns=1, vocab_size=9, samples=True))
@@ -77,7 +77,7 @@ def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
 
 def test_no_size_has_more_rows_than_a_step_may() -> None:
     """Where fewer tokens than sequences go into a step."""
-    sizes = Sizes({Rows.TOKENS: 98, Rows.SEQUENCES: 256}, mixed=4096)
+    sizes = Sizes(StepLimits(max_tokens=98, max_samples=256, max_sequences=256), mixed=4096)
     assert sizes.ones[-1] == 98
     assert sizes.mixed[-1] == 96
 
@@ -94,21 +94,21 @@ def test_mixed_sizes_are_few_and_whole_numbers_of_16(most: int) -> None:
 
 def test_small_models_are_captured_farther_up(programs: dict[str, Program]) -> None:
     """As far as the host's launches take longer than the device's products."""
-    most = {name: max_mixed(program, 9 * 30) for name, program in programs.items()}
-    assert most["Qwen3-0.6B"] == MAX_MIXED
+    most = {name: most_mixed(program, 9 * 30) for name, program in programs.items()}
+    assert most["Qwen3-0.6B"] == MOST_MIXED
     assert 128 < most["Llama-3.1-8B"] < 512
 
 
 def test_what_is_planned_fills_exactly_what_was_captured(programs: dict[str, Program]) -> None:
     """For every step of a size, and there are few sizes."""
     rng, seen = np.random.default_rng(7), set()
-    sizes = Sizes(LIMITS, mixed=MAX_MIXED)
+    sizes = Sizes(LIMITS, mixed=MOST_MIXED)
     for program in (programs["Llama-3.1-8B"], programs["Qwen3-0.6B"]):
         steps = AttentionSteps(program, limits=LIMITS, exact=False, programs=528)
         room = steps.sizes()
         planned: dict[Size, dict[str, int]] = {}
         for number in range(400):
-            batch = drawn_batch(rng, int(rng.choice([16, 64, 300, MAX_MIXED])))
+            batch = drawn_batch(rng, int(rng.choice([16, 64, 300, MOST_MIXED])))
             size = sizes.of(batch)
             assert size is not None, number
             assert len(batch.token_ids) <= size.tokens

@@ -49,7 +49,7 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What an attention operation is told."""
+    """The parameters of an attention operation."""
 
     kept: Kept = Kept.F32
     heads: int = 4
@@ -147,8 +147,9 @@ class PagedCache:
             "scale": geometry.scale,
             "window": geometry.window,
             "soft_cap": geometry.soft_cap,
+            "cache": 0,
         }
-        self._program.add_segment([("store_kv", {"k": k, "v": v, "layer": 0})])
+        self._program.add_segment([("store_kv", {"k": k, "v": v, "layer": 0, "cache": 0})])
         self._program.add_segment([("attention", attended)])
         self._program.allocate_cache(
             dtype=str(geometry.dtype),

@@ -1,6 +1,6 @@
 """The Row Rule for attention: a row's bits depend on its query and the positions it sees.
 
-Not on the rows beside it, who shares its blocks, its tile, threads, block size, chunks, or on what
+Not on the rows beside it, sharing of its blocks, its tile, threads, block size, chunks, or on what
 lies in slots it does not see.
 """
 
@@ -152,7 +152,7 @@ def test_a_broken_token_does_not_reach_the_rows_before_it(
 def test_a_broken_token_in_the_middle_of_many_rows_stays_with_those_who_see_it(
     isa: str, kept: Kept, broken: int
 ) -> None:
-    """Tiles of rows before it are under way when a tile of some who see it is found."""
+    """Tiles of rows before it are in progress when a tile of rows that see it is found."""
     geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=32)
     tokens = Tokens(geometry, sequences=1, positions=600)
     cache = PagedCache(tokens, isa=isa)
@@ -215,7 +215,7 @@ def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int
         Rows(3, 512, 1),
         Rows(4, 511, 1),  # ends where the prefix does
         Rows(5, 700, 1),  # shares one piece only
-        Rows(6, 640, 1),  # shares with 7 what nobody else has
+        Rows(6, 640, 1),  # shares with 7 what no other row has
         Rows(7, 650, 2),
         Rows(8, 200, 99),  # reaches into what is shared
     ]
@@ -308,7 +308,7 @@ def test_any_sharing_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
         num_threads=data.draw(st.integers(1, 3), label="num_threads"),
         isa=data.draw(st.sampled_from(ISAS), label="isa"),
     )
-    for sequence in range(1, count):  # with one that shares with others itself, or with nobody
+    for sequence in range(1, count):  # with one that shares with others itself, or with none
         other = data.draw(st.integers(0, sequence - 1))
         cache.share(data.draw(st.sampled_from([0, 240, 256, 400, 512, 768])), (other, sequence))
     calls = [

@@ -1,5 +1,5 @@
-"""The interpreter refuses what would make a kernel read or write outside its arrays, stops when
-told to, and counts what it did."""
+"""The interpreter rejects what would make a kernel read or write outside its arrays, stops on
+request, and counts what it did."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANGLES = np.ones((8, 4), np.float32)  # the program does not keep them alive
 X, Y = (0, 0, WIDTH), (1, 0, WIDTH)
 ATTENTION = {
     "layer": 0, "heads": 1, "kv_heads": 1, "head_dim": WIDTH,
-    "scale": 1.0, "window": 0, "soft_cap": 0.0,
+    "scale": 1.0, "window": 0, "soft_cap": 0.0, "cache": 0,
 }  # fmt: skip
 Int32s = NDArray[np.int32]
 
@@ -57,7 +57,7 @@ def program() -> _native.Program:
         [
             ("embed", {"y": x, "weight": table, "ids": "tokens"}),
             ("rope", {"x": x, "rope": 0, "heads": 1, "head_dim": WIDTH}),
-            ("store_kv", {"k": x, "v": x, "layer": 0}),
+            ("store_kv", {"k": x, "v": x, "layer": 0, "cache": 0}),
             ("attention", {"q": x, "y": y, **ATTENTION}),
         ]
     )
@@ -141,7 +141,7 @@ def test_an_empty_step_does_nothing(program: _native.Program) -> None:
 def test_a_run_that_is_told_to_stop_raises_and_the_next_one_runs(
     program: _native.Program,
 ) -> None:
-    program.abort()  # nothing runs: nobody is meant
+    program.abort()  # nothing runs: no row is selected
     program.run(0, **_step())
     assert program.ops_done == 4
     seen_stop = _stop_while_running(program)
@@ -242,8 +242,12 @@ def test_a_block_size_that_kernels_cannot_take_is_refused(
 @pytest.mark.parametrize(
     ("op", "message"),
     [
-        (("store_kv", {"k": X, "v": Y, "layer": 1}), "no such layer"),
-        (("store_kv", {"k": (0, 0, 16), "v": (1, 0, 16), "layer": 0}), "has not the heads' width"),
+        (("store_kv", {"k": X, "v": Y, "layer": 1, "cache": 0}), "no such layer"),
+        (("store_kv", {"k": X, "v": Y, "layer": 0, "cache": 1}), "there is one cache"),
+        (
+            ("store_kv", {"k": (0, 0, 16), "v": (1, 0, 16), "layer": 0, "cache": 0}),
+            "has not the heads' width",
+        ),
         (("attention", {"q": X, "y": Y, **ATTENTION, "heads": 2}), "has not the heads' width"),
         (("attention", {"q": X, "y": Y, **ATTENTION, "kv_heads": 2}), "KV heads are not the cache"),
         (("rope", {"x": X, "rope": 0, "heads": 8, "head_dim": 4}), "more angles than half a head"),

@@ -1,4 +1,4 @@
-"""What token choice means, told by both implementations: the NumPy twin and the native kernels."""
+"""Sampling semantics, of both implementations: the NumPy twin and the native kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rare steps mean: against plain definitions in float64, and told by both implementations.
+"""Rare sampling steps of both implementations against plain definitions in float64.
 
 The definitions here are written from the papers and the programs that sampling/rare.py names, the
 slow and obvious way. Where a rounding decides (a token that lies on a bound), either is right.
@@ -66,7 +66,7 @@ def entropy(logp: Floats) -> float:
 
 
 def assert_keeps(kept: NDArray[np.int32], wanted: NDArray[np.bool_], margins: Floats) -> None:
-    """kept has just the wanted ids; those whose margin is next to nothing do not count."""
+    """kept has just the wanted ids; those with a negligible margin do not count."""
     got = np.zeros(len(wanted), np.bool_)
     got[kept] = True
     judged = ~(np.abs(margins) < NEAR)
@@ -329,7 +329,7 @@ def test_mirostat_brings_the_mean_surprise_to_tau(choose: Choose, tau: float) ->
             num_rows, temperature=1.0, seeds=range(num_rows), positions=step, rare=given
         )
         choice = choose(logits, batch)
-        # What moved mu is the surprise, so the steps of mu tell it.
+        # What moved mu is the surprise, so the steps of mu show it.
         surprises.append((mus - choice.mus) / np.float32(0.2) + tau)
         mus = choice.mus
     assert abs(np.mean(surprises[40:]) - tau) < 0.1

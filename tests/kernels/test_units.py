@@ -37,7 +37,7 @@ def _ops(pool: _native.Pool) -> Ops:
         ("norm", {"x": q, "y": q, "group": HEAD_DIM, "weight": each, **norm}),
         ("rope", {"x": q, **rope}),
         ("rope", {"x": k, **rope}),
-        ("store_kv", {"k": k, "v": v, "layer": 0}),
+        ("store_kv", {"k": k, "v": v, "layer": 0, "cache": 0}),
         ("activation", {"gate": q, "y": out, "up": k, "form": "silu"}),
         ("scale", {"x": out, "factor": 0.7}),
         ("add", {"x": x, "y": out}),

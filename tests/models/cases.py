@@ -1,4 +1,4 @@
-"""The tiny models whose logits are compared with transformers, live and as recorded numbers.
+"""The tiny models with logits that are compared with transformers, live and as recorded numbers.
 
 A family is a file cases_NAME.py with its cases, and a line here.
 """

@@ -1,4 +1,4 @@
-"""Llamas whose angles depend on the length that is served: dynamic scaling, and longrope.
+"""Llamas with angles that depend on the served length: dynamic scaling, and longrope.
 
 transformers takes a sequence's own length, so the prompt of the dynamic one is as long as the
 model (128 positions before scaling, 512 after), and that of the other beyond its original length.

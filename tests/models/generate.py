@@ -17,7 +17,7 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.models.spec import ModelSpec
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 
@@ -67,9 +67,13 @@ def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> 
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
         rope_positions=positions,
-        kv_slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        caches=(
+            CacheRows(
+                kv_slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+                block_tables=table[None, :].copy(),
+            ),
+        ),
         seq_starts=np.array([0, len(token_ids)], np.int32),
-        block_tables=table[None, :].copy(),
         sample_rows=np.arange(len(token_ids), dtype=np.int32),
     )
 

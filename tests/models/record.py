@@ -83,12 +83,12 @@ def margins(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def recorded_rows(length: int) -> list[int]:
-    """The rows whose logits are kept: spread evenly, the last among them."""
+    """Return the rows with logits to keep: spread evenly, the last among them."""
     return sorted({round(i * (length - 1) / (NUM_ROWS - 1)) for i in range(NUM_ROWS)})
 
 
 def weights_digest(folder: Path) -> str:
-    """Tells whether the checkpoint a test wrote is the one that was recorded."""
+    """Return a digest that identifies the checkpoint a test wrote."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 

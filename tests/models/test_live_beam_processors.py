@@ -1,4 +1,4 @@
-"""Beams whose log-probabilities are processed, or that end by their text, against those of
+"""Beams with processed log-probabilities, or that end by their text, against those of
 transformers with the same processors and stopping criteria (marked `parity`: needs torch).
 
 As in test_live_beams.py; a grammar is there what says which tokens may follow, and a criterion of
@@ -86,7 +86,7 @@ class Theirs:
         scores = found.sequences_scores.tolist()
         for ids, score in zip(found.sequences.tolist(), scores, strict=True):
             new = ids[len(prompt) :]
-            while new and new[-1] <= 0:  # padding, -1 where they hold more beams than are told
+            while new and new[-1] <= 0:  # padding, -1 where they hold more beams than are returned
                 new.pop()
             if score > JUNK:
                 told.append((new, score))

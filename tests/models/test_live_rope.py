@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.parity
 
-WITHIN_A_BIT = 3e-7  # and one for PyTorch, whose power is off by one at times
+WITHIN_A_BIT = 3e-7  # and one for PyTorch, with a power that is off by one at times
 LONG = [1.25, 2.5, 3.75, 5.0, 6.25, 7.5]
 SHORT = [1.0, 1.01, 1.03, 1.1, 1.2, 1.4]
 

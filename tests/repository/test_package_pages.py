@@ -14,7 +14,7 @@ PAGES = ROOT / "docs" / "packages"
 INNER = {"gpu": "quire/execute/gpu"}
 OUTER = {file.parent.name: f"quire/{file.parent.name}" for file in ROOT.glob("quire/*/__init__.py")}
 PACKAGES = dict(sorted((OUTER | INNER).items()))
-MAX_PAGE_LINES = 60
+MAX_PAGE_LINES = 75
 _FIRST_CELL = re.compile(r"^\| (`[^|]*) \|", re.M)
 _NAME = re.compile(r"`([\w./*]+\.(?:py|cc|h))`")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quire.cli.completion import verb_words
-from quire.cli.main import VERBS
+from quire.cli.completion import subcommand_words
+from quire.cli.main import SUBCOMMANDS
 from tests.repository.source_files import ROOT, name_of
 
 MAX_README_LINES = 120
@@ -69,16 +69,19 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 
 def test_every_subcommand_and_flag_that_is_named_exists() -> None:
-    flags = {verb.name: {n for flag in verb.flags for n in flag.names} for verb in verb_words()}
+    flags = {
+        subcommand.name: {n for flag in subcommand.flags for n in flag.names}
+        for subcommand in subcommand_words()
+    }
     unknown = []
     for document in _documents():
         code = _code(document.read_text(encoding="utf-8"))
-        for verb, rest in re.findall(r"(?:^|[\s/])quire ([a-z]+)\b([^\n#]*)", code):
-            if verb in ("import", "package"):
+        for subcommand, rest in re.findall(r"(?:^|[\s/])quire ([a-z]+)\b([^\n#]*)", code):
+            if subcommand in ("import", "package"):
                 continue
             named = re.findall(r"(?<!\w)--[a-z][\w-]*", rest)
-            if verb not in VERBS or set(named) - flags[verb]:
-                unknown.append(f"{name_of(document)}: quire {verb} {' '.join(named)}")
+            if subcommand not in SUBCOMMANDS or set(named) - flags[subcommand]:
+                unknown.append(f"{name_of(document)}: quire {subcommand} {' '.join(named)}")
     assert not unknown
 
 
@@ -88,8 +91,8 @@ def test_the_readme_names_the_first_commands() -> None:
     assert "make test" in code
     assert re.search(r"quire serve\b", code)
     start = _code((ROOT / "docs" / "start.md").read_text(encoding="utf-8"))
-    for verb in ("serve", "chat", "complete", "program"):
-        assert re.search(rf"quire {verb}\b", start)
+    for subcommand in ("serve", "chat", "complete", "program"):
+        assert re.search(rf"quire {subcommand}\b", start)
 
 
 def test_every_source_file_that_is_named_exists() -> None:

@@ -23,7 +23,7 @@ HEALTHY = {
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model whose context is long enough to be interrupted."""
+    """A tiny random model with a context that is long enough to be interrupted."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     return write_tiny_llama(folder, seed=5, max_position_embeddings=32768)
 

@@ -1,4 +1,4 @@
-"""A server on a real socket whose model says what a script makes it say: nothing is computed.
+"""A server on a real socket with a scripted model: nothing is computed.
 
     with ScriptedServer("hermes template", [["Hel", "lo"], [...]]) as server: ...
 

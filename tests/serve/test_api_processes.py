@@ -78,7 +78,7 @@ CallerAt = Callable[..., Caller]
 
 @pytest.fixture
 def caller_at() -> Iterator[CallerAt]:
-    """Makes a caller whose connection is taken by the process of that number: no other goes on."""
+    """Return a client with a connection accepted by the process of that number only."""
     with ExitStack() as closing:
 
         def caller_at(server: RunningServer, number: int, key: str = KEY) -> Caller:

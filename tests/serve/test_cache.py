@@ -13,7 +13,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def capital_letters(server: RunningServer) -> list[int]:
-    """Ids of tokens whose text is read again as the same tokens, whatever stands beside it."""
+    """Ids of tokens with a text that is tokenized to the same tokens, whatever is beside it."""
     asked = {"prompt": string.ascii_uppercase, "add_special_tokens": False}
     ids: list[int] = server.post("/tokenize", asked)[1]["tokens"]
     assert len(ids) == 26
@@ -39,7 +39,7 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(
         messages.append({"role": "user", "content": f"and then, {turn}?"})
     for before, after in itertools.pairwise(turns):
         known = before["usage"]["prompt_tokens"] + before["usage"]["completion_tokens"]
-        # All but the last partial block, and the last token, whose keys nobody needed.
+        # All but the last partial block, and the last token: its keys were not needed.
         assert cached(after) >= (known - 1) // 16 * 16 > before["usage"]["prompt_tokens"]
 
 
@@ -96,7 +96,7 @@ def test_the_report_names_prefixes_by_digest_and_a_flush_forgets_them(
 
 
 def test_another_salt_sees_neither_a_hit_nor_a_reason(server: RunningServer) -> None:
-    """What is told of a prompt under one salt is the same whether another has it or not."""
+    """The details of a prompt under one salt do not depend on prompts of another salt."""
     ids = capital_letters(server)
     secret = [ids[(7 * at + 3) % 26] for at in range(48)]
     unknown = [ids[(11 * at + 5) % 26] for at in range(48)]

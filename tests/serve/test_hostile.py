@@ -19,7 +19,7 @@ from tests.serve.running_server import GIVE_UP_S, RunningServer
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 ASKED = [{"role": "user", "content": "a"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
-MOST_MESSAGE_CHARS = 3000
+MAX_MESSAGE_CHARS = 3000
 
 
 def doubling(keyword: str, depth: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_a_grammar_made_to_hurt_is_refused(
     status, answer = beside_a_healthy_stream.post(COMPLETIONS, body)
     assert (status, answer["error"]["param"]) == (400, "structured_outputs"), answer
     assert words in answer["error"]["message"]
-    assert len(answer["error"]["message"]) < MOST_MESSAGE_CHARS
+    assert len(answer["error"]["message"]) < MAX_MESSAGE_CHARS
     assert "backtrace" not in answer["error"]["message"]
 
 

@@ -1,4 +1,4 @@
-"""Callers who leave or do not read: their blocks come back, and nobody else pays."""
+"""Clients that disconnect or do not read: their blocks are freed, and others are unaffected."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_where_nothing_can_be_logged_it_serves_all_the_same(tiny: Path, where: s
 
 
 def _status(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> int:
-    """0 where nobody listens yet."""
+    """0 if no socket listens yet."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
     try:
         connection.request(method, path, None if body is None else json.dumps(body))

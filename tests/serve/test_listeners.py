@@ -51,7 +51,7 @@ def test_a_unix_socket_serves_streams_and_admins_have_a_port(tiny: Path, tmp_pat
         assert status == 200
         assert body.endswith(b"data: [DONE]\n\n")
         assert at_socket(path, "POST", "/admin/pause")[0] == 403
-        server.port = int(found[1])  # from here on it is admins who ask
+        server.port = int(found[1])  # from here on requests are of admins
         assert server.request("POST", "/admin/pause")[0] == 200
         assert json.loads(at_socket(path, "GET", "/health")[1])["state"] == "paused"
         assert server.request("POST", "/admin/resume")[0] == 200

@@ -1,4 +1,4 @@
-"""Scoring over sockets: what evaluation programs send, and that it is what generation told."""
+"""Scoring over sockets: what evaluation programs send, and that it equals generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants and limits over real sockets: who may come in, how many, and what the others are told.
+"""Tenants and limits over real sockets: admission, counts, and the errors of others.
 
 One server with a file of tenants for most cases: `small` may run one request and have one wait,
 and has a ceiling; `floor` has blocks held back for it; `boss` is an admin.

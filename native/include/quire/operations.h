@@ -99,10 +99,10 @@ struct StoreKVOp {
     static constexpr const char* kind = "store_kv";
     static constexpr bool is_row_wise = true;
     ViewSpec k, v;
-    int64_t layer;
+    int64_t layer, cache;
     template <class Self, class Visit>
     static void fields(Self& op, Visit&& visit) {
-        visit("k", op.k), visit("v", op.v), visit("layer", op.layer);
+        visit("k", op.k), visit("v", op.v), visit("layer", op.layer), visit("cache", op.cache);
     }
 };
 
@@ -114,11 +114,13 @@ struct AttentionOp {
     double scale;
     int64_t window;
     double soft_cap;
+    int64_t cache;
     template <class Self, class Visit>
     static void fields(Self& op, Visit&& visit) {
         visit("q", op.q), visit("y", op.y), visit("layer", op.layer), visit("heads", op.heads);
         visit("kv_heads", op.kv_heads), visit("head_dim", op.head_dim), visit("scale", op.scale);
         visit("window", op.window), visit("soft_cap", op.soft_cap);
+        visit("cache", op.cache);
     }
 };
 

@@ -18,7 +18,7 @@ from typing import Any
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
-from quire.output_parsers.call_grammar import Form, Words, embedded
+from quire.output_parsers.call_grammar import AnswerRule, CallSyntax, embedded
 from quire.structured.heads import may_begin
 
 # A string as llguidance writes it, as a terminal.
@@ -26,8 +26,13 @@ _TEXT = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'
 
 
 def content_beside_calls(
-    asked: Grammar, written: str, form: Form, names: Sequence[str], *, options: Mapping[str, Any]
-) -> Words:
+    asked: Grammar,
+    written: str,
+    form: CallSyntax,
+    names: Sequence[str],
+    *,
+    options: Mapping[str, Any],
+) -> AnswerRule:
     """Return the requested content without texts that begin like a call of one of these functions.
 
     written: the requested content as the body of a Lark rule. options: llguidance's options for its
@@ -36,20 +41,20 @@ def content_beside_calls(
     begins = form.begins(names)
     if asked.kind is GrammarKind.REGEX:
         calls = "|".join(map(_pattern, begins))
-        return Words(f"NO_CALL\nNO_CALL: {written} & ~/({calls})(.|\\n)*/")
+        return AnswerRule(f"NO_CALL\nNO_CALL: {written} & ~/({calls})(.|\\n)*/")
     if asked.kind is GrammarKind.CHOICE:
         for text in json.loads(asked.text):
             if text.startswith(begins):
                 raise _refusal(asked, f"the choice has {show(text)}, which begins")
-        return Words(written)
+        return AnswerRule(written)
     key = form.bare_key
     if key is None or asked.whitespace == "":  # no JSON begins like a call
-        return Words(written, is_json=True)
+        return AnswerRule(written, is_json=True)
     schema, in_list = json.loads(asked.text), bool(form.first)
     if not may_begin(schema, names=names, key=key, in_list=in_list):
-        return Words(written, is_json=True)
+        return AnswerRule(written, is_json=True)
     if schema == {"type": "object"} and asked.whitespace is None:
-        return Words(_other_objects(names, key, options), is_json=True)
+        return AnswerRule(_other_objects(names, key, options), is_json=True)
     raise _refusal(asked, "the schema allows an answer that begins")
 
 

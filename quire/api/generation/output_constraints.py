@@ -19,16 +19,16 @@ from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind, grammar
 from quire.output_parsers.call_grammar import (
-    Form,
-    Words,
+    AnswerRule,
+    CallSyntax,
     answer_grammar,
+    call_syntax,
     calls_grammar,
     embedded,
-    form_of,
 )
-from quire.output_parsers.calls_or_content import calls_or_words
-from quire.output_parsers.reasoning import Marks, is_open
-from quire.output_parsers.registry import DIALECTS, HARMONY, Reading
+from quire.output_parsers.calls_or_content import calls_or_content
+from quire.output_parsers.reasoning import ReasoningMarks, is_open
+from quire.output_parsers.registry import HARMONY, TOOL_CALL_FORMATS, ParserSelection
 from quire.structured.closed import closed
 from quire.structured.schema import for_llguidance
 from quire.text.tokenizer import Tokenizer
@@ -41,10 +41,10 @@ _INSTEAD = {"qwen3_coder": "hermes", "glm": "hermes", "pythonic": "json"}
 def output_grammar(
     asked: Grammar | None,
     offer: ToolOffer | None,
-    reading: Reading,
+    reading: ParserSelection,
     conversation: Conversation,
     tokenizer: Tokenizer,
-) -> tuple[Grammar | None, Reading]:
+) -> tuple[Grammar | None, ParserSelection]:
     """Return the grammar of the answer, None if it is unconstrained, and the reading it needs.
 
     asked: of response_format or structured_outputs. Raises InvalidParameter.
@@ -61,7 +61,7 @@ def output_grammar(
     if asked is None:
         return None, reading
     if offer is not None and reading.tools is not None:
-        if form_of(reading.tools.name, conversation.template) is None:
+        if call_syntax(reading.tools.name, conversation.template) is None:
             raise InvalidParameter(
                 f"{asked.param} and tools are both given, and this model's calls "
                 f"({reading.tools.name}) are not written in JSON, so no grammar enforces them; "
@@ -75,19 +75,19 @@ def output_grammar(
 def _calls(
     asked: Grammar | None,
     offer: ToolOffer,
-    reading: Reading,
+    reading: ParserSelection,
     conversation: Conversation,
     special: Mapping[str, int],
-) -> tuple[Grammar, Reading]:
+) -> tuple[Grammar, ParserSelection]:
     """Return the grammar of calls, or of calls and requested content, and its reading."""
     assert reading.tools is not None
-    form = form_of(reading.tools.name, conversation.template)
+    form = call_syntax(reading.tools.name, conversation.template)
     assert form is not None, "a dialect without a form was replaced by one with a form"
     must = offer.mode == "required"
     words = None if must or asked is None else _words(asked, form, offer, reading)
     if words is not None and reading.reasoning != HARMONY:
         begins = form.begins(offer.callable)
-        reading = replace(reading, tools=calls_or_words(reading.tools, begins))
+        reading = replace(reading, tools=calls_or_content(reading.tools, begins))
     text = calls_grammar(
         form,
         {name: _arguments(offer, name) for name in offer.callable},
@@ -101,15 +101,17 @@ def _calls(
     return grammar(text, param=offer.param if asked is None else asked.param), reading
 
 
-def _words(asked: Grammar, form: Form, offer: ToolOffer, reading: Reading) -> Words:
+def _words(
+    asked: Grammar, form: CallSyntax, offer: ToolOffer, reading: ParserSelection
+) -> AnswerRule:
     """Return the requested content as an alternative to calls. Harmony's channels separate them."""
     lark = _lark(asked)
     if reading.reasoning == HARMONY:
-        return Words(lark)
+        return AnswerRule(lark)
     return content_beside_calls(asked, lark, form, offer.callable, options=_options(asked))
 
 
-def _in_json(offer: ToolOffer, reading: Reading) -> Reading:
+def _in_json(offer: ToolOffer, reading: ParserSelection) -> ParserSelection:
     """Return the reading of enforced calls: a dialect with JSON arguments."""
     if reading.tools is None:
         raise InvalidParameter(
@@ -126,7 +128,7 @@ def _in_json(offer: ToolOffer, reading: Reading) -> Reading:
             '(tool_choice: "required")',
             param=offer.param,
         )
-    return replace(reading, tools=DIALECTS[_INSTEAD[reading.tools.name]])
+    return replace(reading, tools=TOOL_CALL_FORMATS[_INSTEAD[reading.tools.name]])
 
 
 def _arguments(offer: ToolOffer, name: str) -> dict[str, Any]:
@@ -144,13 +146,15 @@ def _arguments(offer: ToolOffer, name: str) -> dict[str, Any]:
 
 
 def _behind_reasoning(
-    asked: Grammar, reading: Reading, conversation: Conversation, special: Mapping[str, int]
+    asked: Grammar, reading: ParserSelection, conversation: Conversation, special: Mapping[str, int]
 ) -> Grammar:
     """Return the requested grammar, preceded by reasoning if the model may reason."""
     marks = reading.reasoning
     if marks is None:
         return asked
-    opened = marks == HARMONY or (isinstance(marks, Marks) and is_open(conversation.text, marks))
+    opened = marks == HARMONY or (
+        isinstance(marks, ReasoningMarks) and is_open(conversation.text, marks)
+    )
     if not opened and asked.kind in (GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG):
         return asked  # the grammar holds from the first token, without reasoning
     text = answer_grammar(_lark(asked), reading=reading, prompt=conversation.text, special=special)

@@ -47,7 +47,7 @@ from quire.base.show import show
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
-from quire.output_parsers.registry import choose
+from quire.output_parsers.registry import select_parsers
 from quire.output_parsers.tools import Tools
 
 
@@ -113,7 +113,7 @@ def _parsing(
 ) -> tuple[SamplingParams, ChatOutputParser | None]:
     """Return the parameters with the answer's grammar, and the parser of answers if they may have
     reasoning or calls."""
-    reading = choose(
+    reading = select_parsers(
         conversation.template,
         tool_parser=asked.config.tool_call_parser,
         reasoning_parser=asked.config.reasoning_parser,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.program.cost import Cost, StepShape
 from quire.program.program import Program
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 
 _BYTES_PER_MS = 20e6
 _OPS_PER_MS = 500e6

@@ -14,13 +14,14 @@ from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.assembly.tenant_limits import read_limits
 from quire.execute.executor import PART_TOKENS
-from quire.scheduler.cost import CostModel, LinearCost
-from quire.scheduler.gate import Gate
+from quire.scheduler.cost.speed import SpeedEstimate
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.scheduler.cost.transfer_cost import RestoreMode
+from quire.scheduler.interfaces import Gate
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.move_cost import Choice
-from quire.scheduler.policies import make_policy
+from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.speed import SpeedEstimate
+from quire.scheduler.step_budget import CostModel
 
 
 def scheduler_limits(
@@ -61,8 +62,7 @@ def make_scheduler(
     hash_key: bytes,
     cost: CostModel | None = None,
     tier: TierMap | None = None,
-    most_saving: int = 1,
-    tier_block_ms: float = 1.0,
+    max_saving: int = 1,
     prices: LinearCost | None = None,
     gates: Sequence[Gate] = (),
     window: int = 0,
@@ -70,8 +70,8 @@ def make_scheduler(
 ) -> Scheduler:
     """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
     `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
-    where there is one, with at most most_saving blocks on their way there at once, and
-    tier_block_ms for a block on its way back until that is measured. prices: what steps cost, until
+    where there is one, with at most max_saving blocks on their way there at once, and
+    prices: what steps cost, until
     some were timed. gates: see Scheduler; window, make_pool: see CacheManager."""
     cache = CacheManager(
         num_blocks,
@@ -80,7 +80,7 @@ def make_scheduler(
         fingerprint=fingerprint,
         hash_key=hash_key,
         tier=tier,
-        most_saving=most_saving,
+        max_saving=max_saving,
         window=window,
         make_pool=make_pool,
     )
@@ -95,6 +95,5 @@ def make_scheduler(
         cost=cost,
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,
-        tier_block_ms=tier_block_ms,
-        bring_back=Choice(config.cache.kv_tier_fetch),
+        bring_back=RestoreMode(config.cache.kv_tier_fetch),
     )

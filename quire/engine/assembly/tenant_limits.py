@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from quire.base.errors import SettingError
 from quire.config.tenants import Tenant, read_tenants
-from quire.scheduler.tenants import TenantLimits
+from quire.scheduler.tenants.tenant_usage import TenantLimits
 
 
 def read_limits(

@@ -32,13 +32,12 @@ HOST_RESERVE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTier:
-    """tier: its books, filled with what lies there. most_saving, block_ms: see make_scheduler."""
+    """tier: its books, filled with what lies there. max_saving, block_ms: see make_scheduler."""
 
     tier: TierMap
     mover: TierMover
     hash_key: bytes
-    most_saving: int
-    block_ms: float
+    max_saving: int
     note: str
 
 
@@ -86,15 +85,15 @@ def open_tier(
             fingerprint=fingerprint,
         )
         where, note = str(folder.path), folder.note
-    tier = TierMap(store.num_blocks, store.tier)
+    block_ms = block_bytes / _BYTES_A_MS[store.tier]
+    tier = TierMap(store.num_blocks, store.tier, block_ms=block_ms)
     tier.load(store.held())
     mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
     return OpenTier(
         tier=tier,
         mover=mover,
         hash_key=os.urandom(16) if folder is None else folder.hash_key,
-        most_saving=num_buffers(block_bytes, store.tier),
-        block_ms=block_bytes / _BYTES_A_MS[store.tier],
+        max_saving=num_buffers(block_bytes, store.tier),
         note=(
             f"KV tier: {where}, {store.num_blocks} blocks "
             f"({store.num_blocks * config.block_size} tokens)"

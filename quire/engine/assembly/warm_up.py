@@ -16,7 +16,7 @@ from quire.base.clock import Clock
 from quire.base.records import Admission, StepPlan
 from quire.base.sampling_params import SamplingParams
 from quire.runner.model_runner import ModelRunner
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.limits import SchedulerLimits
 
 _PROMPT_TOKENS = 32
@@ -141,5 +141,5 @@ def made_up_plan(
         starts=np.array(starts, np.int32),
         counts=np.array(counts, np.int32),
         store_from=np.array(starts, np.int32),
-        samples=np.ones(len(counts), np.bool_),
+        sample_counts=np.ones(len(counts), np.int32),
     )

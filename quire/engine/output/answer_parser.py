@@ -15,9 +15,9 @@ from typing import Any
 
 from quire.engine.client.tokenizer_side import TokenizerSide
 from quire.engine.output.output_stream import TextRules
-from quire.output_parsers.answer_parser import parsed
+from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.parsed_answer import ParsedAnswer as Reply
-from quire.output_parsers.registry import Reading, choose
+from quire.output_parsers.registry import ParserSelection, select_parsers
 from quire.output_parsers.tools import Tools
 from quire.text.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ from quire.text.tokenizer import Tokenizer
 class AnswerReading:
     """tools: None where none were offered. prompt: its end tells whether reasoning is open."""
 
-    reading: Reading
+    reading: ParserSelection
     tools: Tools | None
     prompt: str
 
@@ -36,7 +36,7 @@ class AnswerReading:
 
     def message(self, text: str) -> Reply:
         """What a whole text says."""
-        return parsed(text, self.reading, self.tools, self.prompt)
+        return parse_answer(text, self.reading, self.tools, self.prompt)
 
 
 def answer_reading_of(
@@ -46,10 +46,12 @@ def answer_reading_of(
     template, tools = text_side.template, settings.get("tools") or None
     assert template is not None, "it rendered the prompt"
     source = template.source(tools=tools, chat_template=settings.get("chat_template"))
-    return AnswerReading(choose(source), None if tools is None else _tools(tools), prompt)
+    return AnswerReading(select_parsers(source), None if tools is None else _tools(tools), prompt)
 
 
-def shown_ids(reading: Reading, tools: Tools | None, tokenizer: Tokenizer) -> frozenset[int]:
+def shown_ids(
+    reading: ParserSelection, tools: Tools | None, tokenizer: Tokenizer
+) -> frozenset[int]:
     """Special tokens whose text is wanted, since it marks what is read."""
     if reading.reasoning is None and tools is None:
         return frozenset()

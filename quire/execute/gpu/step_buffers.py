@@ -113,7 +113,8 @@ class StepBuffers:
         padded = tokens if size is None else size.tokens
         for name in ("token_ids", "positions", "rope_positions", "sample_rows"):
             self._write(name, getattr(batch, name), padded, 0)
-        self._write("kv_slots", batch.kv_slots, padded, -1)
+        (cache,) = batch.caches
+        self._write("kv_slots", cache.kv_slots, padded, -1)
         self._write("late_slots", batch.late_slots, padded, -1)
         for name, values in others.items():
             self._write(name, values, len(values), 0)
@@ -121,9 +122,9 @@ class StepBuffers:
         starts[: sequences + 1] = batch.seq_starts
         rows = sequences if size is None else size.sequences
         starts[sequences + 1 : rows + 1] = tokens  # no sequence has the rows beyond
-        columns = batch.block_tables.shape[1]
+        columns = cache.block_tables.shape[1]
         tables = self._host[self._first["block_tables"] :][: sequences * self.max_columns]
-        tables.reshape(sequences, self.max_columns)[:, :columns] = batch.block_tables
+        tables.reshape(sequences, self.max_columns)[:, :columns] = cache.block_tables
         if self._stream.is_beside:
             used = self._first["block_tables"] + len(tables)
             self._stream.copy(self._hosts[self._turn][:used], self._device[:used])

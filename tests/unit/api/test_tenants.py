@@ -174,7 +174,7 @@ def test_a_file_that_is_wrong_or_changes_limits_is_not_taken_up() -> None:
     for read, reason in (
         (is_wrong, "it is not TOML"),
         (lambda: (ONLY_TENANT, SEARCH, bounded, OPERATOR), "max_running of tenant batch"),
-        (lambda: (ONLY_TENANT, SEARCH, BATCH), "tenant operator is gone"),
+        (lambda: (ONLY_TENANT, SEARCH, BATCH), "tenant operator is removed"),
     ):
         statuses, log = after_reading_again(read)
         assert statuses == [200, 401]

@@ -12,7 +12,7 @@ import pytest
 
 from quire.base.errors import SettingError, WorkerError
 from quire.bench import throughput
-from quire.bench.floor import decode_bytes, program_of
+from quire.bench.floor import decode_bytes, prefill_bytes, program_of
 from quire.bench.latency import latency_text, measure_latency
 from quire.bench.local import LocalEngine
 from quire.bench.machine import machine_card
@@ -67,6 +67,7 @@ def test_the_floor_counts_each_step_of_the_program() -> None:
     wanted = sum(program.step_cost(StepShape([1], [depth])).memory_bytes for depth in (8, 9, 10))
     assert decode_bytes(program, prompt_tokens=8, output_tokens=4) == wanted
     assert decode_bytes(program, prompt_tokens=8, output_tokens=1) == 0
+    assert prefill_bytes(program, prompt_tokens=8) > program.weight_bytes / 2
 
 
 def test_the_floor_is_that_of_the_precision_that_runs() -> None:

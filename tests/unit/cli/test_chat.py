@@ -17,7 +17,7 @@ from tests.unit.cli.command import Terminal, quire_command
 
 
 class FakeSpeaker:
-    """Says how many messages it was given, in two pieces, or raises what it was told to."""
+    """Return the number of messages in two pieces, or raise the given error."""
 
     name = "fake"
 
@@ -25,7 +25,9 @@ class FakeSpeaker:
         self.heard: list[list[dict[str, str]]] = []
         self.error = error
 
-    def say(self, messages: Sequence[dict[str, str]], write: Callable[[str], None]) -> None:
+    def stream_answer(
+        self, messages: Sequence[dict[str, str]], write: Callable[[str], None]
+    ) -> None:
         self.heard.append([dict(message) for message in messages])
         write("I heard ")
         if self.error is not None:
@@ -37,16 +39,16 @@ class FakeSpeaker:
         """Nothing."""
 
 
-def _talk(speaker: FakeSpeaker, *lines: str, system: str = "") -> tuple[str, str, Conversation]:
+def _talk(backend: FakeSpeaker, *lines: str, system: str = "") -> tuple[str, str, Conversation]:
     out, notes = io.StringIO(), io.StringIO()
-    conversation = Conversation(speaker, out, notes, system=system)
+    conversation = Conversation(backend, out, notes, system=system)
     conversation.run(iter(lines))
     return out.getvalue(), notes.getvalue(), conversation
 
 
 def test_each_turn_hears_all_before_it() -> None:
-    speaker = FakeSpeaker()
-    out, notes, conversation = _talk(speaker, "one", "", "  ", "two")
+    backend = FakeSpeaker()
+    out, notes, conversation = _talk(backend, "one", "", "  ", "two")
     assert (out, notes) == ("I heard 1\nI heard 3\n", "")
     assert [message["content"] for message in conversation.messages] == [
         "one", "I heard 1", "two", "I heard 3",
@@ -54,18 +56,18 @@ def test_each_turn_hears_all_before_it() -> None:
 
 
 def test_reset_forgets_and_keeps_the_system_text() -> None:
-    speaker = FakeSpeaker()
-    _talk(speaker, "one", "/reset", "two", system="Be brief.")
-    assert speaker.heard[1] == [
+    backend = FakeSpeaker()
+    _talk(backend, "one", "/reset", "two", system="Be brief.")
+    assert backend.heard[1] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "two"},
     ]
 
 
 def test_system_sets_and_removes_the_system_text() -> None:
-    speaker = FakeSpeaker()
-    _, notes, _ = _talk(speaker, "one", "/system Be kind.", "two", "/system", "three")
-    assert [[message["role"] for message in heard] for heard in speaker.heard] == [
+    backend = FakeSpeaker()
+    _, notes, _ = _talk(backend, "one", "/system Be kind.", "two", "/system", "three")
+    assert [[message["role"] for message in heard] for heard in backend.heard] == [
         ["user"],
         ["system", "user"],
         ["user"],
@@ -74,16 +76,16 @@ def test_system_sets_and_removes_the_system_text() -> None:
 
 
 def test_quit_ends_help_helps_and_unknown_commands_are_named() -> None:
-    speaker = FakeSpeaker()
-    out, notes, _ = _talk(speaker, "/help", "/sing", "//etc is a folder", "/quit", "not heard")
+    backend = FakeSpeaker()
+    out, notes, _ = _talk(backend, "/help", "/sing", "//etc is a folder", "/quit", "not heard")
     assert notes == f"{HELP}\nno command /sing; /help lists them\n"
     assert out == "I heard 1\n"
-    assert speaker.heard[0][0]["content"] == "/etc is a folder"
+    assert backend.heard[0][0]["content"] == "/etc is a folder"
 
 
 def test_a_stopped_answer_stays_as_far_as_it_was_said() -> None:
-    speaker = FakeSpeaker(KeyboardInterrupt())
-    out, notes, conversation = _talk(speaker, "one", "two")
+    backend = FakeSpeaker(KeyboardInterrupt())
+    out, notes, conversation = _talk(backend, "one", "two")
     assert out == "I heard \nI heard 3\n"
     assert notes == " [stopped]\n"
     assert conversation.messages[1] == {"role": "assistant", "content": "I heard "}
@@ -94,8 +96,8 @@ def test_a_stopped_answer_stays_as_far_as_it_was_said() -> None:
     [ContextTooLong("too long"), OverloadedError("busy"), StepRowError("its row failed")],
 )
 def test_what_cannot_be_answered_is_noted_and_forgotten(error: Exception) -> None:
-    speaker = FakeSpeaker(error)
-    out, notes, _ = _talk(speaker, "one", "two")
+    backend = FakeSpeaker(error)
+    out, notes, _ = _talk(backend, "one", "two")
     assert notes == f"{error} (/reset forgets the conversation)\n"
     assert out == "I heard \nI heard 1\n"
 
@@ -166,7 +168,7 @@ def test_at_a_terminal_it_prompts_streams_stops_and_leaves(model: Path) -> None:
         terminal.type("/reset\r")
         terminal.read_until("conversation forgotten\n> ")
         terminal.type("half a line")
-        terminal.read_until("half a line")  # whoever reads lines is at work, not about to be
+        terminal.read_until("half a line")  # the reader of lines is running already
         terminal.press_until("\x03", "/quit leaves")
         terminal.read_until("> ")
         terminal.type("\x04")

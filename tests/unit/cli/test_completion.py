@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from quire.cli.completion import script, verb_words
-from quire.cli.main import VERBS
+from quire.cli.completion import script, subcommand_words
+from quire.cli.main import SUBCOMMANDS
 from tests.unit.cli.command import quire_main
 
 
@@ -32,7 +32,7 @@ def _bash() -> None:
 
 
 def test_bash_completes_verbs() -> None:
-    assert _bash_completes("quire", "") == [*VERBS, "--help", "--version"]
+    assert _bash_completes("quire", "") == [*SUBCOMMANDS, "--help", "--version"]
     assert _bash_completes("quire", "comp") == ["complete", "completion"]
 
 
@@ -56,9 +56,9 @@ def test_bash_completes_values_folders_and_files() -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_flag_of_every_verb_is_in_every_script(shell: str) -> None:
     written = script(shell)
-    for verb in verb_words():
-        assert verb.name in written
-        for flag in verb.flags:
+    for subcommand in subcommand_words():
+        assert subcommand.name in written
+        for flag in subcommand.flags:
             for name in flag.names:
                 bare = name.lstrip("-")
                 assert (f"-l {bare}" in written or f"-s {bare}" in written) or name in written

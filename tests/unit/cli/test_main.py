@@ -1,4 +1,4 @@
-"""The quire command: verbs, exit codes, words for errors, and what start-up may import."""
+"""The quire command: subcommands, exit codes, words for errors, and what start-up may import."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import quire
 from quire.base.errors import OverloadedError, QuireError, StepRowError, TokenizerError, WorkerError
 from quire.cli import main as main_module
-from quire.cli.main import VERBS, command_parser, main
-from quire.config.foreign_flags import INSTEAD, SUBCOMMANDS
+from quire.cli.main import SUBCOMMANDS, command_parser, main
+from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
 from tests.unit.cli.command import environment, quire_command
 
 
@@ -40,7 +40,7 @@ def test_asking_for_the_version_or_help_imports_no_numpy(words: tuple[str, ...])
 
 
 def test_the_version_imports_no_verb() -> None:
-    assert not {f"quire.cli.{verb}" for verb in VERBS} & _imported("--version")
+    assert not {f"quire.cli.{subcommand}" for subcommand in SUBCOMMANDS} & _imported("--version")
 
 
 def test_the_version_is_printed() -> None:
@@ -52,17 +52,17 @@ def test_the_version_is_printed() -> None:
 def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     shown = capsys.readouterr().out
-    assert all(verb in shown for verb in VERBS)
+    assert all(subcommand in shown for subcommand in SUBCOMMANDS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+def test_every_verb_explains_itself(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([verb, "--help"])
+        main([subcommand, "--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    assert f"usage: quire {verb}" in shown
-    assert VERBS[verb][1:] in " ".join(shown.split())
+    assert f"usage: quire {subcommand}" in shown
+    assert SUBCOMMANDS[subcommand][1:] in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_errors_become_their_words_and_a_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(main_module, "verb", lambda name: _Failing(error))
+    monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(error))
     assert main(["chat"]) == code
     shown = capsys.readouterr().err
     if isinstance(error, QuireError):
@@ -115,7 +115,7 @@ def test_errors_become_their_words_and_a_code(
 
 
 def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_module, "verb", lambda name: _Failing(ZeroDivisionError("bug")))
+    monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(ZeroDivisionError("bug")))
     with pytest.raises(ZeroDivisionError):
         main(["chat"])
 
@@ -159,7 +159,7 @@ def test_a_full_disk_is_told_in_a_sentence(words: tuple[str, ...]) -> None:
 
 
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_module, "verb", lambda name: _Failing(PermissionError(13, "no")))
+    monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(PermissionError(13, "no")))
     with pytest.raises(PermissionError):
         main(["chat"])
 
@@ -209,32 +209,38 @@ def test_what_is_recommended_instead_of_a_foreign_flag_exists() -> None:
     assert not set(INSTEAD) & known
 
 
-def _flags_of(verb: str) -> list[str]:
+def _flags_of(subcommand: str) -> list[str]:
     with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
-        main([verb, "--help"])
+        main([subcommand, "--help"])
     return re.findall(r"--[a-z-]+", shown.getvalue())
 
 
 def test_every_line_of_a_foreign_flag_stands_in_one_line() -> None:
-    assert not [text for text in (*INSTEAD.values(), *SUBCOMMANDS.values()) if "\n" in text]
+    assert not [text for text in (*INSTEAD.values(), *FOREIGN_SUBCOMMANDS.values()) if "\n" in text]
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
+@pytest.mark.parametrize("name", FOREIGN_SUBCOMMANDS)
 def test_subcommands_of_other_engines_name_the_replacement(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert name not in VERBS
+    assert name not in SUBCOMMANDS
     with pytest.raises(SystemExit) as caught:
         main([name, "llama3"])
     assert caught.value.code == 2
     shown = capsys.readouterr().err
-    assert f"there is no subcommand {name!r}; {SUBCOMMANDS[name]}; there are: serve" in shown
+    assert (
+        f"there is no subcommand {name!r}; {FOREIGN_SUBCOMMANDS[name]}; there are: serve" in shown
+    )
 
 
 def test_replacements_of_subcommands_exist() -> None:
-    named = {word for text in SUBCOMMANDS.values() for word in re.findall(r"quire ([a-z]+)", text)}
+    named = {
+        word
+        for text in FOREIGN_SUBCOMMANDS.values()
+        for word in re.findall(r"quire ([a-z]+)", text)
+    }
     assert named
-    assert named <= VERBS.keys()
+    assert named <= SUBCOMMANDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +250,10 @@ def test_replacements_of_subcommands_exist() -> None:
         (["frobnicate"], "there is no subcommand 'frobnicate'; there are: serve"),
         (["serve", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
         (["serve", "--max-num-sqes=3"], "did you mean --max-num-seqs?"),
-        (["serve", "--ctx-size=3"], "; the longest prompt and output together is --max-model-len"),
+        (
+            ["serve", "--ctx-size=3"],
+            "; the maximum length of prompt and output together is --max-model-len",
+        ),
         (["chat", "--max-num-seqs", "3"], "--max-num-seqs is a flag of quire serve"),
     ],
 )

@@ -18,7 +18,7 @@ from quire.base.errors import (
     UnknownModel,
     WorkerError,
 )
-from quire.cli.speakers import RemoteSpeaker
+from quire.cli.chat_backends import RemoteBackend
 from tests.unit.cli.command import quire_command
 
 HELLO = [
@@ -82,14 +82,14 @@ def server() -> Iterator[FakeServer]:
     server.close()
 
 
-def _speaker(server: FakeServer, **changes: Any) -> RemoteSpeaker:
+def _speaker(server: FakeServer, **changes: Any) -> RemoteBackend:
     settings = {"model": "m", "api_key": "k", "sampling": {"temperature": 0.5}, **changes}
-    return RemoteSpeaker(server.url, **settings)
+    return RemoteBackend(server.url, **settings)
 
 
-def _said(speaker: RemoteSpeaker) -> list[str]:
+def _said(backend: RemoteBackend) -> list[str]:
     pieces: list[str] = []
-    speaker.say([{"role": "user", "content": "Hi"}], pieces.append)
+    backend.stream_answer([{"role": "user", "content": "Hi"}], pieces.append)
     return pieces
 
 
@@ -144,7 +144,7 @@ def test_refusals_keep_the_servers_words(
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (_events(HELLO[:2]), WorkerError, "broke off before the end"),
+        (_events(HELLO[:2]), WorkerError, "closed the stream before the end"),
         (b"data: {oops\n\n", WorkerError, "not JSON"),
         (b"data: 3\n\n", WorkerError, "not an object"),
         (_events([{"error": {"message": "row failed"}}]), StepRowError, "row failed"),
@@ -162,7 +162,7 @@ def test_broken_streams_are_errors(
 def test_an_address_that_is_none_is_refused() -> None:
     for url in ("ftp://x", "http://", "file:///x"):
         with pytest.raises(InvalidParameter, match="not an http"):
-            RemoteSpeaker(url, model="m", api_key=None, sampling={})
+            RemoteBackend(url, model="m", api_key=None, sampling={})
 
 
 def test_no_server_there_is_code_1_with_the_way_out(server: FakeServer) -> None:

@@ -82,7 +82,7 @@ def test_a_measured_machine_is_kept_and_used_again(trace: str, tmp_path: Path) -
         (("--light", "0"), "is not a whole number"),
         (("--light", "1"), "must leave some"),
         (("--ttft-goal", "0"), "both must be > 0"),
-        (("--profile", "none.json"), "three ways to say"),
+        (("--profile", "none.json"), "select the machine in different ways"),
         (("--max-tokens", "x"), "is not a whole number"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(trace: str, words: tuple[str, ...], told: str
 
 def test_half_a_machine_and_a_missing_trace_are_refused(trace: str, tmp_path: Path) -> None:
     half = quire_main("simulate", "--trace", trace, "--gb-per-s", "3")
-    assert "describe a machine together" in half.stderr
+    assert "must be given together" in half.stderr
     none = quire_main("simulate", "--trace", str(tmp_path / "none"), *MACHINE)
     assert "cannot be read" in none.stderr
 

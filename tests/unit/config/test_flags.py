@@ -11,7 +11,7 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.config import flags
-from quire.config.flags import add_flags, built, engine_config, flag_of, parse_bytes
+from quire.config.flags import add_flags, config_from_flags, engine_config, flag_of, parse_bytes
 from quire.config.groups import (
     CacheConfig,
     EngineConfig,
@@ -22,7 +22,7 @@ from quire.config.groups import (
 )
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
-MOST_FIELDS = 80
+MAX_FIELDS = 80
 FIELD_FLAGS = """
     --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
     --served-model-name --api-key --host --port --max-output-tokens --dtype
@@ -43,7 +43,7 @@ def test_the_flags_have_the_fields_names_of_the_field() -> None:
 
 def test_every_field_has_a_help_text_and_there_are_not_too_many() -> None:
     every = [setting for group in GROUPS for setting in fields(group)]
-    assert len(every) <= MOST_FIELDS
+    assert len(every) <= MAX_FIELDS
     assert [setting.name for setting in every if not setting.metadata.get("help")] == []
     assert len({flag_of(setting) for setting in every}) == len(every)
 
@@ -51,7 +51,7 @@ def test_every_field_has_a_help_text_and_there_are_not_too_many() -> None:
 def test_nothing_given_gives_the_defaults() -> None:
     arguments = _parser().parse_args([])
     for group in GROUPS:
-        assert built(group, arguments) == group()
+        assert config_from_flags(group, arguments) == group()
 
 
 def test_what_is_given_arrives_in_its_group() -> None:
@@ -60,14 +60,14 @@ def test_what_is_given_arrives_in_its_group() -> None:
         "--step-budget-ms 7.5 --dtype bf16 --insecure"
     )
     arguments = _parser().parse_args(line.split())
-    assert built(CacheConfig, arguments) == CacheConfig(
+    assert config_from_flags(CacheConfig, arguments) == CacheConfig(
         kv_cache_memory_bytes=2 * 2**30, enable_prefix_caching=False
     )
-    assert built(ServerConfig, arguments).api_key == ("a", "b")
-    assert built(ServerConfig, arguments).insecure
-    assert built(ExecutorConfig, arguments).num_threads == 3
-    assert built(SchedulerConfig, arguments).step_budget_ms == 7.5
-    assert built(ModelConfig, arguments).dtype == "bf16"
+    assert config_from_flags(ServerConfig, arguments).api_key == ("a", "b")
+    assert config_from_flags(ServerConfig, arguments).insecure
+    assert config_from_flags(ExecutorConfig, arguments).num_threads == 3
+    assert config_from_flags(SchedulerConfig, arguments).step_budget_ms == 7.5
+    assert config_from_flags(ModelConfig, arguments).dtype == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -212,5 +212,5 @@ def test_a_setting_given_under_both_of_its_names_is_refused() -> None:
 def test_a_setting_of_several_texts_takes_one_or_a_list(value: Any) -> None:
     setting = next(field for field in fields(ServerConfig) if field.name == "api_key")
     assert flags._checked(setting, tuple[str, ...], value) == ("a",)
-    with pytest.raises(SettingError, match="list of texts"):
+    with pytest.raises(SettingError, match="list of strings"):
         flags._checked(setting, tuple[str, ...], [1])

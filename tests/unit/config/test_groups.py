@@ -56,9 +56,9 @@ def test_each_setting_has_its_limits(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"device": "cuda"}, "executor is native: only torch has a choice there"),
-        ({"numerics": "fast", "executor": "reference"}, "only torch"),
-        ({"enforce_eager": True}, "only torch"),
+        ({"device": "cuda"}, "executor is native: only the torch executor supports it"),
+        ({"numerics": "fast", "executor": "reference"}, "only the torch executor"),
+        ({"enforce_eager": True}, "only the torch executor"),
         ({"executor": "torch", "device": "gpu"}, "auto, cpu, cuda and cuda:N"),
         ({"executor": "torch", "numerics": "quick"}, "exact, fast"),
     ],

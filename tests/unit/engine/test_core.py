@@ -27,7 +27,7 @@ from quire.engine.process.messages import (
 from quire.runner.model_runner import ModelRunner
 from quire.runner.prefault import PIECE_BYTES, Prefault
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 from tests.unit.runner.test_split_step import TOO_MUCH, Room, tight

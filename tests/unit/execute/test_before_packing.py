@@ -63,7 +63,7 @@ def test_the_reference_takes_f32_for_everything(tmp_path: Path, dtype: DType) ->
     )
     executor.allocate_cache(2, 16)
     assert held.weights_bytes == sum(values.nbytes for values in executor._weights.values())
-    assert held.token_bytes * 32 == executor._cache_k.nbytes + executor._cache_v.nbytes
+    assert held.token_bytes * 32 == executor.block_bytes * 2
     apart = executor._new_buffers(PART_LIMITS.rows)
     buffers = sum(buffer.nbytes for buffer in (*executor._buffers, *apart))
     angles = 4 * 32 * sum(rope.rotary_dim for rope in program.ropes)

@@ -8,7 +8,7 @@ import pytest
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import box_path, build_program, open_model
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.quantize import quantize
 from quire.program.tensors import DType
@@ -40,9 +40,8 @@ def _logprobs(quantization: str, kv_cache_dtype: str) -> np.ndarray:
         token_ids=np.array(ids, np.int32),
         positions=at,
         rope_positions=at,
-        kv_slots=at,
+        caches=(CacheRows(kv_slots=at, block_tables=np.arange(16, dtype=np.int32)[None]),),
         seq_starts=np.array([0, count], np.int32),
-        block_tables=np.arange(16, dtype=np.int32)[None],
         sample_rows=at,
     )
     executor.run_trunk(batch)

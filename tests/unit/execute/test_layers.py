@@ -17,7 +17,7 @@ from quire.execute.executor import PART_TOKENS, ExecutorOptions, LayeredExecutor
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import sequence_batch
@@ -37,17 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def open_executor(
-    kind: type[Any], folder: Path, dtype: DType, *, num_threads: int = 1, **more: Any
-) -> Executor:
+def open_executor(kind: type[Any], folder: Path, dtype: DType, **more: Any) -> Executor:
     spec = open_model(folder)
     executor: Executor = kind(
         build_program(spec, dtype=dtype, max_positions=1024),
         open_checkpoint(folder),
-        ExecutorOptions(
-            limits=StepLimits(max_tokens=96, max_samples=4, max_sequences=2),
-            num_threads=num_threads,
-        ),
+        ExecutorOptions(limits=StepLimits(max_tokens=96, max_samples=4, max_sequences=2)),
         **more,
     )
     executor.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
@@ -61,13 +56,17 @@ def part(start: int, count: int) -> ForwardBatch:
 
 
 def others_step(executor: Executor) -> None:
-    """A step of another request, in the pool's last block."""
+    """A step of somebody else, in the pool's last block."""
     last = NUM_BLOCKS - 1
     batch = sequence_batch(IDS[7:12], 0, BLOCK_SIZE)  # in block 1
     elsewhere = replace(
         batch,
-        kv_slots=batch.kv_slots + np.int32((last - 1) * BLOCK_SIZE),
-        block_tables=np.full((1, 1), last, np.int32),
+        caches=(
+            CacheRows(
+                kv_slots=batch.caches[0].kv_slots + np.int32((last - 1) * BLOCK_SIZE),
+                block_tables=np.full((1, 1), last, np.int32),
+            ),
+        ),
     )
     executor.run_trunk(elsewhere, head_rows=1)
     executor.run_head(elsewhere, 0, 1)

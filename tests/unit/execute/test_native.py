@@ -14,7 +14,7 @@ from quire.base.errors import WorkerError
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from tests.tiny_models import write_tiny_llama
@@ -57,9 +57,8 @@ def _batch(pieces: list[tuple[int, int, int]]) -> ForwardBatch:
         token_ids=IDS[positions],
         positions=positions,
         rope_positions=positions,
-        kv_slots=slots,
+        caches=(CacheRows(kv_slots=slots, block_tables=tables),),
         seq_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        block_tables=tables,
         sample_rows=np.arange(len(positions), dtype=np.int32),
     )
 
@@ -128,8 +127,8 @@ def test_a_copied_block_serves_like_the_original(tmp_path: Path) -> None:
     executor = _open(write_tiny_llama(tmp_path), DType.BF16)
     expected = _one_by_one(executor)
     _logits(executor, [(2, 0, 40)])
-    own = _batch([(2, 0, 40)]).block_tables[0, :3]
-    spare = _batch([(3, 0, 40)]).block_tables[0, :3]
+    own = _batch([(2, 0, 40)]).caches[0].block_tables[0, :3]
+    spare = _batch([(3, 0, 40)]).caches[0].block_tables[0, :3]
     executor.copy_blocks(own, spare)
     executor.copy_blocks(own[:0], spare[:0])
     assert np.array_equal(_logits(executor, [(3, 40, 41)])[0], expected[40])

@@ -13,7 +13,7 @@ from quire.base.errors import CapacityError, WeightsError, WorkerError
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.batch import ForwardBatch
+from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.builder import ProgramBuilder
 from quire.program.declarations import CacheSpec, WeightPart
 from quire.program.tensors import DType
@@ -39,16 +39,21 @@ def make(folder: Path, *, dtype: DType = DType.F32, **changes: Any) -> Reference
 
 def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
     """Two one-sequence batches in one step; the second's blocks lie 8 further on."""
-    shifted = second.block_tables + 8
-    slots = np.where(second.kv_slots >= 0, second.kv_slots + 8 * 16, -1)
+    (cache,), (other,) = first.caches, second.caches
+    shifted = other.block_tables + 8
+    slots = np.where(other.kv_slots >= 0, other.kv_slots + 8 * 16, -1)
     rows = len(first.token_ids)
     return ForwardBatch(
         token_ids=np.concatenate([first.token_ids, second.token_ids]),
         positions=np.concatenate([first.positions, second.positions]),
         rope_positions=np.concatenate([first.rope_positions, second.rope_positions]),
-        kv_slots=np.concatenate([first.kv_slots, slots]).astype(np.int32),
+        caches=(
+            CacheRows(
+                kv_slots=np.concatenate([cache.kv_slots, slots]).astype(np.int32),
+                block_tables=np.concatenate([cache.block_tables, shifted]).astype(np.int32),
+            ),
+        ),
         seq_starts=np.array([0, rows, rows + len(second.token_ids)], np.int32),
-        block_tables=np.concatenate([first.block_tables, shifted]).astype(np.int32),
         sample_rows=np.concatenate([first.sample_rows, second.sample_rows + rows]),
     )
 
@@ -81,26 +86,27 @@ def test_rows_without_a_slot_store_nothing_and_copied_blocks_are_read_alike(
     executor, prompt, last = make(tmp_path), sequence_batch(IDS[:20], 0, 64), None
     executor.run_trunk(prompt)
     last = sequence_batch(IDS[20:21], 20, 64)
-    silent = replace(last, kv_slots=np.full(1, -1, np.int32))
-    before = executor._cache_k.values.copy()
+    (cache,) = last.caches
+    silent = replace(last, caches=(replace(cache, kv_slots=np.full(1, -1, np.int32)),))
+    before = executor._caches[0].keys.values.copy()
     executor.run_trunk(silent)
-    assert np.array_equal(executor._cache_k.values, before)
+    assert np.array_equal(executor._caches[0].keys.values, before)
     executor.run_trunk(last)
     right = executor.run_head(last, 0, 1).copy()
-    table = prompt.block_tables[0]
+    table = prompt.caches[0].block_tables[0]
     executor.copy_blocks(table[:2], np.array([9, 10], np.int32))
-    moved = last.block_tables.copy()
+    moved = cache.block_tables.copy()
     moved[0, :2] = [9, 10]
     slots = np.array([10 * 16 + 4], np.int32)
-    executor.run_trunk(replace(last, block_tables=moved, kv_slots=slots))
+    executor.run_trunk(replace(last, caches=(CacheRows(kv_slots=slots, block_tables=moved),)))
     assert np.array_equal(executor.run_head(last, 0, 1), right)
 
 
 def test_what_other_sequences_left_in_a_block_is_never_seen(tmp_path: Path) -> None:
     executor = make(tmp_path)
     right = logits_of(executor, IDS[:21], max_positions=64)
-    executor._cache_k.values.fill(np.nan)
-    executor._cache_v.values.fill(np.nan)
+    executor._caches[0].keys.values.fill(np.nan)
+    executor._caches[0].values.values.fill(np.nan)
     assert np.array_equal(logits_of(executor, IDS[:21], max_positions=64), right)
 
 
@@ -110,7 +116,7 @@ def test_in_bf16_weights_cache_and_activations_are_rounded_and_the_residual_is_n
     executor, batch = make(tmp_path, dtype=DType.BF16), sequence_batch(IDS[:20], 0, 64)
     executor.run_trunk(batch)
     executor.run_head(batch, 0, 20)
-    keys, stored = executor._cache_k.values, executor._cache_v.values
+    keys, stored = executor._caches[0].keys.values, executor._caches[0].values.values
     for values in (keys, stored, executor._weights["layers.0.qkv"]):
         assert np.array_equal(round_to_bf16(values), values)
     for buffer in executor._program.buffers:

@@ -9,23 +9,23 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 
-from quire.output_parsers.answer_parser import AnswerParser, parsed
+from quire.output_parsers.answer_parser import AnswerParser, parse_answer
 from quire.output_parsers.parsed_answer import AnswerPiece, ParsedAnswer, joined
-from quire.output_parsers.registry import Reading, choose
+from quire.output_parsers.registry import ParserSelection, select_parsers
 from quire.output_parsers.tools import Tools
 from tests.unit.output_parsers.writers import TOOLS
 
 State = tuple[ParsedAnswer, bool, tuple[tuple[int, int], ...]]
 
 
-def reading(tools: str = "none", reasoning: str = "none") -> Reading:
+def reading(tools: str = "none", reasoning: str = "none") -> ParserSelection:
     if tools == "harmony":
         reasoning = "harmony"
-    return choose("", tool_parser=tools, reasoning_parser=reasoning)
+    return select_parsers("", tool_parser=tools, reasoning_parser=reasoning)
 
 
 def said_in(
-    pieces: Iterable[str], how: Reading, tools: Tools | None = TOOLS, prompt: str = ""
+    pieces: Iterable[str], how: ParserSelection, tools: Tools | None = TOOLS, prompt: str = ""
 ) -> State:
     """All a parser tells of a text in these pieces."""
     parser = AnswerParser(how, tools, prompt)
@@ -38,11 +38,16 @@ def said_in(
 
 
 def everywhere(
-    text: str, how: Reading, tools: Tools | None = TOOLS, prompt: str = "", *, most: int = 400
+    text: str,
+    how: ParserSelection,
+    tools: Tools | None = TOOLS,
+    prompt: str = "",
+    *,
+    most: int = 400,
 ) -> State:
     """What the text says, having cut it everywhere (of a long text, at `most` places)."""
     whole = said_in([text], how, tools, prompt)
-    assert parsed(text, how, tools, prompt) == whole[0]
+    assert parse_answer(text, how, tools, prompt) == whole[0]
     draw = random.Random(len(text))
     places: Sequence[int] = range(len(text) + 1)
     if len(places) > most:

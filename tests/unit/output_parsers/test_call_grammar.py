@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.output_parsers.answer_parser import parsed
-from quire.output_parsers.call_grammar import FORMS, Words, calls_grammar, form_of
-from quire.output_parsers.registry import DIALECTS, choose
+from quire.output_parsers.answer_parser import parse_answer
+from quire.output_parsers.call_grammar import CALL_SYNTAXES, AnswerRule, call_syntax, calls_grammar
+from quire.output_parsers.registry import TOOL_CALL_FORMATS, select_parsers
 from quire.output_parsers.tools import Tools
 from tests.unit.output_parsers.writers import WRITERS
 
@@ -28,7 +28,11 @@ SCHEMAS = {"weather": CITY, "now": ANY}
 ONE = [("weather", {"city": 'Os"lo', "days": 3})]
 TWO = [*ONE, ("now", {})]
 # Writers whose form a grammar has; the list with ids is read, but not asked for.
-HELD = {form: WRITERS[form] for form in WRITERS if WRITERS[form][0] in FORMS and "list" not in form}
+HELD = {
+    form: WRITERS[form]
+    for form in WRITERS
+    if WRITERS[form][0] in CALL_SYNTAXES and "list" not in form
+}
 BYTES = llguidance.LLTokenizer("byte")
 
 
@@ -47,9 +51,9 @@ def allows(grammar: str, text: str) -> bool:
 def grammar(form: str, *, must: bool = True, several: bool = True, **more: Any) -> str:
     dialect = WRITERS[form][0]
     reasoning = "harmony" if dialect == "harmony" else more.pop("reasoning", "none")
-    shape = form_of(dialect, template(form))
+    shape = call_syntax(dialect, template(form))
     assert shape is not None
-    reading = choose("", tool_parser=dialect, reasoning_parser=reasoning)
+    reading = select_parsers("", tool_parser=dialect, reasoning_parser=reasoning)
     options = {"reading": reading, "prompt": "", "special": {}, **more}
     return calls_grammar(shape, SCHEMAS, must=must, several=several, **options)
 
@@ -91,7 +95,7 @@ def test_where_no_call_must_come_words_may_and_calls_behind_them(form: str) -> N
     assert allows(free, "")
     assert allows(free, written(form, TWO))
     assert not allows(free, written(form, [("other", {})]))
-    if FORMS[WRITERS[form][0]].trigger:
+    if CALL_SYNTAXES[WRITERS[form][0]].trigger:
         assert allows(free, written(form, ONE, "Let me look."))
         assert not allows(free, written(form, [("weather", {"city": 7})], "Let me look."))
 
@@ -121,7 +125,7 @@ def test_beside_calls_an_answer_has_its_form_alone(form: str) -> None:
         "x-guidance": COMPACT,
     }
     words = f"%json {json.dumps(shape)}"
-    beside = grammar(form, must=False, answer=Words(words, is_json=True))
+    beside = grammar(form, must=False, answer=AnswerRule(words, is_json=True))
     final = "<|channel|>final<|message|>" if form == "harmony" else ""
     for text in (
         '{"name": "weather"}',
@@ -152,10 +156,10 @@ def test_harmony_may_reason_in_its_channel_first() -> None:
 def test_what_a_grammar_allows_is_read_as_the_calls_it_is(form: str) -> None:
     dialect = WRITERS[form][0]
     reasoning = "harmony" if dialect == "harmony" else "none"
-    reading = choose("", tool_parser=dialect, reasoning_parser=reasoning)
+    reading = select_parsers("", tool_parser=dialect, reasoning_parser=reasoning)
     text = written(form, ONE)
     assert allows(grammar(form), text)
-    answer = parsed(text, reading, Tools(SCHEMAS))
+    answer = parse_answer(text, reading, Tools(SCHEMAS))
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == ONE
 
 
@@ -172,8 +176,8 @@ def test_marks_that_are_special_tokens_stand_by_their_ids() -> None:
 
 def test_a_schema_cannot_turn_the_grammar_into_another() -> None:
     odd = {**ANY, "properties": {'a::=b "\n': {"enum": ['root ::= "x"']}}}
-    reading = choose("", tool_parser="json")
-    shape = form_of("json", "")
+    reading = select_parsers("", tool_parser="json")
+    shape = call_syntax("json", "")
     assert shape is not None
     held = calls_grammar(
         shape, {"now": odd}, must=True, several=False, reading=reading, prompt="", special={}
@@ -183,4 +187,4 @@ def test_a_schema_cannot_turn_the_grammar_into_another() -> None:
 
 
 def test_dialects_without_a_form_are_those_whose_values_are_no_json() -> None:
-    assert set(DIALECTS) - set(FORMS) == {"qwen3_coder", "glm", "pythonic"}
+    assert set(TOOL_CALL_FORMATS) - set(CALL_SYNTAXES) == {"qwen3_coder", "glm", "pythonic"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.output_parsers.answer_parser import parsed
+from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.reasoning import STYLES
 from quire.output_parsers.registry import HARMONY, REASONING_PARSERS
 from tests.unit.output_parsers.cuts import everywhere, reading
@@ -128,5 +128,5 @@ def test_every_style_is_tried_here() -> None:
 
 def test_a_reader_that_is_switched_off_leaves_the_text_as_it_is() -> None:
     text = " <think>a</think>\n <tool_call>b "
-    answer = parsed(text, reading("none", "none"), TOOLS)
+    answer = parse_answer(text, reading("none", "none"), TOOLS)
     assert (answer.reasoning, answer.content, answer.calls) == ("", text, [])

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from quire.output_parsers.reasoning import STYLES
-from quire.output_parsers.registry import DIALECTS, REASONING_PARSERS, TOOL_PARSERS, Reading, choose
+from quire.output_parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_CALL_FORMATS,
+    TOOL_PARSERS,
+    ParserSelection,
+    select_parsers,
+)
 from tests.data import outside
 
 BAR = "\uff5c"
 
 
-def names(reading: Reading) -> tuple[str, str]:
+def names(reading: ParserSelection) -> tuple[str, str]:
     tools = reading.tools.name if reading.tools is not None else "none"
     if reading.reasoning == "harmony":
         return tools, "harmony"
@@ -42,8 +48,11 @@ def names(reading: Reading) -> tuple[str, str]:
     ],
 )
 def test_marks_in_a_template_tell_the_dialect(template: str, expected: tuple[str, str]) -> None:
-    assert names(choose(template)) == expected
-    assert names(choose(template, tool_parser="none", reasoning_parser="none")) == ("none", "none")
+    assert names(select_parsers(template)) == expected
+    assert names(select_parsers(template, tool_parser="none", reasoning_parser="none")) == (
+        "none",
+        "none",
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,15 +77,15 @@ def test_published_templates_are_read_as_their_models_write(
     name: str, expected: tuple[str, str]
 ) -> None:
     template = outside(f"templates/{name}.jinja").read_text(encoding="utf-8")
-    assert names(choose(template)) == expected
+    assert names(select_parsers(template)) == expected
 
 
 def test_every_name_can_be_asked_for() -> None:
     for name in TOOL_PARSERS:
-        reading = choose("", tool_parser=name)
+        reading = select_parsers("", tool_parser=name)
         expected = "json" if name == "auto" else name
         assert names(reading)[0] == expected
     for name in REASONING_PARSERS:
         expected = "none" if name == "auto" else name
-        assert names(choose("", reasoning_parser=name))[1] == expected
-    assert set(DIALECTS) == set(TOOL_PARSERS) - {"auto", "none"}
+        assert names(select_parsers("", reasoning_parser=name))[1] == expected
+    assert set(TOOL_CALL_FORMATS) == set(TOOL_PARSERS) - {"auto", "none"}

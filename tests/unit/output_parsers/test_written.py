@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.output_parsers.registry import DIALECTS
+from quire.output_parsers.registry import TOOL_CALL_FORMATS
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import WRITERS, Calls
 
@@ -68,7 +68,7 @@ def test_what_was_written_is_what_is_read(form: str, said: str) -> None:
 
 
 def test_every_dialect_is_written_here() -> None:
-    assert {dialect for dialect, _ in WRITERS.values()} == set(DIALECTS)
+    assert {dialect for dialect, _ in WRITERS.values()} == set(TOOL_CALL_FORMATS)
     assert len(SAID) >= 20
 
 

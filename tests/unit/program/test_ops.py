@@ -119,3 +119,10 @@ def test_gathered_rows_keep_their_dtype_and_both_halves_of_a_gate_have_one(
     rounded = replace(gated.up, buffer=replace(gated.up.buffer, dtype=DType.BF16))
     with pytest.raises(ValueError, match="up is bf16, gate f32"):
         replace(gated, up=rounded).check(program)
+
+
+def test_a_cache_group_that_is_not_declared_is_refused(program: Program) -> None:
+    for kind in (StoreKV, Attention):
+        wrong = replace(first(program, kind), cache=1)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="cache is 1; 1 are declared"):
+            wrong.check(program)

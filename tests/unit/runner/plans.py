@@ -62,7 +62,7 @@ def plan_of(
         slots=ints(*(row[0] for row in rows)),
         starts=ints(*(row[1] for row in rows)),
         counts=ints(*(row[2] for row in rows)),
-        samples=np.array([row[3] for row in rows], np.bool_),
+        sample_counts=ints(*(row[3] for row in rows)),
         store_from=ints(*(store_from or [row[1] for row in rows])),
         **more,
     )

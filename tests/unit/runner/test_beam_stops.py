@@ -157,7 +157,7 @@ def test_a_watch_that_cannot_be_fails_its_row_and_no_other(max_samples: int) -> 
         starts=ints(0, 0, 0),
         counts=ints(3, 3, 3),
         store_from=ints(0, 0, 0),
-        samples=np.ones(3, np.bool_),
+        sample_counts=np.ones(3, np.int32),
     )
     result = runner.collect(runner.submit(plan))
     assert [(one.row, one.message) for one in result.errors] == [

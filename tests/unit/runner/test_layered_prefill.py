@@ -63,8 +63,14 @@ def test_layers_are_computed_beside_rows_with_the_same_batch_to_the_last() -> No
     assert all(other is batch for other, _, _ in executor.layers)
     assert batch.token_ids.tolist() == [22, 23, 24, 25, 26]
     assert batch.positions.tolist() == [2, 3, 4, 5, 6]
-    assert batch.kv_slots.tolist() == [-1, -1, 20, 21, 22]  # stored from position 4, in block 5
-    assert batch.block_tables.tolist() == [[7, 5]]
+    assert batch.caches[0].kv_slots.tolist() == [
+        -1,
+        -1,
+        20,
+        21,
+        22,
+    ]  # stored from position 4, in block 5
+    assert batch.caches[0].block_tables.tolist() == [[7, 5]]
     assert batch.sample_rows.tolist() == []
 
 

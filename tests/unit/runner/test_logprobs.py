@@ -50,7 +50,7 @@ def _run(
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32),
         counts=counts.astype(np.int32),
-        samples=samples.astype(np.bool_),
+        sample_counts=samples.astype(np.int32),
         store_from=starts.astype(np.int32),
     )
     return runner.collect(runner.submit(plan))

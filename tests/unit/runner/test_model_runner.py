@@ -33,13 +33,13 @@ def test_a_mixed_step_becomes_one_flat_batch() -> None:
     assert first.token_ids.tolist() == [10, 11, 12, 13, 14, 15, 20, 21, 22]
     assert first.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert first.rope_positions.tolist() == first.positions.tolist()
-    assert first.kv_slots.tolist() == [28, 29, 30, 31, 8, 9, 20, 21, 22]
+    assert first.caches[0].kv_slots.tolist() == [28, 29, 30, 31, 8, 9, 20, 21, 22]
     assert first.seq_starts.tolist() == [0, 6, 9]
-    assert first.block_tables.tolist() == [[7, 2], [5, 6]]
+    assert first.caches[0].block_tables.tolist() == [[7, 2], [5, 6]]
     assert first.sample_rows.tolist() == [5]
     # The sampled token (its position, 6) is read back from the table; the plan never held it.
     assert second.token_ids.tolist() == [6, 23, 24, 25, 26]
-    assert second.kv_slots.tolist() == [10, 23, 24, 25, 26]
+    assert second.caches[0].kv_slots.tolist() == [10, 23, 24, 25, 26]
     for batch in executor.batches:
         for name in batch.__slots__:
             array = getattr(batch, name)
@@ -78,7 +78,7 @@ def test_nothing_is_stored_before_store_from() -> None:
         store_from=[8, 4],
     )
     runner_of(executor).submit(plan)
-    assert executor.batches[0].kv_slots.tolist() == [-1, -1, -1, 16, 17]
+    assert executor.batches[0].caches[0].kv_slots.tolist() == [-1, -1, -1, 16, 17]
 
 
 def test_a_row_of_one_token_stores_nothing_before_store_from() -> None:
@@ -91,7 +91,7 @@ def test_a_row_of_one_token_stores_nothing_before_store_from() -> None:
         store_from=[8, 4],
     )
     runner_of(executor).submit(plan)
-    assert executor.batches[0].kv_slots.tolist() == [-1, 17]
+    assert executor.batches[0].caches[0].kv_slots.tolist() == [-1, 17]
 
 
 def test_plans_of_only_changes_compute_nothing() -> None:
@@ -353,8 +353,8 @@ def _check(
             block = tables[slot][position // BLOCK_SIZE]
             assert batch.token_ids[row] == tokens[slot][position]
             assert batch.positions[row] == position
-            assert batch.kv_slots[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
-            assert batch.block_tables[index, position // BLOCK_SIZE] == block
+            assert batch.caches[0].kv_slots[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            assert batch.caches[0].block_tables[index, position // BLOCK_SIZE] == block
             row += 1
         assert batch.seq_starts[index + 1] == row
         sample_rows += [row - 1] if samples[index] else []

@@ -120,7 +120,7 @@ def _step(runner: ModelRunner, number: int, start: int, **more: Any) -> StepResu
         starts=_ints(start, start, start),
         counts=_ints(count, count, count),
         store_from=_ints(start, start, start),
-        samples=np.ones(3, np.bool_),
+        sample_counts=np.ones(3, np.int32),
         **more,
     )
     return runner.collect(runner.submit(plan))
@@ -145,7 +145,7 @@ def test_mu_is_kept_from_step_to_step_and_told_for_all_rows_of_all_slices() -> N
         starts=_ints(4),
         counts=_ints(1),
         store_from=_ints(4),
-        samples=np.ones(1, np.bool_),
+        sample_counts=np.ones(1, np.int32),
     )
     assert len(runner.collect(runner.submit(plain)).mirostat_mus) == 0
     assert runner.tables.rare.mirostat_mu[0] == 6.0

@@ -35,11 +35,11 @@ class FakeTier:
                 self.under_way.append((Tier.POOL, target, digest, source))
 
     def end(self, random: Random, content: list[int], *, most: int = 1000) -> CopiesEnded | None:
-        """Some of those under way end, fetches before saves or after; some fetches are bad."""
+        """Some of those under way end, kv_loads before saves or after; some kv_loads are bad."""
         ended: list[tuple[int, int, bool]] = []
         num_bad = fetched = saved = 0
         for _ in range(min(most, len(self.under_way))):
-            # Fetches may overtake saves, and never one of the place they read from.
+            # KVLoads may overtake saves, and never one of the place they read from.
             at = random.choice(range(len(self.under_way))) if random.random() < 0.5 else 0
             tier, target, digest, what = self.under_way[at]
             place = target if tier == Tier.DISK else what

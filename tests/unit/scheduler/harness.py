@@ -13,12 +13,13 @@ from quire.base.errors import OverloadedError
 from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
-from quire.scheduler.cost import CostModel
+from quire.scheduler.cost.transfer_cost import RestoreMode
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.move_cost import Choice
-from quire.scheduler.policy import FirstCome, Policy
+from quire.scheduler.policy.first_come import FirstCome
+from quire.scheduler.policy.policy import Policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.tenants import TenantLimits
+from quire.scheduler.step_budget import CostModel
+from quire.scheduler.tenants.tenant_usage import TenantLimits
 from tests.unit.scheduler.fake_tier import FakeTier
 from tests.unit.scheduler.fake_worker import (
     FakeWorker,
@@ -68,7 +69,7 @@ class Harness:
             setup.block_size,
             prefix_caching=setup.prefix_caching,
             tier=TierMap(setup.tier_places) if setup.tier_places else None,
-            most_saving=3,
+            max_saving=3,
             window=setup.window,
         )
         limits = SchedulerLimits(
@@ -92,7 +93,7 @@ class Harness:
             setup.policy(),
             cost=cost,
             tenants=setup.tenants,
-            bring_back=Choice.MOVE,
+            bring_back=RestoreMode.MOVE,
         )
         self.tier = FakeTier(setup.block_size)
         self.worker = FakeWorker(
@@ -211,7 +212,7 @@ class Harness:
         """The most tokens a request can have here."""
         size = self.setup.block_size
         pool_tokens = self.setup.num_blocks * size
-        most_tokens = min(pool_tokens, self.scheduler._tenants.most_tokens(request))
+        most_tokens = min(pool_tokens, self.scheduler._tenants.max_tokens(request))
         limit = min(request.max_total_tokens, self.setup.max_model_len, most_tokens)
         if not request.sampling.use_beam_search:
             return limit
@@ -226,7 +227,7 @@ class Harness:
     def check(self) -> None:
         """What must hold at every moment."""
         assert self.scheduler.check_integrity() == []
-        self.scheduler._state.totals()  # kept from now on: the next check says if that was right
+        self.scheduler._batch.totals()  # kept from now on: the next check says if that was right
         assert self.worker.wrong == [], self.worker.wrong
         assert self.tier.wrong == [], self.tier.wrong
 
@@ -288,7 +289,7 @@ class Harness:
 
     def _owners(self, block: int) -> set[str]:
         slots = np.flatnonzero((self.cache.tables.blocks == block).any(axis=1))
-        return {self.scheduler._state.ticket(slot).request.request_id for slot in slots.tolist()}
+        return {self.scheduler._batch.sequence(slot).request.request_id for slot in slots.tolist()}
 
     def check_scores(self) -> None:
         """Scores are those alone; a group whose streams did not all fail was told them once."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quire.base.errors import WorkerError
 from quire.base.records import Candidates, FinishReason, Request, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.scheduler.beams import BeamSearch, Told, told_of
+from quire.scheduler.beam.beam_search import BeamCandidates, BeamSearch, beam_candidates_of
 from tests.unit.scheduler.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_worker import beam_logprobs, mix
 
@@ -63,7 +63,7 @@ def run(search: BeamSearch, wishes: Wishes, salt: int, *, told: int) -> BeamSear
             best = best[logprobs[best] > -np.inf]
             ends = [wishes.ends((*tokens, id_)) for id_ in best.tolist()]
             of_beams.append(
-                Told(
+                BeamCandidates(
                     ids=best,
                     scores=logprobs[best],
                     logprobs=2 * logprobs[best],  # as if penalties had halved all
@@ -78,9 +78,9 @@ def run(search: BeamSearch, wishes: Wishes, salt: int, *, told: int) -> BeamSear
     return search
 
 
-def told(ids: NDArray[np.int32], values: list[float]) -> Told:
+def reported(ids: NDArray[np.int32], values: list[float]) -> BeamCandidates:
     scores = np.array(values, np.float32)
-    return Told(ids=ids, scores=scores, logprobs=scores, ends=np.zeros(0, np.bool_))
+    return BeamCandidates(ids=ids, scores=scores, logprobs=scores, ends=np.zeros(0, np.bool_))
 
 
 def ends_often(salt: int, one_in: int) -> Callable[[tuple[int, ...]], bool]:
@@ -133,7 +133,7 @@ def test_of_twice_the_width_that_one_goes_on_is_enough_and_others_come_back() ->
     """The first step's candidates end but the fourth: one beam, and then two again."""
     wishes = Wishes(width=2, max_new=9, early_stopping="never")
     search = BeamSearch(request(wishes, stop=("x",)), len(PROMPT) + 9)
-    free = told(np.arange(6, dtype=np.int32), [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
+    free = reported(np.arange(6, dtype=np.int32), [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
     ends = np.array([True, True, True, False, False, False])
     assert search.advance([replace(free, ends=ends)]) == [0]
     assert search.tokens[:, -1].tolist() == [3]
@@ -143,8 +143,8 @@ def test_of_twice_the_width_that_one_goes_on_is_enough_and_others_come_back() ->
 def test_a_beam_that_nothing_may_follow_goes_on_no_more() -> None:
     wishes = Wishes(width=2, max_new=9)
     search = BeamSearch(request(wishes), len(PROMPT) + 9)
-    some = told(np.arange(2, dtype=np.int32), [-1.0, -2.0])
-    none = told(np.full(2, -1, np.int32), [np.nan, np.nan])
+    some = reported(np.arange(2, dtype=np.int32), [-1.0, -2.0])
+    none = reported(np.full(2, -1, np.int32), [np.nan, np.nan])
     assert search.advance([some]) == [0, 0]
     assert search.advance([none, some]) == [1, 1]
     assert search.advance([none, none]) == []
@@ -156,10 +156,10 @@ def test_a_step_without_candidates_is_the_workers_fault() -> None:
     one = np.array([1], np.int32)
     result = StepResult(step=7, token_counts=one, token_ids=one)
     with pytest.raises(WorkerError, match="step 7 tells no candidates"):
-        told_of(result, 0, None)
+        beam_candidates_of(result, 0, None)
     table = np.zeros((1, 3), np.float32)
     candidates = Candidates(ids=table.astype(np.int32), scores=table, logprobs=table)
-    got = told_of(replace(result, candidates=candidates), 0, None)
+    got = beam_candidates_of(replace(result, candidates=candidates), 0, None)
     assert (got.ids.tolist(), len(got.ends), got.top) == ([0, 0, 0], 0, ())
 
 
@@ -192,8 +192,8 @@ def test_what_all_beams_begin_with_is_counted_in_tokens() -> None:
     search = BeamSearch(request(Wishes(width=3, max_new=9)), len(PROMPT) + 9)
     assert search.num_shared_tokens == len(PROMPT)
     one = np.array([7, 8, 9], np.int32)
-    search.advance([told(one, [-0.1, -5.0, -6.0])])
+    search.advance([reported(one, [-0.1, -5.0, -6.0])])
     assert search.num_shared_tokens == len(PROMPT)
-    far = told(one, [-50.0, -60.0, -70.0])
-    search.advance([told(one, [-0.1, -0.2, -0.3]), far, far])
+    far = reported(one, [-50.0, -60.0, -70.0])
+    search.advance([reported(one, [-0.1, -0.2, -0.3]), far, far])
     assert search.num_shared_tokens == len(PROMPT) + 1

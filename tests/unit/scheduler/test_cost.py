@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scheduler.budget import StepBudget
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.scheduler.step_budget import StepBudget
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -32,7 +32,7 @@ def test_the_most_tokens_within_a_budget_fit_and_one_more_does_not(
     start: int, budget_ms: float, token_ms: float, position_ms: float
 ) -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=token_ms, position_ms=position_ms)
-    most = cost.most_tokens(start, budget_ms)
+    most = cost.max_tokens(start, budget_ms)
     if most >= 1_000_000:
         return
     assert cost.rows_ms(ints(start), ints(most))[0] <= budget_ms * 1.000001
@@ -41,57 +41,57 @@ def test_the_most_tokens_within_a_budget_fit_and_one_more_does_not(
 
 def test_without_budget_nothing_fits_and_without_cost_everything() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
-    assert cost.most_tokens(0, 0.0) == cost.most_tokens(0, -1.0) == 0
+    assert cost.max_tokens(0, 0.0) == cost.max_tokens(0, -1.0) == 0
     for token_ms in (0.0, 5e-324):
         almost_free = LinearCost(fixed_ms=0.0, token_ms=token_ms, position_ms=0.0)
-        assert almost_free.most_tokens(0, 1.0) > 10**9
+        assert almost_free.max_tokens(0, 1.0) > 10**9
 
 
 def test_tokens_are_handed_out_in_order_until_they_are_spent() -> None:
     budget = StepBudget(10, 0.0, None)
-    assert budget.hand_out(ints(0, 0, 0, 0), ints(1, 6, 6, 2)).tolist() == [1, 6, 3, 0]
+    assert budget.allot(ints(0, 0, 0, 0), ints(1, 6, 6, 2)).tolist() == [1, 6, 3, 0]
     assert budget.spent
-    assert budget.hand_out_one(0, 5) == 0
+    assert budget.allot_one(0, 5) == 0
 
 
 def test_what_is_given_back_can_be_handed_out_again() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
     budget = StepBudget(10, 8.0, cost)
-    budget.hand_out(ints(0, 0), ints(3, 4))
+    budget.allot(ints(0, 0), ints(3, 4))
     budget.give_back(ints(0), ints(4))
     assert (budget.tokens, budget.ms) == (7, 5.0)
-    assert budget.hand_out_one(0, 9) == 5
+    assert budget.allot_one(0, 9) == 5
 
 
 def test_time_cuts_the_row_that_crosses_it_and_leaves_the_rest_for_later() -> None:
     cost = LinearCost(fixed_ms=1.0, token_ms=1.0, position_ms=0.0)
     budget = StepBudget(100, 6.0, cost)
-    assert budget.hand_out(ints(0, 0, 0), ints(2, 8, 1)).tolist() == [2, 3, 0]
+    assert budget.allot(ints(0, 0, 0), ints(2, 8, 1)).tolist() == [2, 3, 0]
     assert budget.spent
 
 
 @pytest.mark.parametrize("ms", [0.5, 1.0, 1.5])
 def test_the_first_row_gets_a_token_however_little_time_there_is(ms: float) -> None:
     cost = LinearCost(fixed_ms=1.0, token_ms=1.0, position_ms=0.0)
-    assert StepBudget(100, ms, cost).hand_out(ints(0, 0, 0), ints(0, 8, 1)).tolist() == [0, 1, 0]
+    assert StepBudget(100, ms, cost).allot(ints(0, 0, 0), ints(0, 8, 1)).tolist() == [0, 1, 0]
     budget = StepBudget(100, ms, cost)
     assert not budget.spent
-    assert budget.hand_out_one(0, 8) == 1
+    assert budget.allot_one(0, 8) == 1
     assert budget.spent
-    assert StepBudget(100, ms, cost).hand_out(ints(0), ints(0)).tolist() == [0]
+    assert StepBudget(100, ms, cost).allot(ints(0), ints(0)).tolist() == [0]
 
 
 def test_a_scored_token_costs_the_head_too() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0, score_ms=3.0)
     scored = np.array([False, True, True])
     assert cost.rows_ms(ints(0, 0, 9), ints(2, 2, 1), scored).tolist() == [2.0, 8.0, 4.0]
-    assert (cost.most_tokens(0, 9.0), cost.most_tokens(0, 9.0, scored=True)) == (9, 2)
+    assert (cost.max_tokens(0, 9.0), cost.max_tokens(0, 9.0, scored=True)) == (9, 2)
     budget = StepBudget(100, 12.0, cost)
-    assert budget.hand_out(ints(0, 0, 0), ints(2, 8, 1), scored).tolist() == [2, 2, 0]
+    assert budget.allot(ints(0, 0, 0), ints(2, 8, 1), scored).tolist() == [2, 2, 0]
     budget.give_back(ints(0), ints(2), np.array([True]))
     assert budget.ms == 10.0
-    assert budget.hand_out_one(0, 8, scored=True) == 2
-    assert budget.hand_out_one(0, 8) == 2
+    assert budget.allot_one(0, 8, scored=True) == 2
+    assert budget.allot_one(0, 8) == 2
 
 
 def test_a_step_budget_shortens_chunks_of_scored_prompts() -> None:
@@ -129,6 +129,6 @@ def test_one_row_costs_what_it_does_among_others() -> None:
 def test_a_budget_of_time_without_tokens_left_hands_out_none() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
     budget = StepBudget(2, 10.0, cost)
-    assert budget.hand_out(ints(0), ints(2)).tolist() == [2]
-    assert budget.hand_out(ints(5, 6), ints(1, 1)).tolist() == [0, 0]
+    assert budget.allot(ints(0), ints(2)).tolist() == [2]
+    assert budget.allot(ints(5, 6), ints(1, 1)).tolist() == [0, 0]
     assert budget.ms == 8.0

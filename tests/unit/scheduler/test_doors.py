@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from quire.base.errors import DeadlineMissed, OverloadedError, TimedOut
-from quire.scheduler.cost import LinearCost
-from quire.scheduler.deadlines import Deadlines
-from quire.scheduler.policies import make_policy
-from quire.scheduler.ticket import Ticket
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.sequence import SequenceState
+from quire.scheduler.slo.deadlines import Deadlines
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -157,9 +157,11 @@ def test_absurd_deadlines_of_requests_that_ended_are_not_kept() -> None:
     deadlines = Deadlines()
     for number in range(5_000):
         request = make_request(f"r{number}", [1], max_tokens=1, deadline_ms=1e12)
-        ticket = Ticket(request=request, arrival=number, limit=2, token_ids=request.prompt_ids)
-        deadlines.note(ticket)
-        ticket.alive = False
+        sequence = SequenceState(
+            request=request, arrival=number, limit=2, token_ids=request.prompt_ids
+        )
+        deadlines.note(sequence)
+        sequence.alive = False
     assert len(deadlines._moments) < 200
     assert deadlines.passed(1e13) == []
 
@@ -169,9 +171,9 @@ def test_asking_for_passed_deadlines_looks_at_no_others() -> None:
     for number in range(10):
         request = make_request(f"r{number}", [1], max_tokens=1, ttft_slo_ms=100.0 * (number + 1))
         deadlines.note(
-            Ticket(request=request, arrival=number, limit=2, token_ids=request.prompt_ids)
+            SequenceState(request=request, arrival=number, limit=2, token_ids=request.prompt_ids)
         )
-    assert [ticket.arrival for ticket, _ in deadlines.passed(250.0)] == [0, 1]
+    assert [sequence.arrival for sequence, _ in deadlines.passed(250.0)] == [0, 1]
     assert deadlines.passed(250.0) == []
     assert len(deadlines._moments) == 8
 

@@ -11,9 +11,10 @@ import numpy as np
 from quire.base.records import StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome, Policy
+from quire.scheduler.policy.first_come import FirstCome
+from quire.scheduler.policy.policy import Policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.tenants import TenantLimits
+from quire.scheduler.tenants.tenant_usage import TenantLimits
 from tests.unit.scheduler.fake_worker import make_request
 
 
@@ -108,16 +109,16 @@ def test_a_blocked_queue_costs_a_steady_step_nothing() -> None:
 
 def test_a_steady_step_touches_no_ticket_and_makes_no_output_object() -> None:
     scheduler = steady(64)
-    state = scheduler._state
+    batch = scheduler._batch
 
     class Untouchable(list):  # type: ignore[type-arg]
         def __getitem__(self, index: Any) -> Any:
-            raise AssertionError(f"ticket {index} was touched")
+            raise AssertionError(f"sequence {index} was touched")
 
         def __iter__(self) -> Any:
-            raise AssertionError("tickets were walked")
+            raise AssertionError("sequences were walked")
 
-    state.tickets = Untouchable(state.tickets)
+    batch.sequences = Untouchable(batch.sequences)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     outputs = scheduler.update(plan, result_of(plan), 0.0)
@@ -164,5 +165,5 @@ def test_while_nobody_comes_or_goes_nothing_is_hashed() -> None:
 
 def test_a_step_without_a_watched_stop_id_compares_no_stop_lists() -> None:
     scheduler = steady(16)
-    scheduler._state._stop_ids = None  # type: ignore[assignment]
+    scheduler._batch._stop_ids = None  # type: ignore[assignment]
     turn(scheduler)

@@ -1,4 +1,4 @@
-"""What a request is foretold: beside others that stand back for it, and others that pass it."""
+"""What a request is prediction: beside others that stand back for it, and others that pass it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import numpy as np
 import pytest
 
 from quire.base.errors import DeadlineMissed
-from quire.scheduler.passing import Passing
+from quire.scheduler.slo.overtaking import Overtaking
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.test_doors import harness_of
 
 
 def test_nobody_comes_before_one_that_no_handicap_puts_behind() -> None:
-    passing = Passing()
+    passing = Overtaking()
     for number in range(20):
         passing.note(10.0 * number, 0.0, 5.0)
-    assert passing.prolonged_ms(100.0, 0.0) == 100.0
+    assert passing.extended_ms(100.0, 0.0) == 100.0
 
 
 def test_those_that_pass_take_their_share_of_the_time_until_they_come_too_late() -> None:
-    passing = Passing()
+    passing = Overtaking()
     for number in range(21):  # one every 10 ms; each takes 5 of them
         passing.note(10.0 * number, 0.0, 5.0)
     passing.note(200.0, 1000.0, 0.0)
     share = 21 * 5.0 / 200.0
-    assert passing.prolonged_ms(10.0, 500.0) == pytest.approx(10.0 / (1 - share))
+    assert passing.extended_ms(10.0, 500.0) == pytest.approx(10.0 / (1 - share))
     # Who has 20 ms of handicap is passed only by those of the next 20 ms.
-    assert passing.prolonged_ms(100.0, 20.0) == pytest.approx(100.0 + 20.0 * share)
-    assert passing.prolonged_ms(100.0, -20.0) == 100.0
+    assert passing.extended_ms(100.0, 20.0) == pytest.approx(100.0 + 20.0 * share)
+    assert passing.extended_ms(100.0, -20.0) == 100.0
 
 
 def test_a_wait_that_would_never_end_is_foretold_as_a_long_one() -> None:
-    passing = Passing()
+    passing = Overtaking()
     for number in range(20):
         passing.note(10.0 * number, float(number % 2), 50.0)
-    assert passing.prolonged_ms(3.0, np.inf) == pytest.approx(300.0)
+    assert passing.extended_ms(3.0, np.inf) == pytest.approx(300.0)
 
 
 def test_short_jobs_that_keep_coming_make_a_long_one_wait_by_forecast() -> None:
@@ -42,18 +42,18 @@ def test_short_jobs_that_keep_coming_make_a_long_one_wait_by_forecast() -> None:
     for number in range(40):
         request = make_request(f"s{number}", [1] * 10, max_tokens=5, arrival_ms=75.0 * number)
         harness.add(request)
-    late = harness.scheduler.foretell_ms("s39")
+    late = harness.scheduler.predict_ttft_ms("s39")
     long = make_request("long", [1] * 60, max_tokens=200, arrival_ms=3000.0)
     harness.add(long)
-    foretold = harness.scheduler.foretell_ms("long")
+    prediction = harness.scheduler.predict_ttft_ms("long")
     assert late is not None
-    assert foretold is not None
+    assert prediction is not None
     # Behind the same 40 in the queue, and behind most of those to come.
-    assert foretold > 2 * late
+    assert prediction > 2 * late
 
 
 def test_a_light_tenant_is_foretold_that_a_flood_stands_back_and_gives_up_a_place() -> None:
-    foretold = {}
+    prediction = {}
     for policy in ("fcfs", "fair"):
         harness = harness_of(policy)
         for number in range(12):
@@ -61,12 +61,12 @@ def test_a_light_tenant_is_foretold_that_a_flood_stands_back_and_gives_up_a_plac
         for _ in range(40):
             harness.step()
         harness.add(make_request("light", [2] * 60, max_tokens=5, tenant="light"))
-        ms = harness.scheduler.foretell_ms("light")
+        ms = harness.scheduler.predict_ttft_ms("light")
         assert ms is not None
-        foretold[policy] = ms
+        prediction[policy] = ms
     # Two steps of 64 tokens at most beside one row that goes on; in turn, it waits for the flood.
-    assert 80.0 <= foretold["fair"] <= 160.0
-    assert foretold["fcfs"] > 2000.0
+    assert 80.0 <= prediction["fair"] <= 160.0
+    assert prediction["fcfs"] > 2000.0
 
 
 def test_who_takes_the_place_of_others_is_not_refused_for_them() -> None:
@@ -89,8 +89,8 @@ def test_lanes_of_a_kind_take_turns_and_who_is_flooded_is_before_all_others() ->
         harness.step()
     for number in range(3):
         harness.add(make_request(f"l{number}", [2] * 60, max_tokens=5, tenant="light"))
-    queue, tickets = harness.scheduler._queue, harness.scheduler._roster.tickets
-    assert [queue.num_before(tickets[f"l{number}"]) for number in range(3)] == [0, 1, 2]
-    waiting = [name for name in tickets if name[0] == "f" and tickets[name].slot < 0]
-    places = [queue.num_before(tickets[name]) for name in waiting]
+    queue, sequences = harness.scheduler._queue, harness.scheduler._requests.sequences
+    assert [queue.num_before(sequences[f"l{number}"]) for number in range(3)] == [0, 1, 2]
+    waiting = [name for name in sequences if name[0] == "f" and sequences[name].slot < 0]
+    places = [queue.num_before(sequences[name]) for name in waiting]
     assert places == [3 + place for place in range(len(waiting))]

@@ -104,8 +104,8 @@ def test_a_group_leaves_as_a_whole_and_comes_back_with_what_all_beams_share() ->
         harness.add(request)
     while harness.scheduler.has_work:
         harness.step()
-        running = {one for one in harness.scheduler._state.tickets if one is not None}
-        beams = [one for one in running if one.beams is not None]
+        running = {one for one in harness.scheduler._batch.sequences if one is not None}
+        beams = [one for one in running if one.group is not None]
         assert len(beams) in (0, 3)
     harness.check_end()
     assert harness.ends["s.0"].num_preemptions > 0

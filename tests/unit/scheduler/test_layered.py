@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from quire.base.records import FinishReason, PartLayers
-from quire.scheduler import budget, layered
-from quire.scheduler.cost import LinearCost
-from quire.scheduler.draft import PlanDraft
-from quire.scheduler.policies import make_policy
-from quire.scheduler.prompts import LONG_SHARE
-from quire.scheduler.ticket import NO_SLOT
+from quire.scheduler import step_budget
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.scheduler.plan_builder import PlanBuilder, Step
+from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.prefill import layered
+from quire.scheduler.prefill.prompt_shares import LONG_SHARE
+from quire.scheduler.sequence import NO_SLOT
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -64,7 +65,7 @@ def until_layers(harness: Harness) -> PartLayers:
 
 
 def slot_of(harness: Harness, name: str) -> int:
-    return harness.scheduler._roster.tickets[name].slot
+    return harness.scheduler._requests.sequences[name].slot
 
 
 def test_deep_parts_go_through_layers_and_shallow_ones_through_steps() -> None:
@@ -78,7 +79,7 @@ def test_deep_parts_go_through_layers_and_shallow_ones_through_steps() -> None:
     assert min(layers.start for _, layers in found) >= 16
     for plan, layers in found:
         end = layers.start + layers.count
-        assert layers.count % budget.TILE_TOKENS == 0 or end == 499, "the last token samples"
+        assert layers.count % step_budget.TILE_TOKENS == 0 or end == 499, "the last token samples"
         layers_ms = layers.share * (COST.fixed_ms + COST.row_ms(layers.start, layers.count))
         rows_ms = harness.scheduler.speed.step_ms(len(plan.slots), float(plan.starts.sum()))
         assert layers_ms <= LONG_SHARE * rows_ms
@@ -97,14 +98,14 @@ def test_layers_follow_each_other_and_a_part_ends_with_the_last() -> None:
     assert first.first_layer == 0
     at, part = first.end_layer, (first.start, first.count)
     while at < NUM_LAYERS:
-        assert harness.scheduler._state.computed[first.slot] == first.start
+        assert harness.scheduler._batch.computed[first.slot] == first.start
         harness.step()
         layers = harness.plans[-1].layers
         assert layers is not None
         assert (layers.start, layers.count) == part
         assert layers.first_layer == at
         at = layers.end_layer
-    assert harness.scheduler._state.computed[first.slot] == first.start + first.count
+    assert harness.scheduler._batch.computed[first.slot] == first.start + first.count
 
 
 def test_without_rows_that_make_tokens_nothing_is_computed_by_layers() -> None:
@@ -252,13 +253,14 @@ def test_a_part_of_who_went_on_by_ordinary_rows_keeps_nobody_waiting() -> None:
     decoding(harness, 5)
     harness.add(make_request("p", [3] * 200, max_tokens=300))
     until_layers(harness)
-    scheduler, p = harness.scheduler, harness.scheduler._roster.tickets["p"]
+    scheduler, p = harness.scheduler, harness.scheduler._requests.sequences["p"]
     # As the step in which nobody else could go on does: strictly by key, p's prompt to its end.
-    only_p = [slot for slot in scheduler._state.active.tolist() if slot != p.slot]
-    while harness.scheduler._state.scheduled[p.slot] < 200:
-        draft = PlanDraft(scheduler._roster.flights.step + 1)
-        scheduler._progress.go_on(draft, scheduler._budget(), only_p, by_key=True)
-        plan = scheduler._roster.flights.send(draft.finish([]), harness.now_ms)
+    only_p = [slot for slot in scheduler._batch.active.tolist() if slot != p.slot]
+    while harness.scheduler._batch.scheduled[p.slot] < 200:
+        builder = PlanBuilder(scheduler._requests.in_flight.step + 1)
+        step = Step(builder=builder, budget=scheduler._budget(), now_ms=0.0)
+        scheduler._advance.advance(step, only_p, by_key=True)
+        plan = scheduler._requests.in_flight.send(builder.finish([]), harness.now_ms)
         harness.check_plan(plan)
         harness.out.append((plan, harness.worker.run(plan), ()))
         harness.update()
@@ -290,7 +292,7 @@ def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of drawn cases are too short to be worth layers."""
     monkeypatch.setattr(layered, "TILE_TOKENS", 1)
     monkeypatch.setattr(layered, "WORTH", 0.0)
-    monkeypatch.setattr(budget, "LEAST_PROMPT_TOKENS", 2)
+    monkeypatch.setattr(step_budget, "MIN_PROMPT_TOKENS", 2)
 
 
 @pytest.mark.usefixtures("tiny_parts")
@@ -352,7 +354,7 @@ def run_case(seed: int) -> set[str]:
         else:
             harness.update()
             harness.arrive(random)
-        live = harness.scheduler._roster.tickets
+        live = harness.scheduler._requests.sequences
         if before is not None and (before not in live or live[before].slot == NO_SLOT):
             met.add("left between layers")
     for name in harness.requests:

@@ -1,4 +1,4 @@
-"""How much longer than foretold a first token may take: learned, forgotten, and by kind."""
+"""How much longer than prediction a first token may take: learned, forgotten, and by kind."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import numpy as np
 import pytest
 
 from quire.base.errors import DeadlineMissed
-from quire.scheduler.margin import CONFIDENCE, Foretold, Margin
+from quire.scheduler.sequence import Prediction
+from quire.scheduler.slo.safety_margin import CONFIDENCE, SafetyMargin
 from quire.sim.load import Asks, Job
 from quire.sim.run import simulate
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.test_doors import harness_of
 from tests.unit.sim.made import config, drawn_jobs, machine
 
-WAIT = Foretold(at_ms=1000.0, ms=100.0, waits=True)
+WAIT = Prediction(at_ms=1000.0, ms=100.0, waits=True)
 
 
-def came(margin: Margin, foretold: Foretold, times: float) -> None:
-    margin.came(foretold, foretold.at_ms + times * foretold.ms)
+def came(margin: SafetyMargin, prediction: Prediction, times: float) -> None:
+    margin.came(prediction, prediction.at_ms + times * prediction.ms)
 
 
 def test_without_experience_a_forecast_is_taken_as_it_is() -> None:
-    assert Margin().times(WAIT) == 1.0
+    assert SafetyMargin().times(WAIT) == 1.0
 
 
 def test_all_but_one_in_twenty_are_kept_whatever_the_forecasts_error() -> None:
     for scale, spread in ((1.0, 0.1), (1.5, 0.5), (0.9, 1.0)):
-        margin, rng = Margin(), np.random.default_rng(1)
+        margin, rng = SafetyMargin(), np.random.default_rng(1)
         late = []
         for times in scale * np.exp(spread * rng.normal(size=4000)):
             late.append(times > margin.times(WAIT))
@@ -37,24 +38,24 @@ def test_all_but_one_in_twenty_are_kept_whatever_the_forecasts_error() -> None:
 
 
 def test_forecasts_that_were_too_long_need_no_margin_and_get_none() -> None:
-    margin = Margin()
+    margin = SafetyMargin()
     for _ in range(100):
         came(margin, WAIT, 0.5)
     assert margin.times(WAIT) == 1.0
 
 
 def test_those_who_begin_at_once_are_not_refused_for_what_a_queue_did() -> None:
-    margin = Margin()
+    margin = SafetyMargin()
     for _ in range(50):
         came(margin, WAIT, 100.0)
     assert margin.times(WAIT) == pytest.approx(10.0)  # the most
-    assert margin.times(Foretold(at_ms=0.0, ms=100.0, waits=False)) == 1.0
-    assert margin.times(Foretold(at_ms=0.0, ms=1000.0, waits=True)) == 1.0
-    assert margin.times(Foretold(at_ms=0.0, ms=90.0, waits=True)) == pytest.approx(10.0)
+    assert margin.times(Prediction(at_ms=0.0, ms=100.0, waits=False)) == 1.0
+    assert margin.times(Prediction(at_ms=0.0, ms=1000.0, waits=True)) == 1.0
+    assert margin.times(Prediction(at_ms=0.0, ms=90.0, waits=True)) == pytest.approx(10.0)
 
 
 def test_a_margin_that_only_refuses_shrinks_until_somebody_is_let_in() -> None:
-    margin = Margin()
+    margin = SafetyMargin()
     for _ in range(50):
         came(margin, WAIT, 100.0)
     num_refused = 0
@@ -65,21 +66,21 @@ def test_a_margin_that_only_refuses_shrinks_until_somebody_is_let_in() -> None:
 
 
 def test_what_is_kept_does_not_grow_with_what_came() -> None:
-    margin, rng = Margin(), np.random.default_rng(2)
+    margin, rng = SafetyMargin(), np.random.default_rng(2)
     for ms in 1e7 * rng.random(5000):
-        came(margin, Foretold(at_ms=0.0, ms=float(ms), waits=bool(ms > 1e5)), 2.0)
+        came(margin, Prediction(at_ms=0.0, ms=float(ms), waits=bool(ms > 1e5)), 2.0)
     assert len(margin._margins) < 60
-    came(margin, Foretold(at_ms=0.0, ms=0.0, waits=False), 1.0)  # nothing foretold is no fault
+    came(margin, Prediction(at_ms=0.0, ms=0.0, waits=False), 1.0)  # nothing prediction is no fault
 
 
 def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
     harness = harness_of(max_num_seqs=1)
     for number in range(5):
         harness.add(make_request(f"r{number}", [1] * 30, max_tokens=20))
-    foretold_ms = harness.scheduler.foretell_ms("r4")
+    foretold_ms = harness.scheduler.predict_ttft_ms("r4")
     assert foretold_ms is not None
     harness.abort("r4")
-    margin, kind = harness.scheduler.forecast.margin, Foretold(0.0, foretold_ms, True)
+    margin, kind = harness.scheduler.predictor.margin, Prediction(0.0, foretold_ms, True)
     for _ in range(5):
         came(margin, kind, 10.0)
     before = margin.times(kind)
@@ -103,9 +104,9 @@ def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
     harness.step()
     harness.now_ms += 2000.0  # steps take far longer than the 11 ms that are predicted
     harness.drain()
-    margin = harness.scheduler.forecast.margin
+    margin = harness.scheduler.predictor.margin
     predicted_ms = 10.0 + 30.0 + 19 * 11.0
-    kind = Foretold(at_ms=0.0, ms=predicted_ms, waits=False, is_end=True)
+    kind = Prediction(at_ms=0.0, ms=predicted_ms, waits=False, is_end=True)
     assert margin.times(kind) == pytest.approx(math.exp(0.1 * CONFIDENCE))
     for _ in range(4):
         came(margin, kind, 10.0)
@@ -118,9 +119,9 @@ def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
 
 def test_the_end_of_an_answer_has_at_least_the_margin_of_its_first_token() -> None:
     harness = harness_of(max_num_seqs=1)
-    margin = harness.scheduler.forecast.margin
+    margin = harness.scheduler.predictor.margin
     for _ in range(5):
-        came(margin, Foretold(at_ms=0.0, ms=40.0, waits=False), 10.0)
+        came(margin, Prediction(at_ms=0.0, ms=40.0, waits=False), 10.0)
     with pytest.raises(DeadlineMissed, match=r"the end of the answer .* up to 1\.61 times"):
         harness.add(make_request("r", [1] * 30, max_tokens=20, deadline_ms=350.0))
 
@@ -132,26 +133,26 @@ def test_an_answer_that_its_deadline_ended_widens_the_margin() -> None:
     harness.now_ms += 300.0
     harness.schedule()
     assert "late" in harness.refusals
-    assert harness.scheduler.forecast.margin._margins[True, False, 8] > 0
+    assert harness.scheduler.predictor.margin._margins[True, False, 8] > 0
 
 
-def told(jobs: list[Job], goal_ms: float) -> tuple[int, int, int]:
+def reported(jobs: list[Job], goal_ms: float) -> tuple[int, int, int]:
     """How many met their goal, were late, and were refused."""
     asks = Asks(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
     run = simulate(jobs, asks, machine(), config(kv_cache_memory="4MiB"))
-    late = sum(one.first_token_ms - one.job.arrival_ms > goal_ms for one in run.ended)
+    late = sum(one.times.first_token_ms - one.job.arrival_ms > goal_ms for one in run.ended)
     return len(run.ended) - late, late, len(run.refused)
 
 
 def test_beyond_saturation_few_are_taken_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = drawn_jobs(600, per_s=12, seed=3)
-    good, late, _ = told(jobs, 2000.0)
+    good, late, _ = reported(jobs, 2000.0)
     with monkeypatch.context() as patched:
-        patched.setattr(Margin, "times", lambda *_: 1.0)
-        good_without, late_without, _ = told(jobs, 2000.0)
+        patched.setattr(SafetyMargin, "times", lambda *_: 1.0)
+        good_without, late_without, _ = reported(jobs, 2000.0)
     assert late_without > 3 * late
     assert good > 1.5 * good_without
 
 
 def test_with_a_short_queue_nobody_is_refused() -> None:
-    assert told(drawn_jobs(300, per_s=2, seed=4), 2000.0) == (300, 0, 0)
+    assert reported(drawn_jobs(300, per_s=2, seed=4), 2000.0) == (300, 0, 0)

@@ -13,10 +13,10 @@ import pytest
 from quire.base.errors import DeadlineMissed, SettingError
 from quire.base.records import Request
 from quire.config.groups import POLICIES
-from quire.scheduler.fair import FairShare
-from quire.scheduler.lengths import LengthHistory
-from quire.scheduler.policies import POLICY_NAMES, make_policy
-from quire.scheduler.policy import Policy
+from quire.scheduler.policy.fair_share import FairShare
+from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
+from quire.scheduler.policy.policy import Policy
+from quire.scheduler.slo.length_history import LengthHistory
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 from tests.unit.scheduler.test_effort import calls_of_a_turn, steady
@@ -171,10 +171,10 @@ def test_fair_share_preempts_the_tenant_that_was_served_most() -> None:
     for name in ("a", "b", "c"):
         harness.add(make_request(name, [1, 2, 3], max_tokens=40, tenant=name))
     harness.step()
-    policy, tickets = harness.scheduler._policy, harness.scheduler._roster.tickets
+    policy, sequences = harness.scheduler._policy, harness.scheduler._requests.sequences
     policy._served["b"] += 100  # type: ignore[attr-defined]
-    slots = np.array([tickets[name].slot for name in "abc"], np.intp)
-    assert policy.victims(slots).tolist() == [tickets[name].slot for name in "bca"]
+    slots = np.array([sequences[name].slot for name in "abc"], np.intp)
+    assert policy.victims(slots).tolist() == [sequences[name].slot for name in "bca"]
 
 
 FAVOURED: dict[str, Callable[[str, float], Request]] = {

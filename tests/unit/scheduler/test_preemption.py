@@ -67,11 +67,13 @@ def test_a_victim_named_in_flight_is_preempted_only_after_its_results_landed(
     fill(harness, 2)
     while harness.scheduler.has_work:
         before = harness.scheduler.stats().preemptions_total
-        slots = {ticket.slot for ticket in harness.scheduler._roster.tickets.values()}
+        slots = {sequence.slot for sequence in harness.scheduler._requests.sequences.values()}
         named = {slot for plan, _, _ in harness.out for slot in plan.slots.tolist()}
         harness.schedule()
         if harness.scheduler.stats().preemptions_total > before:
-            gone = slots - {ticket.slot for ticket in harness.scheduler._roster.tickets.values()}
+            gone = slots - {
+                sequence.slot for sequence in harness.scheduler._requests.sequences.values()
+            }
             assert not gone & named
         if len(harness.out) == plans_in_flight or not harness.schedule():
             harness.update()
@@ -115,8 +117,8 @@ def test_the_oldest_running_request_is_never_preempted() -> None:
     harness = Harness(Setup(num_blocks=6, max_num_seqs=6, prefix_caching=False))
     fill(harness, 6, max_tokens=18)
     while harness.scheduler.has_work:
-        active = harness.scheduler._state.active
-        oldest = harness.scheduler._state.ticket(int(active[0])) if len(active) else None
+        active = harness.scheduler._batch.active
+        oldest = harness.scheduler._batch.sequence(int(active[0])) if len(active) else None
         count = oldest.num_preemptions if oldest else 0
         harness.step()
         if oldest is not None:
@@ -151,6 +153,6 @@ def test_first_come_offers_the_last_served_but_spares_the_nearly_finished() -> N
         harness.add(make_request(name, [1, 2, 3], max_tokens=max_tokens))
     harness.step()
     scheduler = harness.scheduler
-    slots = [scheduler._roster.tickets[name].slot for name in "abc"]
+    slots = [scheduler._requests.sequences[name].slot for name in "abc"]
     offered = scheduler._policy.victims(np.array(slots, np.intp)).tolist()
     assert offered == [slots[2], slots[0], slots[1]]

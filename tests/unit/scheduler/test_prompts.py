@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from quire.base.records import StepPlan
-from quire.scheduler.budget import LEAST_PROMPT_TOKENS
-from quire.scheduler.cost import LinearCost
-from quire.scheduler.policies import make_policy
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.step_budget import MIN_PROMPT_TOKENS
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -54,8 +54,8 @@ def parts(harness: Harness, name: str) -> list[int]:
 
 
 def tokens_in(harness: Harness, plan: StepPlan, name: str) -> int:
-    ticket = harness.scheduler._roster.tickets.get(name)
-    slot = -1 if ticket is None else ticket.slot
+    sequence = harness.scheduler._requests.sequences.get(name)
+    slot = -1 if sequence is None else sequence.slot
     return int(plan.counts[plan.slots == slot].sum())
 
 
@@ -85,8 +85,8 @@ def test_a_target_that_cannot_be_met_leaves_prompts_a_few_tokens_a_step() -> Non
     decoding(harness, 4)
     for name in ("p", "q"):
         harness.add(make_request(name, [1] * 40, max_tokens=4))
-    assert parts(harness, "p") == [LEAST_PROMPT_TOKENS, LEAST_PROMPT_TOKENS, 8]
-    assert harness.plans[-1].num_tokens <= 4 + LEAST_PROMPT_TOKENS
+    assert parts(harness, "p") == [MIN_PROMPT_TOKENS, MIN_PROMPT_TOKENS, 8]
+    assert harness.plans[-1].num_tokens <= 4 + MIN_PROMPT_TOKENS
     harness.drain()
     harness.check_end()
 
@@ -96,7 +96,7 @@ def test_parts_of_a_long_prompt_take_less_than_the_rest_of_the_step() -> None:
     decoding(harness, 6)
     harness.add(make_request("p", [1] * 120, max_tokens=4))
     counts = parts(harness, "p")
-    assert max(counts) == LEAST_PROMPT_TOKENS  # 0.65 * (10 + 6) = 10.4 would be less
+    assert max(counts) == MIN_PROMPT_TOKENS  # 0.65 * (10 + 6) = 10.4 would be less
     harness = harness_of(long_prompt_tokens=100, max_num_batched_tokens=512)
     decoding(harness, 6)
     harness.add(make_request("p", [1] * 99, max_tokens=4))
@@ -137,8 +137,8 @@ def test_no_more_long_prompts_run_at_once_than_may_and_short_ones_pass() -> None
     most_long, began = 0, []
     while harness.scheduler.has_work:
         harness.step()
-        state = harness.scheduler._state
-        running = [state.ticket(slot).request.request_id for slot in state.active.tolist()]
+        batch = harness.scheduler._batch
+        running = [batch.sequence(slot).request.request_id for slot in batch.active.tolist()]
         most_long = max(most_long, sum(name[0] == "l" for name in running))
         began += [name for name in running if name not in began]
     assert most_long == 1
@@ -164,7 +164,7 @@ def test_who_waits_for_a_place_of_its_kind_costs_steady_steps_nothing() -> None:
         harness.add(make_request(name, [1] * 30, max_tokens=100))
     for _ in range(3):
         harness.step()
-    harness.scheduler._admissions.admit = None  # type: ignore[assignment, method-assign]
+    harness.scheduler._admitter.admit = None  # type: ignore[assignment, method-assign]
     for _ in range(20):
         harness.step()
 

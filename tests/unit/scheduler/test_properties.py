@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 from quire.base.errors import ContextTooLong, DeadlineMissed
 from quire.base.token_table import TokenTable
 from quire.cache.manager import CacheManager
-from quire.scheduler.cost import LinearCost
-from quire.scheduler.fair import FairShare
-from quire.scheduler.giving_way import GivingWay
-from quire.scheduler.policies import EarliestDeadline, PriorityFirst, ShortestFirst
-from quire.scheduler.policy import FirstCome
-from quire.scheduler.preemption_tally import Why
-from quire.scheduler.roster import Roster
-from quire.scheduler.state import RunningState
-from quire.scheduler.ticket import Ticket
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.scheduler.policy.earliest_deadline import EarliestDeadline
+from quire.scheduler.policy.fair_share import FairShare
+from quire.scheduler.policy.first_come import FirstCome
+from quire.scheduler.policy.priority import PriorityFirst
+from quire.scheduler.policy.shortest_first import ShortestFirst
+from quire.scheduler.preemption.preemption_stats import PreemptionReason
+from quire.scheduler.preemption.preemptor import Preemptor
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.sequence import SequenceState
 from tests.unit.scheduler.fake_worker import VOCAB, FakeWorker, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -37,8 +39,8 @@ from tests.unit.scheduler.harness import Harness, Setup
 class LastCome(FirstCome):
     """Everything the other way round: even so everybody finishes, with the same tokens."""
 
-    def queue_key(self, ticket: Ticket) -> tuple[float, ...]:
-        return (-ticket.arrival,)
+    def queue_key(self, sequence: SequenceState) -> tuple[float, ...]:
+        return (-sequence.arrival,)
 
     def victims(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         return slots
@@ -355,32 +357,32 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "forget_copies":
         monkeypatch.setattr(FakeWorker, "copies_blocks", False)
     elif fault == "store_cached":
-        occupy = RunningState.occupy
+        occupy = RunningBatch.occupy
         monkeypatch.setattr(
-            RunningState,
+            RunningBatch,
             "occupy",
-            lambda self, ticket, start, stored: occupy(self, ticket, start, 0),
+            lambda self, sequence, start, stored: occupy(self, sequence, start, 0),
         )
     elif fault == "score_again":  # a preempted request forgets how far it was scored
-        preempt = GivingWay.preempt
+        preempt = Preemptor.preempt
 
-        def forget(self: GivingWay, slot: int, why: Why) -> None:
-            self._state.ticket(slot).num_scored = 0
+        def forget(self: Preemptor, slot: int, why: PreemptionReason) -> None:
+            self._batch.sequence(slot).num_scored = 0
             preempt(self, slot, why)
 
-        monkeypatch.setattr(GivingWay, "preempt", forget)
+        monkeypatch.setattr(Preemptor, "preempt", forget)
     elif fault == "branch_without_tokens":  # a beam goes on with what its seat's last one had
         monkeypatch.setattr(TokenTable, "branch", lambda self, sources, slots: None)
     elif fault == "plan_beams_ahead":  # a beam's next row does not wait for the decision
-        hold_at = RunningState.hold_at
+        hold_at = RunningBatch.hold_at
 
-        def lets_go(self: RunningState, slots: list[int], known: int, *, computed: int) -> None:
+        def lets_go(self: RunningBatch, slots: list[int], known: int, *, computed: int) -> None:
             hold_at(self, slots, known, computed=computed)
             self.ceiling[slots] = self.longest[slots]
 
-        monkeypatch.setattr(RunningState, "hold_at", lets_go)
+        monkeypatch.setattr(RunningBatch, "hold_at", lets_go)
     elif fault == "keep_totals":  # what was summed up once is told for ever
-        schedule = RunningState.schedule
+        schedule = RunningBatch.schedule
 
         def keeps(self, index, ends, goals):
             totals = self._totals
@@ -388,10 +390,10 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             self._totals = totals
             return samples
 
-        monkeypatch.setattr(RunningState, "schedule", keeps)
+        monkeypatch.setattr(RunningBatch, "schedule", keeps)
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
-        monkeypatch.setattr(Roster, "last_steps", nobody)
+        monkeypatch.setattr(RequestTable, "last_steps", nobody)
     elif fault == "register_early":
         register = CacheManager.register
 

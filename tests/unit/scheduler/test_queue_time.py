@@ -51,7 +51,7 @@ def test_who_runs_is_never_ended_however_long_it_takes_nor_is_one_that_was_preem
     add(found, "runs")
     found.step()
     assert found.scheduler.expire(1e6) == []
-    found.scheduler._giving_way.preempt(0)
+    found.scheduler._preemptor.preempt(0)
     assert found.scheduler.expire(2e6) == []
     found.drain()
     found.check_end()

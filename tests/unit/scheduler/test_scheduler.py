@@ -13,7 +13,7 @@ from quire.base.records import FinishReason, RowError, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake_worker import alone, make_request
 from tests.unit.scheduler.harness import Harness, Setup

@@ -14,7 +14,7 @@ from quire.base.records import FinishReason, PromptScores, RowError, StepPlan, S
 from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.policy import FirstCome
+from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake_worker import alone_scores, make_request
 from tests.unit.scheduler.harness import Harness, Setup
@@ -139,9 +139,9 @@ def test_a_prompt_that_was_half_scored_goes_on_there_after_preemption() -> None:
     harness.step()
     harness.add(make_request("new", range(30, 50), max_tokens=0, prompt_logprobs=0))
     harness.step()
-    slot = harness.scheduler._roster.tickets["new"].slot
-    assert harness.scheduler._roster.tickets["new"].num_scored == 5
-    harness.scheduler._giving_way.preempt(slot)
+    slot = harness.scheduler._requests.sequences["new"].slot
+    assert harness.scheduler._requests.sequences["new"].num_scored == 5
+    harness.scheduler._preemptor.preempt(slot)
     harness.drain()
     again = [
         admission

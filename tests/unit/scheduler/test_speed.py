@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.base.records import PartLayers, StepPlan
-from quire.scheduler.cost import LinearCost
-from quire.scheduler.speed import SpeedEstimate
+from quire.scheduler.cost.speed import SpeedEstimate
+from quire.scheduler.cost.step_cost import LinearCost
 
 TRUE = LinearCost(fixed_ms=12.0, token_ms=0.8, position_ms=0.001, score_ms=0.5, read_ms=0.004)
 

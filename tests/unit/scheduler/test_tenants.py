@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.base.errors import ContextTooLong, InvalidParameter, SettingError, TenantLimit
-from quire.scheduler.tenants import TOLD_EVERY_MS, TenantLimits
+from quire.scheduler.tenants.tenant_usage import REPORT_EVERY_MS, TenantLimits
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 from tests.unit.scheduler.test_properties import LastCome, draw_setup
@@ -29,8 +29,8 @@ def harness(tenants: tuple[TenantLimits, ...], **sizes: Any) -> Harness:
 
 
 def running(found: Harness) -> list[str]:
-    tickets = [ticket for ticket in found.scheduler._state.tickets if ticket is not None]
-    return sorted(ticket.request.request_id for ticket in tickets)
+    sequences = [sequence for sequence in found.scheduler._batch.sequences if sequence is not None]
+    return sorted(sequence.request.request_id for sequence in sequences)
 
 
 def add(found: Harness, name: str, tokens: int, max_tokens: int = 4, **fields: Any) -> None:
@@ -221,7 +221,7 @@ def test_a_prompt_that_let_others_go_first_takes_no_block_of_a_floor_when_it_goe
         steps(num_steps)
     found.add(make_request("waits", [1] * 12, max_tokens=3))
     steps(1)
-    assert int(found.scheduler._state.scheduled[0]) == 8  # it waits, and the others go on
+    assert int(found.scheduler._batch.scheduled[0]) == 8  # it waits, and the others go on
     assert sorted(found.plans[-1].slots.tolist()) == [1, 2]
     found.drain()
     found.check_end()
@@ -352,7 +352,7 @@ def test_blocks_by_tenant_add_up_to_those_in_use_and_are_summed_up_seldom() -> N
     found.step()
     found.add(make_request("b-1", prompt, max_tokens=20, tenant="b"))
     found.step()
-    found.now_ms += TOLD_EVERY_MS
+    found.now_ms += REPORT_EVERY_MS
     found.step()
     stats = found.scheduler.stats()
     assert stats.tenant_running == (0, 1, 1)
@@ -371,7 +371,7 @@ def test_tokens_that_wait_are_those_of_the_queue_preempted_ones_included() -> No
     for _ in range(3):
         found.step()
     assert found.scheduler.stats().waiting_tokens == 5
-    found.scheduler._giving_way.preempt(0)
+    found.scheduler._preemptor.preempt(0)
     assert found.scheduler.stats().waiting_tokens == 5 + 3 + len(found.tokens["a-1"])
     found.drain()
     assert found.scheduler.stats().waiting_tokens == 0
@@ -386,14 +386,14 @@ def test_blocks_held_back_that_a_plan_in_flight_still_names_are_waited_for() -> 
     found.schedule()
     found.abort("a-1")  # its blocks are free when the plan lands, not before
     add(found, "a-2", 24, max_tokens=2)
-    ticket = next(iter(found.scheduler._queue))
+    sequence = next(iter(found.scheduler._queue))
     books = found.scheduler._tenants
     books.changed()
-    assert books.has_floor_left(ticket)
+    assert books.has_floor_left(sequence)
     assert found.cache.num_free == 4
-    assert not books.fits_floor(ticket, 6)
+    assert not books.fits_floor(sequence, 6)
     found.update()
     books.changed()
-    assert books.fits_floor(ticket, 6)
+    assert books.fits_floor(sequence, 6)
     found.drain()
     found.check_end()

@@ -1,6 +1,6 @@
 """Blocks that leave the pool for a tier and come back: everybody gets the tokens it gets alone.
 
-Copies end in drawn orders, some fetches bring nothing, tiers break, clients vanish meanwhile. The
+Copies end in drawn orders, some kv_loads bring nothing, tiers break, clients vanish meanwhile. The
 tier of these tests finds a block that is saved before it is whole, or asked for where it is not.
 """
 

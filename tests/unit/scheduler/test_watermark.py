@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.scheduler.watermark import Watermark
+from quire.scheduler.admission.admitter import Watermark
 
 
 def test_nothing_is_left_free_where_nothing_runs() -> None:

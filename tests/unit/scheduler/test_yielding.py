@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from quire.base.records import StepPlan
-from quire.scheduler.policies import make_policy
+from quire.scheduler.policy.policies import make_policy
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -31,8 +31,8 @@ def flooded(harness: Harness, number: int = 8, **fields: object) -> None:
 
 def names_in(harness: Harness, plan: StepPlan) -> list[str]:
     """Whose rows `plan` has, by who is in the slot now."""
-    tickets = harness.scheduler._state.tickets
-    return [tickets[slot].request.request_id for slot in plan.slots.tolist() if tickets[slot]]
+    sequences = harness.scheduler._batch.sequences
+    return [sequences[slot].request.request_id for slot in plan.slots.tolist() if sequences[slot]]
 
 
 def run_until_first_token(harness: Harness, name: str) -> list[list[str]]:
@@ -187,10 +187,10 @@ def test_a_tenant_alone_asks_none_of_those_that_run_for_their_place() -> None:
     harness = harness_of("fair")
     asked = []
     policy = harness.scheduler._policy
-    policy.owes = lambda running, ticket: bool(asked.append(ticket))  # type: ignore[method-assign,func-returns-value]
+    policy.yields_to = lambda running, sequence: bool(asked.append(sequence))  # type: ignore[method-assign,func-returns-value]
     flooded(harness)
     harness.add(make_request("more", LONG_PROMPT, max_tokens=4, tenant="flood"))
-    assert harness.scheduler.foretell_ms("more") is not None
+    assert harness.scheduler.predict_ttft_ms("more") is not None
     harness.step()
     assert asked == []
     harness.add(make_request("light", LONG_PROMPT, max_tokens=4, tenant="light"))

@@ -7,7 +7,7 @@ import numpy as np
 from quire.base.records import StepPlan
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import MeasuredCost
 from quire.sim.load import Asks, Job
 from quire.sim.machine import Machine
@@ -67,5 +67,5 @@ def plan_of(*rows: tuple[int, int]) -> StepPlan:
         starts=starts,
         counts=counts,
         store_from=starts,
-        samples=np.ones(len(starts), np.bool_),
+        sample_counts=np.ones(len(starts), np.int32),
     )

@@ -12,7 +12,7 @@ from quire.config.flags import engine_config
 from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape
 from quire.program.tensors import DType
-from quire.scheduler.cost import LinearCost
+from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import MeasuredCost, RooflineCost, interpolated, work_of
 from quire.sim.machine import described_machine, ridge_step_tokens
 from tests.tiny_models import write_tiny_llama

@@ -24,7 +24,8 @@ from quire.engine.assembly.assemble import assemble
 from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.engine.core import EngineCore, Runner
 from quire.runner.handle import Handle
-from quire.scheduler import budget, layered
+from quire.scheduler import step_budget
+from quire.scheduler.prefill import layered
 from quire.sim.clock import VirtualClock
 from quire.sim.load import Asks, Job, Requests
 from quire.sim.machine import Machine
@@ -132,7 +133,7 @@ def test_a_simulation_makes_the_plans_of_the_engine(
 ) -> None:
     monkeypatch.setattr(layered, "TILE_TOKENS", 1)  # prompts are short: layers are worth it
     monkeypatch.setattr(layered, "WORTH", 0.0)
-    monkeypatch.setattr(budget, "LEAST_PROMPT_TOKENS", 2)
+    monkeypatch.setattr(step_budget, "MIN_PROMPT_TOKENS", 2)
     folder = write_tiny_llama(tmp_path, seed=5, max_position_embeddings=256)
     base = {"model": str(folder), "executor": "reference", "max_model_len": 256, "threads": 1}
     # The simulated machine has a kilobyte a token, the model less: the blocks are the former's.

@@ -11,7 +11,7 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.scheduling_params import SchedulingParams
 from quire.engine.assembly.tenant_limits import read_limits
-from quire.scheduler.tenants import TenantLimits
+from quire.scheduler.tenants.tenant_usage import TenantLimits
 from tests.tiny_models import write_tiny_llama
 
 FILE = """

@@ -18,7 +18,7 @@ from quire.bench.workloads import Ask
 from quire.config.groups import CacheConfig
 from quire.config.machine import MachineMemory
 from quire.engine.assembly.tier import check_host_tier
-from quire.scheduler.move_cost import MoveCost
+from quire.scheduler.cost.transfer_cost import TransferCost
 from quire.transfer.folder import TierFolder
 from quire.transfer.segment import Segment
 from tests.tiny_models import write_tiny_llama
@@ -30,8 +30,8 @@ ASK = Ask(prompt_ids=PROMPT, output_tokens=6)
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model so small that computing is always cheaper: here blocks are moved all the same."""
-    monkeypatch.setattr(MoveCost, "fetch_pays", lambda *_: True)
-    monkeypatch.setattr(MoveCost, "return_ms", lambda *_: (1.0, True))
+    monkeypatch.setattr(TransferCost, "fetch_pays", lambda *_: True)
+    monkeypatch.setattr(TransferCost, "return_ms", lambda *_: (1.0, True))
     return write_tiny_llama(tmp_path / "model", seed=5)
 
 

@@ -45,7 +45,7 @@ def test_warm_up_stays_within_the_limits_however_small(
     assert executor.batches
     for batch in executor.batches:
         assert len(batch.token_ids) <= max(budget, max_num_seqs)
-        assert batch.kv_slots.max() < num_blocks * 16
+        assert batch.caches[0].kv_slots.max() < num_blocks * 16
         assert batch.positions.max() < max_model_len
 
 

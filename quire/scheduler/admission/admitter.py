@@ -1,0 +1,344 @@
+"""Admitter: which waiting requests begin in a step, and with how many tokens of its budget.
+
+Walks along the queue. Knows gates, sources of KV and what must stay free for running requests;
+preempts nothing. Always holds: a request is admitted only if the blocks for all its known tokens
+are free beside those that running requests still need; a request that lacks blocks blocks those
+behind it, so none is overtaken except through a gate, and long prompts by a few short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.cache.chain import PrefixMatch
+from quire.cache.manager import CacheManager
+from quire.scheduler.admission.gates import ForkGate
+from quire.scheduler.admission.kv_loads import KVLoads
+from quire.scheduler.admission.pending_prefixes import PendingPrefixes
+from quire.scheduler.admission.slot_allocation import (
+    KVSource,
+    Row,
+    SlotAllocator,
+    find_kv_source,
+)
+from quire.scheduler.interfaces import Gate, SlotGroups, StepExtension
+from quire.scheduler.plan_builder import Step
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+from quire.scheduler.step_budget import BlockShares
+from quire.scheduler.waiting_queue import QueuePolicy, WaitingQueue
+
+# Requests whose prefixes are digested and looked up together.
+LOOK_UP_AT_ONCE = 16
+# How many short requests may overtake a long one that lacks blocks; then it blocks them.
+MAX_OVERTAKES = 16
+# How much a preemption raises the watermark, at most, and when half of that is gone.
+_RAISE, _MAX_FACTOR = 1.5, 16.0
+_HALF_LIFE_STEPS = 512
+
+
+class Watermark:
+    """Blocks that admission leaves free, so that admitted requests are not preempted at once.
+
+    A running request takes a block every block_size steps: half a block for each is their growth
+    over half that time. Each preemption raises the mark, and steps without one lower it again.
+    Always holds: where nothing runs there is no mark, or nothing ever would; it never keeps more
+    than a quarter of the pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._factor = 1.0
+        self._at_step = 0
+
+    def preempted(self, step: int) -> None:
+        """Raise the mark: a request was preempted in `step`."""
+        self._factor = min(self._factor_at(step) * _RAISE, _MAX_FACTOR)
+        self._at_step = step
+
+    def blocks(self, num_running: int, step: int) -> int:
+        """Return how many blocks to leave free beside num_running requests."""
+        if not num_running:
+            return 0
+        least = max(self._num_blocks // 100, num_running // 2)
+        return max(least, min(int(least * self._factor_at(step)), self._num_blocks // 4))
+
+    def _factor_at(self, step: int) -> float:
+        if self._factor == 1.0:
+            return 1.0
+        left: float = 0.5 ** ((step - self._at_step) / _HALF_LIFE_STEPS)
+        return 1.0 + (self._factor - 1.0) * left
+
+
+@dataclass(slots=True, kw_only=True)
+class AdmissionRules:
+    """What else may keep a request waiting: gates, extensions, and blocks to leave free."""
+
+    gates: Sequence[Gate]
+    extensions: Sequence[StepExtension]
+    watermark: Watermark
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """One walk along the queue, and its results so far.
+
+    reserved_blocks: blocks that running and newly admitted requests still need for known tokens.
+    blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
+    `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants whose turn
+    has come and that wait. passed: a long request that lacks blocks and may still be overtaken.
+    matches: prefixes looked up ahead, by arrival.
+    """
+
+    step: Step
+    num_running: int
+    reserved_blocks: int
+    blocked: bool
+    try_again: bool = False
+    rows: list[Row] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    passed: SequenceState | None = None
+    skips_long: bool = False
+    matches: dict[int, PrefixMatch] = field(default_factory=dict)
+
+
+class Admitter:
+    """Admits requests of a queue into `batch`."""
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        cache: CacheManager,
+        policy: QueuePolicy,
+        shares: BlockShares,
+        slots: SlotAllocator,
+        loads: KVLoads,
+        rules: AdmissionRules,
+        groups: SlotGroups,
+    ) -> None:
+        self._batch = batch
+        self._cache = cache
+        self._policy = policy
+        self._shares = shares
+        self._slots = slots
+        self._loads = loads
+        self._rules = rules
+        self._groups = groups
+        self._fork_gate = ForkGate()
+        self._pending = PendingPrefixes(cache.block_size)
+        # Newly admitted prompts, with blocks found and end: entered there once a request asks.
+        self._fresh: list[tuple[SequenceState, int, int]] = []
+
+    def admit(
+        self,
+        queue: WaitingQueue,
+        step: Step,
+        *,
+        floors_only: bool = False,
+        before: tuple[float, ...] | None = None,
+    ) -> bool:
+        """Admit while budget, slots and blocks last.
+
+        floors_only: only into blocks reserved for a request's tenant. before: none of this rank or
+        behind. Returns whether trying again in the next step can succeed though nothing happens.
+        """
+        batch, budget = self._batch, step.budget
+        # If none can be admitted, no prefix is looked up, and registering blocks can wait.
+        if budget.spent or not batch.free_slots:
+            return budget.spent
+        walk = self._begin(step, floors_only=floors_only)
+        for sequence in self._upcoming(walk, queue):
+            if budget.spent or (before is not None and self._policy.rank(sequence) >= before):
+                walk.try_again = True
+                break
+            if self._ends_walk(walk, sequence):
+                break
+            if not self._extensions_allow(walk, sequence):
+                walk.try_again = True
+                break
+            if self._is_held(walk, sequence):
+                continue
+            match = walk.matches.get(sequence.arrival)
+            source = find_kv_source(sequence, self._cache, batch, match)
+            if self._is_pending(walk, sequence, source):
+                walk.try_again = True
+                continue
+            if not self._has_room(walk, sequence, source):
+                continue
+            if len(source.places) and self._loads.begin(sequence, source, step.now_ms):
+                walk.reserved_blocks += source.num_new_blocks - len(source.places)
+                walk.matches.clear()  # the blocks just taken may be among those found before
+                continue
+            count = budget.allot_one(
+                source.start,
+                len(sequence.token_ids) - source.start,
+                scored=sequence.has_positions_to_score,
+                is_long=sequence.is_long,
+            )
+            if count >= 1:
+                self._start(walk, sequence, source, count)
+                continue
+            walk.try_again = True
+            if not sequence.is_long:
+                break
+            walk.skips_long = True  # the share of long prompts is spent, not the step
+        if walk.rows:
+            queue.remove_all(walk.admitted)
+            batch.activate(walk.started)
+            self._slots.add_rows(step.builder, walk.rows)
+        return walk.try_again
+
+    def _begin(self, step: Step, *, floors_only: bool) -> _Walk:
+        """Make findable what running requests have computed; reserve what they need."""
+        batch, cache = self._batch, self._cache
+        self._shares.changed()
+        if self._pending.under_way:
+            self._pending.begin_step(batch)
+        if self._fresh:
+            self._fresh = [one for one in self._fresh if self._is_under_way(one[0])]
+        active = batch.active
+        reserved_blocks = 0
+        if len(active):
+            cache.register(active, batch.computed[active], batch.tokens.tokens)
+            reserved_blocks = int(np.add.reduce(cache.blocks_short(active, batch.goal[active])))
+        return _Walk(
+            step=step,
+            num_running=len(active),
+            reserved_blocks=reserved_blocks,
+            blocked=floors_only,
+        )
+
+    def _is_under_way(self, sequence: SequenceState) -> bool:
+        slot = sequence.slot
+        return slot != NO_SLOT and int(self._batch.computed[slot]) < len(sequence.token_ids)
+
+    def _upcoming(self, walk: _Walk, queue: WaitingQueue) -> Iterator[SequenceState]:
+        """Yield the waiting requests in order; prefixes are looked up for several at a time.
+
+        A match stays valid until a block is allocated, which is put off to the end of the walk.
+        """
+        for batch in queue.batches(LOOK_UP_AT_ONCE):
+            if len(batch) > 1 and self._cache.prefix_caching:
+                self._look_up(walk, batch[: len(self._batch.free_slots)])
+            yield from batch
+
+    def _look_up(self, walk: _Walk, sequences: list[SequenceState]) -> None:
+        """Find the prefixes of `sequences`, except of forks."""
+        sequences = [one for one in sequences if one.leader is None]
+        fresh = [one for one in sequences if one.chain is None]
+        if fresh:
+            chains = self._cache.chains(
+                [(one.token_ids, one.request.cache_salt, one.request.tenant) for one in fresh]
+            )
+            for one, chain in zip(fresh, chains, strict=True):
+                one.chain = chain
+        chained = [(one.arrival, one.chain) for one in sequences if one.chain is not None]
+        if chained:
+            matches = self._cache.match_all([chain for _, chain in chained])
+            walk.matches = dict(zip([arrival for arrival, _ in chained], matches, strict=True))
+
+    def _ends_walk(self, walk: _Walk, sequence: SequenceState) -> bool:
+        """Return whether neither `sequence` nor any request behind it can begin."""
+        if len(self._batch.free_slots) < sequence.num_slots:
+            return True
+        if walk.passed is not None and walk.passed.passed >= MAX_OVERTAKES:
+            walk.blocked = True
+        return walk.blocked and not self._shares.any_floor_left()
+
+    def _extensions_allow(self, walk: _Walk, sequence: SequenceState) -> bool:
+        for extension in self._rules.extensions:
+            if extension.is_active and not extension.may_admit(walk.step, sequence):
+                return False
+        return True
+
+    def _is_held(self, walk: _Walk, sequence: SequenceState) -> bool:
+        """Return whether `sequence` waits for something other than blocks; others may overtake."""
+        shares = self._shares
+        if sequence.request.tenant in walk.held or shares.is_full(sequence):
+            return True
+        if (walk.skips_long and sequence.is_long) or (
+            walk.blocked and not shares.has_floor_left(sequence)
+        ):
+            return True
+        batch, now_ms = self._batch, walk.step.now_ms
+        if sequence.leader is not None and self._fork_gate.holds(sequence, batch, now_ms):
+            walk.try_again = True
+            return True
+        for gate in self._rules.gates:
+            if gate.holds(sequence, batch, now_ms):
+                walk.try_again |= not gate.until_event
+                return True
+        return False
+
+    def _is_pending(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
+        """Return whether steps in flight compute so much of its prefix that it waits for them."""
+        if source.match is None or not (self._fresh or self._pending.under_way):
+            return False
+        if sequence.has_positions_to_score:
+            return False
+        for one in self._fresh:
+            self._pending.expect(*one)
+        self._fresh.clear()
+        budget = walk.step.budget
+        num_computable = min(len(sequence.token_ids) - source.start, budget.tokens)
+        return self._pending.holds(sequence, source.match.num_blocks, num_computable, self._batch)
+
+    def _has_room(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
+        """Return whether there are blocks for all known tokens; else decide who may overtake."""
+        cache, shares = self._cache, self._shares
+        num_running = walk.num_running + len(walk.rows)
+        margin = 0
+        if num_running:
+            margin = self._rules.watermark.blocks(num_running, walk.step.builder.step)
+        takeable = cache.num_takeable(source.match)
+        taken = source.num_new_blocks + cache.num_free - takeable
+        if not shares.passes_ceiling(sequence, taken):
+            walk.held.add(sequence.request.tenant)
+            return False
+        room = takeable - walk.reserved_blocks - margin - shares.reserved_for_others(sequence)
+        if not walk.blocked and source.num_new_blocks <= room:
+            return True
+        if shares.fits_floor(sequence, taken):
+            return True
+        # Blocks kept for other requests are released; there may be room in the next step.
+        if self._loads.any_used:
+            walk.try_again = self._loads.release_kept(sequence) or walk.try_again
+        if sequence.is_long and not walk.blocked:
+            walk.passed, walk.skips_long = sequence, True
+        else:
+            walk.blocked = True
+            walk.held.add(sequence.request.tenant)
+        return False
+
+    def _start(self, walk: _Walk, sequence: SequenceState, source: KVSource, count: int) -> None:
+        """Give `sequence` a slot and `count` tokens; it leaves the queue after the walk."""
+        cache, start, builder = self._cache, source.start, walk.step.builder
+        walk.admitted.append(sequence)
+        if walk.passed is not None:
+            walk.passed.passed += 1
+        self._shares.dequeued(sequence)
+        slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
+        if source.match is not None and sequence.chain is not None:
+            self._fresh.append((sequence, len(source.match.blocks), start + count))
+        if source.leader_slot is not None:
+            walk.matches.clear()
+        row = (slot, start, count)
+        walk.rows.append(row)
+        walk.started.append(slot)
+        # Blocks are allocated at the end of the walk, except where tenants' floors are counted by
+        # the blocks that requests hold.
+        known_blocks = cache.blocks_for(len(sequence.token_ids))
+        walk.reserved_blocks += known_blocks - int(cache.tables.counts[slot])
+        if self._shares.has_floors:
+            before = cache.num_free
+            self._slots.allocate([row])
+            walk.reserved_blocks -= before - cache.num_free
+            walk.matches.clear()
+        if sequence.group is not None:
+            walk.reserved_blocks += sequence.num_tail_blocks(cache)
+            walk.started += self._groups.allocate_slots(sequence, builder)

@@ -1,0 +1,88 @@
+"""Coming blocks: what running requests are about to make findable, so that nobody makes it twice.
+
+Of requests that begin alike and come at once, the first computes what they share; the others wait
+for the blocks that a step in flight (or the one being put together) computes, where that spares
+more than it wastes, and then find them. Knows digests and positions; no budget, no order. Always
+holds: nobody waits for a block that is not scheduled, so whoever is held up is held up by a step
+that is under way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire._native import DigestTable
+from quire.cache.digest import Uint64s
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+
+# Numbers of leaders come round; never are so many under way.
+_MOST_NUMBERS = 1 << 30
+
+
+class PendingPrefixes:
+    """The full blocks of `block_size` tokens of prompts under way, by digest."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._pending = DigestTable()  # the number of who computes it
+        self.under_way: dict[int, tuple[SequenceState, Uint64s]] = {}
+        self._next_number = 0
+        self._ends: dict[int, int] = {}  # by slot, of those admitted into this step
+
+    def begin_step(self, batch: RunningBatch) -> None:
+        """A new step is put together: forget what is computed and who is gone."""
+        self._ends.clear()
+        if not self.under_way:
+            return
+        computed = batch.computed.item
+        over = [
+            number
+            for number, (sequence, _) in self.under_way.items()
+            if sequence.slot == NO_SLOT or computed(sequence.slot) >= len(sequence.token_ids)
+        ]
+        if over:
+            self._pending.take(np.concatenate([self.under_way.pop(number)[1] for number in over]))
+
+    def expect(self, sequence: SequenceState, num_found: int, end: int) -> None:
+        """`sequence` runs from this step on, up to token `end` in it; it found `num_found`
+        blocks."""
+        if sequence.chain is None:
+            return
+        self._ends[sequence.slot] = end
+        number, digests = self._next_number, sequence.chain.digests[num_found:]
+        numbers = np.empty(len(digests), np.int32)
+        numbers.fill(number)
+        mine = self._pending.put(digests, numbers)
+        if len(mine) < len(digests):  # others compute the rest
+            digests = digests[mine]
+        self.under_way[number] = (sequence, digests)
+        self._next_number = (number + 1) % _MOST_NUMBERS
+
+    def holds(
+        self, sequence: SequenceState, num_found: int, num_tokens: int, batch: RunningBatch
+    ) -> bool:
+        """Whether to wait for the blocks after the first `num_found`, which `sequence` finds.
+
+        That is so where at least half of the `num_tokens` it could compute in this step will be
+        there in a few steps without it: to wait for less would waste more of the step than it
+        spares.
+        """
+        if sequence.chain is None:
+            return False
+        size = self._block_size
+        leaders = self._pending.longest_run(sequence.chain.digests[num_found:])
+        for at, number in enumerate(leaders.tolist(), num_found):
+            if not self._is_pending(self.under_way[number][0], (at + 1) * size, batch):
+                return False
+            if 2 * (at + 1 - num_found) * size >= num_tokens:
+                return True
+        return False
+
+    def _is_pending(self, leader: SequenceState, end: int, batch: RunningBatch) -> bool:
+        """Whether a step under way computes the block that `leader` computes and that ends at token
+        `end` wherever it occurs: a digest is of all tokens before, too."""
+        slot = leader.slot
+        if slot == NO_SLOT or batch.computed[slot] >= end:
+            return False
+        return end <= max(int(batch.scheduled[slot]), self._ends.get(slot, 0))

@@ -1,0 +1,187 @@
+"""SlotAllocator: a slot, blocks and a first row for a request that is let in.
+
+Knows where its keys and values come from (a source) and how far it gets in its first step; who
+is let in is decided elsewhere. Counts prompt tokens asked for and found by prefix. Always holds:
+who is seated has blocks for all its first row stores, and what it found is referenced.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.base.block_copies import Tier
+from quire.base.cache_usage import CacheUsage, Miss, MissReason
+from quire.base.records import NO_INTS, Int32s
+from quire.cache.chain import PrefixMatch
+from quire.cache.explain import miss_of
+from quire.cache.manager import CacheManager
+from quire.scheduler.interfaces import BlockLoads, Returns
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+from quire.scheduler.step_budget import BlockShares
+from quire.scheduler.waiting_queue import QueuePolicy
+
+Row = tuple[int, int, int]  # slot, start, count
+
+
+class KVSource(NamedTuple):
+    """start: first position to compute. stored: positions before it lie in shared blocks.
+
+    start is stored, but for a request whose known tokens are all there: its last token is
+    computed again, without storing, because its logits are needed. num_new_blocks: what it
+    takes from the pool until all its known tokens are computed, those of its beams too. places:
+    where a tier goes on with its chain after `match`; they could be fetched first.
+    """
+
+    start: int
+    stored: int
+    num_new_blocks: int
+    match: PrefixMatch | None = None
+    places: Int32s = NO_INTS
+    leader_slot: int | None = None
+
+
+def find_kv_source(
+    sequence: SequenceState,
+    cache: CacheManager,
+    batch: RunningBatch,
+    match: PrefixMatch | None = None,
+) -> KVSource:
+    """Return the cheapest way to admit `sequence` now. match: of its chain, where it is known."""
+    known = len(sequence.token_ids)
+    total_blocks = cache.blocks_for(known) + sequence.num_tail_blocks(cache)
+    leader = sequence.leader
+    may_fork = (
+        leader is not None
+        and not sequence.was_admitted
+        and leader.slot != NO_SLOT
+        and batch.has_prompt(leader)
+    )
+    if leader is not None and may_fork and cache.can_fork(leader.slot, known):
+        copied = int(known % cache.block_size > 0)
+        return KVSource(
+            start=known - 1, stored=known, num_new_blocks=copied, leader_slot=leader.slot
+        )
+    if sequence.chain is None:
+        sequence.chain = cache.chain(
+            sequence.token_ids, sequence.request.cache_salt, sequence.request.tenant
+        )
+    if sequence.chain is None:
+        return KVSource(start=0, stored=0, num_new_blocks=total_blocks)
+    if match is None:
+        match = cache.match(sequence.chain)
+    if sequence.has_positions_to_score:  # what the index holds has no logits
+        blocks = match.blocks[: sequence.num_scored // cache.block_size]
+        match = PrefixMatch(match.chain, blocks)
+        places = NO_INTS
+    else:
+        places = NO_INTS if cache.tiers is None else cache.tiers.run(match.rest)
+    stored = len(match.blocks) * cache.block_size
+    return KVSource(
+        start=min(stored, known - 1),
+        stored=stored,
+        num_new_blocks=total_blocks - len(match.blocks),
+        match=match,
+        places=places,
+    )
+
+
+class SlotAllocator:
+    """Allocates slots of `batch` and blocks of `cache`."""
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        cache: CacheManager,
+        policy: QueuePolicy,
+        shares: BlockShares,
+        loads: BlockLoads,
+        returns: Returns,
+    ) -> None:
+        self._batch = batch
+        self._cache = cache
+        self._policy = policy
+        self._shares = shares
+        self._loads = loads
+        self._returns = returns
+        self._tier = Tier.DISK if cache.tiers is None else cache.tiers.tier.kind
+        self.queried_tokens_total = 0
+        self.hit_tokens_total = 0
+        self.tier_hit_tokens_total = {Tier.HOST: 0, Tier.DISK: 0}
+
+    def allocate_slot(
+        self, builder: PlanBuilder, sequence: SequenceState, source: KVSource, now_ms: float
+    ) -> int:
+        """A slot for `sequence`, with the blocks that were found for it; returns the slot.
+
+        Further blocks come with `add_rows`, for all newcomers of a step at once.
+        """
+        cache = self._cache
+        returned = sequence.was_admitted
+        if sequence.kv.had_computed:
+            self._returns.returned(sequence, source.start)
+        self._count_prefix(sequence, source)
+        if sequence.request.explain_cache and not returned and source.leader_slot is None:
+            sequence.kv.cache_use = self._cache_use(sequence, source)
+        if not returned:
+            sequence.times.first_scheduled_ms = now_ms
+        slot = self._batch.occupy(sequence, source.start, source.stored)
+        cache.name_slot(slot, sequence.request.request_id)
+        self._shares.started(sequence)
+        self._policy.admitted(sequence, len(sequence.token_ids) - source.start)
+        if source.leader_slot is not None:
+            copy_from, copy_to = cache.fork(source.leader_slot, slot, source.stored)
+            cache.hold(copy_from, builder.step)
+            builder.add_copies(copy_from, copy_to)
+        elif source.match is not None:
+            cache.attach(slot, source.match, returned=returned)
+        if self._loads.any_used:
+            self._loads.forget(sequence)
+        sequence.kv.num_fetched_blocks = 0
+        builder.add_admission(sequence.admission())
+        return slot
+
+    def allocate(self, rows: list[Row]) -> None:
+        """Give the slots of `rows` the blocks that these lack."""
+        slots, starts, counts = np.array(rows, np.int32).T
+        self._cache.extend_all(slots.astype(np.intp), starts + counts)
+
+    def add_rows(self, builder: PlanBuilder, rows: list[Row]) -> None:
+        """The newcomers run from this step on, with blocks for all that `rows` store."""
+        batch = self._batch
+        slots, starts, counts = np.array(rows, np.int32).T.copy()
+        index, ends = slots.astype(np.intp), starts + counts
+        self._cache.extend_all(index, ends)
+        builder.add_deltas(self._cache.entries_of(index))
+        sample_counts = batch.schedule(index, ends, batch.goal[index])
+        store_from = np.maximum(starts, batch.stored[index])
+        builder.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
+
+    def _cache_use(self, sequence: SequenceState, source: KVSource) -> CacheUsage:
+        """Where the stored tokens of `source` were found, and why no more were."""
+        cache = self._cache
+        found = source.match.num_blocks if source.match is not None else 0
+        if cache.prefix_caching and sequence.has_positions_to_score:
+            miss: Miss | None = Miss(reason=MissReason.SCORED, token=source.stored)
+        else:
+            miss = miss_of(cache, sequence.chain, found, sequence.token_ids)
+        fetched = min(sequence.kv.num_fetched_blocks, found)  # they are in the pool by now
+        return CacheUsage(
+            pool_tokens=(found - fetched) * cache.block_size,
+            host_tokens=fetched * cache.block_size if self._tier is Tier.HOST else 0,
+            disk_tokens=fetched * cache.block_size if self._tier is Tier.DISK else 0,
+            miss=miss,
+        )
+
+    def _count_prefix(self, sequence: SequenceState, source: KVSource) -> None:
+        if source.match is None or sequence.has_positions_to_score:  # not looked up
+            return
+        self.queried_tokens_total += len(sequence.token_ids)
+        self.hit_tokens_total += source.stored
+        fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
+        self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
+        if not sequence.was_admitted:
+            sequence.kv.cached_tokens = source.stored

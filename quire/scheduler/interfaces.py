@@ -1,0 +1,171 @@
+"""Interfaces through which the scheduler's core meets its extensions.
+
+The core imports nothing of the extension packages except in wiring.py. An extension that is off has
+no object, or one whose `is_active` is False; then none of its code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import Request, RequestOutput, StepResult
+from quire.scheduler.in_flight import InFlightPlans
+from quire.scheduler.plan_builder import PlanBuilder, Step
+from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
+from quire.scheduler.sequence import Prediction, SequenceGroup, SequenceState
+
+
+class StepExtension:
+    """A feature that takes part in steps; hooks do nothing by default.
+
+    is_active: whether the hooks are called. The extension itself sets it.
+    """
+
+    is_active = False
+
+    def begin_step(self, step: Step) -> None:
+        """Pause slots, preempt, or add to the plan before running requests advance."""
+
+    def may_admit(self, step: Step, sequence: SequenceState) -> bool:
+        """Return whether `sequence`, and those behind it, may be admitted in this step."""
+        return True
+
+    def end_step(self, step: Step) -> None:
+        """Add to the plan after waiting requests were admitted."""
+
+
+class Gate(Protocol):
+    """A reason for a waiting request to be passed over, though it is its turn.
+
+    It is asked again in the next step, or after the next event where until_event is set, because
+    nothing but a request that leaves can end the wait. A request loses no place.
+    """
+
+    until_event: bool
+
+    def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
+        """Return whether `sequence` must wait. Must become False once nothing else runs."""
+
+
+class BlockLoads(Protocol):
+    """Loads of blocks from a tier, for waiting requests (admission/kv_loads.py).
+
+    any_used: False while no request has ever waited for one.
+    """
+
+    any_used: bool
+
+    def drop(self, sequence: SequenceState) -> None:
+        """End the wait of `sequence`."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Note that `sequence` runs or has ended."""
+
+    def release_kept(self, keeper: SequenceState | None = None) -> bool:
+        """Give back blocks kept for waiting requests; return whether there were any."""
+
+
+class Preemption(Protocol):
+    """Makes room for running requests (preemption/preemptor.py)."""
+
+    def in_order(self, index: Index) -> Index:
+        """Return the places in `index`, slots of running requests, in the order of service."""
+
+    def make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
+        """Preempt for rows `over` of slots `index` that lack needs[i] blocks; return which rows
+        may advance."""
+
+
+class Prompts(Protocol):
+    """How much prompts get in a step (prefill/prompt_shares.py)."""
+
+    def allot(
+        self,
+        step: Step,
+        index: Index,
+        starts: Int32s,
+        wanted: Int32s,
+        scored: Bools | None,
+        first_waiting: SequenceState | None,
+        num_waiting: int,
+    ) -> Int32s:
+        """Return the tokens of each row; prompts that yield to waiting ones go to step.yielding."""
+
+
+class Layered(Protocol):
+    """A chunk of a prompt computed some layers per step (prefill/layered.py).
+
+    is_active: whether a chunk was allotted layers in this step.
+    """
+
+    is_active: bool
+
+    def row(self, index: Index) -> int | None:
+        """Return which of slots `index` is computed by layers in this step; None for none."""
+
+    def send(self, builder: PlanBuilder) -> None:
+        """Put the allotted layers into the plan."""
+
+
+class SlotGroups(Protocol):
+    """Groups of sequences that run on several slots: beams (beam/beam_groups.py).
+
+    is_active: whether a group runs.
+    """
+
+    is_active: bool
+
+    def add(self, sequence: SequenceState) -> SequenceState | None:
+        """Add a stream; return the sequence that enters the queue, None if one did before."""
+
+    def allocate_slots(self, first: SequenceState, builder: PlanBuilder) -> list[int]:
+        """Give the other members their slots once `first` has its own; return these."""
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Note that `group` has ended."""
+
+    def keep_together(
+        self, index: Index, steps: NDArray[np.int64], in_flight: InFlightPlans
+    ) -> None:
+        """Raise steps[i] to the last plan that names any slot of the group of index[i]."""
+
+    def take(
+        self, index: Index, rows: Index, result: StepResult, entries: Index | None, now_ms: float
+    ) -> Sequence[SequenceGroup]:
+        """Take in rows of groups; return the groups that are finished."""
+
+    def outputs(self, group: SequenceGroup, now_ms: float) -> list[RequestOutput]:
+        """Return the last outputs of a finished group, one per stream."""
+
+
+class Returns(Protocol):
+    """Counts preempted requests that run again (preemption/preemption_stats.py)."""
+
+    def returned(self, sequence: SequenceState, start: int) -> None:
+        """Note that `sequence` computes again from position `start` on."""
+
+
+class OutputLengths(Protocol):
+    """Lengths of answers that ended, and predictions from them (slo/length_history.py).
+
+    ended: requests that ended since the last `learn`, with their number of output tokens.
+    """
+
+    ended: list[tuple[Request, int]]
+
+    def learn(self) -> None:
+        """Take in what has ended."""
+
+    def predict(self, request: Request, limit: int) -> float:
+        """Return the output tokens `request` is likely to have, within `limit` in all."""
+
+
+class PredictionMargin(Protocol):
+    """Learns from predictions and what came of them (slo/safety_margin.py)."""
+
+    def came(self, prediction: Prediction, now_ms: float) -> None:
+        """Note that what was predicted has come, or was given up."""

@@ -1,0 +1,286 @@
+"""Outcomes: what a step's result means for the requests it names.
+
+Tokens are appended, first tokens and ends are found, searches are decided, failures are reported.
+Rows of requests that just go on stay arrays; objects are made for events only. Always holds: a
+row's result touches its own request, or its group, and no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import (
+    FinishReason,
+    RequestOutput,
+    RowError,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    token_logprobs,
+)
+from quire.scheduler.in_flight import PlanOutcome
+from quire.scheduler.interfaces import OutputLengths, PredictionMargin, SlotGroups
+from quire.scheduler.prompt_scores import keep_scores
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
+from quire.scheduler.sequence import SequenceGroup, SequenceState
+from quire.scheduler.token_runs import NO_IDS, NO_TAILS, RunTail, run_tails
+
+_Number = TypeVar("_Number", np.int32, np.float32)
+
+# Lengths of answers that are kept before they are learned from.
+MAX_NOTED_LENGTHS = 64
+
+
+class Outcomes:
+    """Of one scheduler's steps. row_errors: how many requests failed in all."""
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        batch: RunningBatch,
+        groups: SlotGroups,
+        lengths: OutputLengths,
+        margin: PredictionMargin,
+    ) -> None:
+        self._requests = requests
+        self._batch = batch
+        self._groups = groups
+        self._lengths = lengths
+        self._margin = margin
+        self.row_errors = 0
+
+    def apply(
+        self, plan: StepPlan, result: StepResult, outcome: PlanOutcome, now_ms: float
+    ) -> StepOutputs:
+        """Make the valid rows of `result` known, end what has ended, and return the outputs."""
+        batch, index, entries = self._batch, outcome.sampled, outcome.entries
+        batch.computed[outcome.index] = outcome.ends
+        if outcome.by_layers is not None:
+            slot, end = outcome.by_layers
+            batch.computed[slot] = end
+        if result.scores is not None:
+            keep_scores(plan, result, outcome.rows, batch.sequence)
+        scored = batch.done_without_output(outcome.index, outcome.ends)
+        progress = self._progress(outcome) if batch.num_reporting else []
+        ids = result.token_ids if entries is None else result.token_ids[entries]
+        lengths = batch.append(index, ids, now_ms)
+        if len(result.mirostat_mus):
+            mus = result.mirostat_mus
+            batch.mirostat_mus[index] = mus if entries is None else mus[entries]
+        stops = batch.hits_stop(index, ids)
+        has_event = stops | (lengths >= batch.next_event[index])
+        tails = NO_TAILS
+        if outcome.run_lengths is not None or len(result.complete):
+            tails = run_tails(plan, result, outcome, self._requests.in_flight)
+            has_event[list(tails)] = True
+        rows = has_event.nonzero()[0]
+        if not (len(rows) or outcome.errors or scored or progress):
+            return make_outputs(result, entries, None, batch.request_ids(index), [], [])
+        plain = (~has_event).nonzero()[0]
+        request_ids = batch.request_ids(index[plain])
+        groups: Sequence[SequenceGroup] = ()
+        if self._groups.is_active:
+            groups = self._groups.take(index, rows, result, entries, now_ms)
+        events = self._events(index, ids, lengths, stops, rows, tails, now_ms)
+        ended: list[RequestOutput] = progress
+        if outcome.errors:
+            ended += self._fail(outcome.errors, plan)
+        if scored:
+            ended += self._end_scored(scored, now_ms)
+        for group in groups:
+            ended += self._end_group(group, now_ms)
+        self._finish(
+            [event.sequence for event in events if event.finish_reason is not None], now_ms
+        )
+        return make_outputs(result, entries, plain, request_ids, events, ended)
+
+    def _finish(self, sequences: list[SequenceState], now_ms: float) -> None:
+        """End requests that have their last token, and learn from them."""
+        lengths = self._batch.tokens.lengths
+        for sequence in sequences:
+            num_tokens = int(lengths[sequence.slot]) - sequence.num_prompt_tokens
+            self._note_length(sequence, num_tokens)
+            if sequence.end_prediction is not None:
+                self._margin.came(sequence.end_prediction, now_ms)
+        if sequences:
+            self._requests.finish(sequences)
+
+    def _progress(self, outcome: PlanOutcome) -> list[RequestOutput]:
+        """Return an output for each request that reports its progress and still has prompt left."""
+        slots = self._batch.reporting(outcome.index)
+        if outcome.by_layers is not None:
+            slots += self._batch.reporting(np.array([outcome.by_layers[0]]))
+        outputs = []
+        for slot in slots:
+            sequence, computed = self._batch.sequence(slot), int(self._batch.computed[slot])
+            is_first = math.isnan(sequence.times.first_token_ms)
+            if computed < sequence.num_prompt_tokens and is_first:
+                outputs.append(sequence.output(prompt_progress=computed))
+        return outputs
+
+    def _note_length(self, sequence: SequenceState, num_tokens: int) -> None:
+        ended = self._lengths.ended
+        ended.append((sequence.request, num_tokens))
+        if len(ended) >= MAX_NOTED_LENGTHS:
+            self._lengths.learn()
+
+    def _events(
+        self,
+        index: Index,
+        ids: Int32s,
+        lengths: Int32s,
+        stops: Bools,
+        rows: Index,
+        tails: Mapping[int, RunTail],
+        now_ms: float,
+    ) -> list[Event]:
+        """Return the events of `rows`: first tokens, runs of several tokens, and ends."""
+        events = []
+        batch, next_event = self._batch, self._batch.next_event
+        of_rows = (rows, index[rows], ids[rows], lengths[rows], stops[rows])
+        columns = [values.tolist() for values in of_rows]
+        for row, slot, token_id, length, stops_here in zip(*columns, strict=True):
+            sequence = batch.sequence(slot)
+            if sequence.group is not None:
+                continue
+            if (
+                sequence.times.first_token_ms != sequence.times.first_token_ms
+            ):  # NaN: this is the first
+                sequence.times.first_token_ms = now_ms
+                if sequence.prediction is not None:
+                    self._margin.came(sequence.prediction, now_ms)
+                    sequence.prediction = None
+            sequence.times.last_token_ms = now_ms
+            next_event[slot] = sequence.limit
+            reason, more, stop_id = None, NO_IDS, None
+            if stops_here:
+                reason, stop_id = FinishReason.STOP, token_id
+            elif row in tails:
+                more, stop_id, is_over = tails[row].within(sequence, length)
+                batch.extend(slot, more)
+                if is_over:
+                    reason = FinishReason.STOP
+            if reason is None and length + len(more) >= sequence.limit:
+                reason = FinishReason.LENGTH
+            events.append(Event(row, sequence, (token_id, *more), reason, stop_id))
+        return events
+
+    def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:
+        """End the requests of failed rows; return their last outputs."""
+        failed = [(self._batch.sequence(plan.slot_of(e.row)), e.message) for e in errors]
+        self.row_errors += len(failed)
+        groups = {one.group: message for one, message in failed if one.group is not None}
+        failed = [(one, message) for one, message in failed if one.group is None]
+        self._requests.finish([one for one, _ in failed])
+        for group, message in groups.items():
+            failed += [(stream, message) for stream in self._requests.end_group(group)]
+        return [
+            one.output(finish_reason=FinishReason.ERROR, error=message) for one, message in failed
+        ]
+
+    def _end_scored(self, sequences: list[SequenceState], now_ms: float) -> list[RequestOutput]:
+        """End requests that asked for the scores of their prompt only; return their outputs."""
+        self._requests.finish(sequences)
+        for sequence in sequences:
+            sequence.times.last_token_ms = now_ms
+        return [
+            one.output(scores=one.take_scores(), finish_reason=FinishReason.LENGTH)
+            for one in sequences
+        ]
+
+    def _end_group(self, group: SequenceGroup, now_ms: float) -> list[RequestOutput]:
+        """End a search that is done; return the outputs of its streams."""
+        outputs = self._groups.outputs(group, now_ms)
+        for stream, output in zip(group.streams, outputs, strict=True):
+            self._note_length(stream, len(output.token_ids))
+        self._requests.end_group(group)
+        return outputs
+
+
+class Event(NamedTuple):
+    """Requires an output object for run `row` of a step.
+
+    token_ids: the part of the run that the request takes. stop_id: its last token, where that ended
+    the request.
+    """
+
+    row: int
+    sequence: SequenceState
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+
+
+def make_outputs(
+    result: StepResult,
+    entries: Index | None,
+    plain: Index | None,
+    request_ids: list[str],
+    events: list[Event],
+    ended: list[RequestOutput],
+) -> StepOutputs:
+    """Return the outputs of one step.
+
+    entries: the first tokens of the valid runs of `result` (None: all runs are one token, in
+    order). plain: which of the runs need no event (None: all, and there is nothing else), for the
+    requests in request_ids. events: the others.
+    ended: outputs of requests that ended without a token.
+    """
+    if entries is None and plain is None:  # a steady step: all of it, as it is
+        return StepOutputs(
+            step=result.step,
+            request_ids=request_ids,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            top_ids=result.top_ids,
+            top_logprobs=result.top_logprobs,
+            listed_logprobs=result.listed_logprobs,
+        )
+    of_plain = entries
+    if plain is not None:
+        of_plain = plain if entries is None else entries[plain]
+    made = [
+        event.sequence.output(
+            token_ids=event.token_ids,
+            logprobs=_run_logprobs(result, entries, event) if len(result.logprobs) else (),
+            scores=event.sequence.take_scores() if event.sequence.scores_prompt else None,
+            finish_reason=event.finish_reason,
+            stop_id=event.stop_id,
+        )
+        for event in events
+    ]
+    return StepOutputs(
+        step=result.step,
+        request_ids=request_ids,
+        token_ids=_pick(result.token_ids, of_plain),
+        logprobs=_pick(result.logprobs, of_plain),
+        top_ids=_pick(result.top_ids, of_plain),
+        top_logprobs=_pick(result.top_logprobs, of_plain),
+        listed_logprobs=_pick(result.listed_logprobs, of_plain),
+        events=(*made, *ended),
+    )
+
+
+def _run_logprobs(
+    result: StepResult, entries: Index | None, event: Event
+) -> tuple[TokenLogprobs, ...]:
+    first = event.row if entries is None else int(entries[event.row])
+    arrays = (result.logprobs, result.top_ids, result.top_logprobs, result.listed_logprobs)
+    found = [
+        token_logprobs(entry, result.token_ids, *arrays)
+        for entry in range(first, first + len(event.token_ids))
+    ]
+    return tuple(chain.from_iterable(found))
+
+
+def _pick(values: NDArray[_Number], rows: Index | None) -> NDArray[_Number]:
+    """Return values[rows]; an array the worker left empty stays empty."""
+    return values if rows is None or not len(values) else values[rows]

@@ -1,0 +1,71 @@
+"""Backpressure: requests whose reader does not keep up stand aside until it does.
+
+A held request leaves its slot as soon as no plan in flight names it. What it computed stays
+findable, so it costs those that run nothing and goes on, when it is released, behind the tokens it
+has; if its blocks are needed meanwhile they are taken like any others. Beams are not held: they
+say nothing before their end. Always holds: who stands aside is in no slot and not in the queue.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.scheduler.interfaces import StepExtension
+from quire.scheduler.plan_builder import Step
+from quire.scheduler.preemption.preemptor import Preemptor
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+
+
+class Backpressure(StepExtension):
+    """Of one scheduler. num_held_total: how often a request was held."""
+
+    def __init__(self, requests: RequestTable, preemptor: Preemptor) -> None:
+        self._requests = requests
+        self._preemptor = preemptor
+        self._held: dict[str, SequenceState] = {}
+        self._leaving: dict[str, SequenceState] = {}  # of those, who may still be in a slot
+        self.num_held_total = 0
+
+    @property
+    def num_held(self) -> int:
+        """How many live requests are held."""
+        return sum(sequence.alive for sequence in self._held.values())
+
+    def hold(self, sequence: SequenceState) -> None:
+        """`sequence` gets no more steps until it is released."""
+        if sequence.is_held or sequence.group is not None:
+            return
+        sequence.is_held = True
+        self.num_held_total += 1
+        self.is_active = True
+        self._held[sequence.request.request_id] = sequence
+        if sequence.slot == NO_SLOT:
+            self._requests.set_aside(sequence)
+        else:
+            self._leaving[sequence.request.request_id] = sequence
+
+    def release(self, sequence: SequenceState) -> None:
+        """`sequence` goes on."""
+        if not sequence.is_held:
+            return
+        sequence.is_held = False
+        del self._held[sequence.request.request_id]
+        self._leaving.pop(sequence.request.request_id, None)
+        if sequence.slot == NO_SLOT:
+            self._requests.enqueue(sequence)
+
+    def begin_step(self, step: Step) -> None:
+        """Take held requests out of their slots; pause those in flight until they have landed."""
+        self._held = {name: one for name, one in self._held.items() if one.alive}
+        in_flight = {}
+        for name, sequence in self._leaving.items():
+            if sequence.slot == NO_SLOT:  # it has ended, or was preempted
+                continue
+            if self._requests.last_steps(np.array([sequence.slot]))[0]:
+                in_flight[name] = sequence
+            else:
+                self._preemptor.set_aside(sequence.slot)
+        self._leaving = in_flight
+        self.is_active = bool(self._held)
+        step.paused += [sequence.slot for sequence in in_flight.values()]

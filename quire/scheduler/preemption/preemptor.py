@@ -1,0 +1,145 @@
+"""Preemptor: running requests lose their slots, for others or because their tenant has too much.
+
+Ties what is known of victims (whose loss is cheapest, who must not lose to whom) to what losing a
+slot means: back to the queue, with all tokens known. Always holds: what was generated is kept, so
+a preempted request goes on as if nothing had happened; a group of beams goes as a whole; nobody is
+preempted whom a plan in flight names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.cache.manager import CacheManager
+from quire.scheduler.admission.admitter import Watermark
+from quire.scheduler.beam.beam_groups import BeamGroups
+from quire.scheduler.preemption.make_room import make_room
+from quire.scheduler.preemption.preemption_stats import PreemptionReason, PreemptionStats
+from quire.scheduler.preemption.victims import Victims
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
+from quire.scheduler.sequence import SequenceGroup, SequenceState
+from quire.scheduler.step_budget import BlockShares
+
+
+class Preemptor:
+    """Preempts running requests of one scheduler. stats: how many, why, and at what cost."""
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        batch: RunningBatch,
+        cache: CacheManager,
+        shares: BlockShares,
+        beams: BeamGroups,
+        *,
+        victims: Victims,
+        watermark: Watermark,
+        stats: PreemptionStats,
+    ) -> None:
+        self._requests = requests
+        self._batch = batch
+        self._cache = cache
+        self._tenants = shares
+        self._beams = beams
+        self.victims = victims
+        self.watermark = watermark
+        self.stats = stats
+
+    def in_order(self, index: Index) -> Index:
+        """Places in `index`, slots of running requests, in which these are served."""
+        sequences = [self._batch.sequence(slot) for slot in index.tolist()]
+        keys = [(sequence.key, sequence.arrival) for sequence in sequences]
+        return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
+
+    def make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
+        """Which of the rows of slots `index` may go on, after preempting others; served in the
+        policy's order. over: the rows that lack blocks, needs: how many."""
+        batch = self._batch
+        all_needs = np.zeros(len(index), np.int32)
+        all_needs[over] = needs
+        order = self.in_order(index)
+        in_prompts = batch.scheduled[index[over]] < batch.tokens.prompt_lengths[index[over]]
+        why = PreemptionReason.PROMPT if in_prompts.any() else PreemptionReason.ANSWER
+        self._beams.as_one(index, all_needs)
+        order = order[self._beams.one_each(index[order])]
+        goes_on = np.zeros(len(index), np.bool_)
+        goes_on[order] = make_room(
+            index[order],
+            all_needs[order],
+            cache=self._cache,
+            policy=self.victims,
+            tenants=self._tenants,
+            in_flight=self._requests.last_steps(index[order]) > 0,
+            preempt=lambda slot: self.preempt(slot, why),
+        )
+        self._beams.together(index, goes_on)
+        return goes_on
+
+    def keep_ceilings(self) -> list[int]:
+        """Preempt the last requests of tenants that have grown beyond their ceilings.
+
+        Returns slots that are in flight: they are left out of this step, and preempted then.
+        """
+        paused: list[int] = []
+        for tenant, slots in self._tenants.above_ceilings():
+            served = slots[self.in_order(slots)]
+            served = served[self._beams.one_each(served)]
+            for slot in self.victims.by_policy(served[1:]).tolist():
+                if not self._tenants.is_above_ceiling(tenant):
+                    break
+                if self._requests.last_steps(np.array([slot]))[0]:
+                    paused.append(slot)
+                else:
+                    self.preempt(slot, PreemptionReason.CEILING)
+        return paused
+
+    def preempt(self, slot: int, why: PreemptionReason = PreemptionReason.ANSWER) -> None:
+        """Back to the queue with all tokens known; what was computed may still be found there, or
+        is fetched from a tier."""
+        sequence = self._batch.sequence(slot)
+        if sequence.group is not None:
+            self._preempt_group(sequence.group, why)
+            return
+        moved = self._pack(slot, sequence)
+        self.stats.preempted(why, moved=moved)
+        self.watermark.preempted(self._requests.in_flight.step)
+        sequence.kv.had_computed = int(self._batch.computed[slot])
+        sequence.num_preemptions += 1
+        self._requests.release([slot])
+        self._requests.enqueue(sequence)
+
+    def set_aside(self, slot: int) -> None:
+        """The request in `slot`, which is held, leaves it as a preempted one does; it has lost
+        nothing to anybody, so it does not count as one."""
+        self._pack(slot, self._batch.sequence(slot))
+        self._requests.release([slot])
+
+    def _pack(self, slot: int, sequence: SequenceState) -> bool:
+        """What a request has to know to go on from another slot; whether its blocks are moved to a
+        tier, because that is the cheaper way back."""
+        batch, index = self._batch, np.array([slot], np.intp)
+        _, moved = self.victims.return_ms(slot)
+        if moved:
+            self._cache.register(index, batch.computed[index], batch.tokens.tokens)
+            self._cache.swap_out(slot)
+        sequence.token_ids = batch.tokens.tokens[slot, : batch.tokens.lengths[slot]].copy()
+        sequence.chain = None
+        if (
+            sequence.request.sampling.mirostat
+            and len(sequence.token_ids) > sequence.num_prompt_tokens
+        ):
+            sequence.mirostat_mu = float(batch.mirostat_mus[slot])
+        return moved
+
+    def _preempt_group(self, group: SequenceGroup, why: PreemptionReason) -> None:
+        """A group goes as a whole, and is computed again; its first beam waits for all."""
+        slots, first = group.slots, group.members[0]
+        self.stats.preempted(why, moved=False)
+        self.watermark.preempted(self._requests.in_flight.step)
+        first.kv.had_computed = int(self._batch.computed[first.slot])
+        group.pack()
+        first.num_preemptions += 1
+        self._requests.release(slots)
+        self._beams.release(group)
+        self._requests.enqueue(first)

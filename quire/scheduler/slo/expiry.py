@@ -1,0 +1,93 @@
+"""Expiry: whose time is over, by their own wishes or by the queue's limit, and what they are told.
+
+Ends them. Knows moments and the requests; no budget, no blocks. Always holds: who has begun is past
+waiting, and so is a group of which any has; a request is told once.
+"""
+
+from __future__ import annotations
+
+import math
+
+from quire.base.errors import DeadlineMissed, OverloadedError, TimedOut
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+from quire.scheduler.slo.deadlines import Deadlines
+from quire.scheduler.slo.queue_timeout import QueueTimeout
+from quire.scheduler.slo.ttft_prediction import TTFTPredictor
+
+# Ids of requests that were ended, and what to say.
+Expired = tuple[tuple[str, ...], OverloadedError]
+
+
+class Expiry:
+    """queue_timeout_ms: how long a request may wait for its first step; 0: for ever."""
+
+    def __init__(
+        self, requests: RequestTable, predictor: TTFTPredictor, queue_timeout_ms: float
+    ) -> None:
+        self._requests = requests
+        self._predictor = predictor
+        self._deadlines = Deadlines()
+        self.is_active = False
+        self._queue_time = QueueTimeout(queue_timeout_ms)
+
+    def note(self, sequence: SequenceState, waiting: SequenceState | None) -> None:
+        """`sequence` has come; who waits for it, see RequestTable.come."""
+        self.is_active = True
+        self._deadlines.note(sequence)
+        if waiting is not None:
+            self._queue_time.note(waiting)
+
+    def expire(self, now_ms: float) -> list[Expired]:
+        """End what has waited for its first step too long, or whose deadline is over."""
+        expired: list[Expired] = []
+        for sequence, is_whole in self._deadlines.passed(now_ms):
+            if is_whole:
+                error = deadline_passed(sequence, self._predictor)
+                if sequence.end_prediction is not None:
+                    self._predictor.margin.came(sequence.end_prediction, now_ms)
+                self._requests.abort(sequence)
+                expired.append(((sequence.request.request_id,), error))
+            elif (
+                sequence.group is None
+                and sequence.slot == NO_SLOT
+                and math.isnan(sequence.times.first_token_ms)
+            ):
+                sequence.missed_first_token = True
+                self._requests.requeue(sequence)
+        for sequence in self._queue_time.overdue(now_ms):
+            if sequence.alive:  # it may have gone with its group
+                expired += self._time_out(sequence, now_ms)
+        return expired
+
+    def _time_out(self, sequence: SequenceState, now_ms: float) -> list[Expired]:
+        """`sequence` has waited too long: it goes with its group, unless one of that has begun."""
+        if sequence.group is not None:
+            group = tuple(self._requests.end_group(sequence.group))
+        else:
+            leader = sequence.leader or sequence
+            group = (leader, *leader.forks)
+            if any(one.was_admitted for one in group):
+                return []
+            group = tuple(one for one in group if one.alive)
+            for one in reversed(group):  # the leader last: nobody is to take its place
+                self._requests.withdraw(one)
+        retry_after_s = self._predictor.retry_after_s()
+        error = self._queue_time.error(sequence, now_ms, retry_after_s=retry_after_s)
+        return [(tuple(one.request.request_id for one in group), error)]
+
+
+def deadline_passed(sequence: SequenceState, predictor: TTFTPredictor) -> OverloadedError:
+    """Return the error of a request whose deadline passed before its answer was complete."""
+    wanted_ms = sequence.request.deadline_ms or 0.0  # it has one: it has passed
+    shown = f"{wanted_ms:.0f}" if wanted_ms >= 1 else f"{wanted_ms:.3g}"
+    if sequence.was_admitted:
+        return TimedOut(
+            f"the answer was not complete {shown} ms after the request came, its deadline_ms; it "
+            "was ended: allow more time, or ask for fewer tokens"
+        )
+    return DeadlineMissed(
+        f"the request waited for its first step until its deadline, {shown} ms after it came, was "
+        "over; nothing of it was computed: try again later, or allow more time",
+        retry_after_s=predictor.retry_after_s(),
+    )

@@ -1,0 +1,52 @@
+"""SafetyMargin: how many times the predicted time a first token, or a whole answer, may take,
+learned from those that came.
+
+A predictor that is right in the middle is too short for half of those it lets in; with its margin
+it is kept by all but one in twenty. Each kind of predictor has a margin of its own: who waits for a
+place or begins at once, and how long it is, within a factor of two. Knows no requests and no clock.
+Always holds: without experience a predictor is taken as it is; no margin is below 1 or above the
+most; one that only refuses shrinks, so that somebody is let in again and tells how it is now."""
+
+from __future__ import annotations
+
+import math
+
+from quire.scheduler.sequence import Prediction
+
+# The share of forecasts that are to be kept with their margin.
+CONFIDENCE = 0.95
+# One predictor that was not kept multiplies its margin by e to this, times the confidence; one that
+# was divides it by so much less that the two balance where the confidence is right.
+_STEP = 0.1
+_MOST = 10.0
+
+
+class SafetyMargin:
+    """Nothing has come yet."""
+
+    def __init__(self) -> None:
+        # Logarithms, by kind of predictor: a few dozen at most.
+        self._margins: dict[tuple[bool, bool, int], float] = {}
+
+    def times(self, prediction: Prediction) -> float:
+        """How many times as long it may take."""
+        return math.exp(self._margins.get(_kind(prediction), 0.0))
+
+    def came(self, prediction: Prediction, now_ms: float) -> None:
+        """Learn from what was predicted and has come, or was given up, at now_ms."""
+        took_ms = now_ms - prediction.at_ms
+        kept = took_ms <= prediction.ms * self.times(prediction)
+        self._move(prediction, CONFIDENCE - 1.0 if kept else CONFIDENCE)
+
+    def refused(self, prediction: Prediction) -> None:
+        """Nobody will know: it was let in but for the margin."""
+        self._move(prediction, CONFIDENCE - 1.0)
+
+    def _move(self, prediction: Prediction, share: float) -> None:
+        kind = _kind(prediction)
+        moved = self._margins.get(kind, 0.0) + _STEP * share
+        self._margins[kind] = min(max(moved, 0.0), math.log(_MOST))
+
+
+def _kind(prediction: Prediction) -> tuple[bool, bool, int]:
+    return prediction.is_end, prediction.waits, math.frexp(prediction.ms)[1]

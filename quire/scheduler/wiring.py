@@ -1,0 +1,167 @@
+"""Wiring: builds the parts of a scheduler and connects its core with the extensions.
+
+The only file of the core that imports extension packages. Decides which extensions exist: one that
+the configuration turns off is not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.base.errors import InvalidParameter
+from quire.cache.manager import CacheManager
+from quire.scheduler.admission.admitter import AdmissionRules, Admitter, Watermark
+from quire.scheduler.admission.gates import LengthGate
+from quire.scheduler.admission.kv_loads import KVLoads
+from quire.scheduler.admission.slot_allocation import SlotAllocator
+from quire.scheduler.advance import Advance
+from quire.scheduler.beam.beam_groups import BeamGroups
+from quire.scheduler.cost.speed import SpeedEstimate
+from quire.scheduler.cost.transfer_cost import RestoreMode, TransferCost
+from quire.scheduler.interfaces import Gate, StepExtension
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.outcomes import Outcomes
+from quire.scheduler.policy.policy import Policy
+from quire.scheduler.preemption.backpressure import Backpressure
+from quire.scheduler.preemption.preemption_stats import PreemptionStats
+from quire.scheduler.preemption.preemptor import Preemptor
+from quire.scheduler.preemption.priority_preemption import PriorityPreemption
+from quire.scheduler.preemption.victims import Victims
+from quire.scheduler.prefill.layered import LayeredChunks
+from quire.scheduler.prefill.prompt_shares import PromptShares
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.slo.admission_control import (
+    check_objectives,
+    check_queue_room,
+    check_request,
+)
+from quire.scheduler.slo.expiry import Expired, Expiry
+from quire.scheduler.slo.length_history import LengthHistory
+from quire.scheduler.slo.ttft_prediction import TTFTPredictor
+from quire.scheduler.step_budget import BlockShares, CostModel
+from quire.scheduler.tenants.tenant_ceilings import TenantCeilings
+from quire.scheduler.tenants.tenant_usage import TenantLimits, TenantUsage
+
+__all__ = [
+    "Expired",
+    "Policy",
+    "RestoreMode",
+    "SpeedEstimate",
+    "TenantLimits",
+    "check_objectives",
+    "check_queue_room",
+    "check_request",
+    "wire",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one scheduler. extensions: those whose hooks steps may call, in order."""
+
+    batch: RunningBatch
+    shares: BlockShares
+    requests: RequestTable
+    advance: Advance
+    prompts: PromptShares
+    layered: LayeredChunks
+    admitter: Admitter
+    slot_allocator: SlotAllocator
+    outcomes: Outcomes
+    expiry: Expiry
+    beams: BeamGroups
+    backpressure: Backpressure
+    preemptor: Preemptor
+    kv_loads: KVLoads
+    lengths: LengthHistory
+    predictor: TTFTPredictor
+    extensions: tuple[StepExtension, ...]
+
+
+def wire(
+    limits: SchedulerLimits,
+    cache: CacheManager,
+    policy: Policy,
+    gates: Sequence[Gate],
+    cost: CostModel | None,
+    speed: SpeedEstimate,
+    tenants: Sequence[TenantLimits],
+    bring_back: RestoreMode,
+) -> Parts:
+    """Build and connect the parts of a scheduler. Arguments as of Scheduler."""
+    if limits.step_budget_ms and cost is None:
+        raise InvalidParameter(
+            f"step_budget_ms is {limits.step_budget_ms} but there is no cost model; "
+            "set it to 0 or give one",
+            param="step_budget_ms",
+        )
+    cache.lay_out(num_slots=limits.max_num_seqs, max_tokens=limits.max_model_len)
+    batch, lengths = RunningBatch(limits.max_num_seqs, limits.max_model_len), LengthHistory()
+    policy.begin(batch, speed, lengths)
+    shares = BlockShares(cache, limits.max_num_seqs)
+    if tenants:
+        shares = TenantUsage(tenants, batch, cache)
+    transfer = None
+    if cache.tiers is not None:
+        block_ms = cache.tiers.tier.block_ms
+        transfer = TransferCost(speed, cache.block_size, block_ms=block_ms, choice=bring_back)
+    loads = KVLoads(cache, transfer)
+    beams = BeamGroups(batch, cache, policy, shares)
+    requests = RequestTable(
+        limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
+    )
+    watermark, stats = Watermark(cache.num_blocks), PreemptionStats(speed)
+    victims = Victims(policy, batch, cache, speed, transfer)
+    preemptor = Preemptor(
+        requests, batch, cache, shares, beams, victims=victims, watermark=watermark, stats=stats
+    )
+    layered = LayeredChunks(limits, batch)
+    prompts = PromptShares(limits, batch, policy, speed, layered)
+    advance = Advance(
+        requests,
+        batch,
+        cache,
+        shares,
+        preemptor=preemptor,
+        prompts=prompts,
+        layered=layered,
+        loads=loads,
+    )
+    beams.connect(advance)
+    backpressure = Backpressure(requests, preemptor)
+    extensions: list[StepExtension] = [backpressure]
+    if shares.has_ceilings:
+        extensions.append(TenantCeilings(preemptor))
+    by_priority = None
+    if policy.preempts_by_rank:
+        by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
+        extensions.append(by_priority)
+    extensions += [layered, beams]
+    all_gates: list[Gate] = [loads] if cache.tiers is not None else []
+    all_gates += gates
+    if limits.max_long_prompts or limits.max_short_prompts:
+        all_gates.append(LengthGate(limits.max_long_prompts, limits.max_short_prompts))
+    slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
+    rules = AdmissionRules(gates=all_gates, extensions=extensions, watermark=watermark)
+    predictor = TTFTPredictor(limits, batch, cache, speed, lengths, requests, policy, by_priority)
+    return Parts(
+        batch=batch,
+        shares=shares,
+        requests=requests,
+        advance=advance,
+        prompts=prompts,
+        layered=layered,
+        admitter=Admitter(batch, cache, policy, shares, slots, loads, rules, beams),
+        slot_allocator=slots,
+        outcomes=Outcomes(requests, batch, beams, lengths, predictor.margin),
+        expiry=Expiry(requests, predictor, limits.queue_timeout_ms),
+        beams=beams,
+        backpressure=backpressure,
+        preemptor=preemptor,
+        kv_loads=loads,
+        lengths=lengths,
+        predictor=predictor,
+        extensions=tuple(extensions),
+    )
