@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.http.thread_pools import NUM_THREADS
+from quire.api.server_state import NUM_THREADS
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, CHAT_TEMPLATES, ByteTokenizer, FakeEngine, Reply, Site
 
@@ -298,7 +298,7 @@ def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
     async def exchange() -> None:
         site = Site(max_body_bytes=1 << 20, trust_request_chat_template=True)
         going = threading.Event()
-        held = [site.serving.lanes.run(True, going.wait) for _ in range(NUM_THREADS)]
+        held = [site.serving.thread_pools.run(True, going.wait) for _ in range(NUM_THREADS)]
         holding = asyncio.gather(*held)
         own = {"messages": SAID, "chat_template": "{{ messages }}"}
         large = {"messages": [{"role": "user", "content": "a" * 200_000}]}
@@ -321,7 +321,7 @@ def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
         going.set()
         await holding
         assert [(await one).status for one in slow[1:]] == [200] * 3
-        site.serving.lanes.close()
+        site.serving.thread_pools.close()
 
     asyncio.run(exchange())
 
