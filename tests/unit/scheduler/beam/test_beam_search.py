@@ -14,7 +14,7 @@ from quire.base.errors import WorkerError
 from quire.base.records import Candidates, FinishReason, Request, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.scheduler.beam.beam_search import BeamCandidates, BeamSearch, beam_candidates_of
-from tests.unit.scheduler.beam_oracle import Wishes, beams
+from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_worker import beam_logprobs, mix
 
 PROMPT = (3, 1, 4)
