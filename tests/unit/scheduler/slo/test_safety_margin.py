@@ -13,7 +13,7 @@ from quire.scheduler.slo.safety_margin import CONFIDENCE, SafetyMargin
 from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.run import simulate
 from tests.unit.scheduler.fake_worker import make_request
-from tests.unit.scheduler.test_doors import harness_of
+from tests.unit.scheduler.slo.test_admission_control import harness_of
 from tests.unit.sim.made import config, drawn_requests, machine
 
 WAIT = Prediction(at_ms=1000.0, ms=100.0, waits=True)
