@@ -140,7 +140,7 @@ def reported(requests: list[TraceRequest], goal_ms: float) -> tuple[int, int, in
     """How many met their goal, were late, and were refused."""
     defaults = RequestDefaults(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
     run = simulate(requests, defaults, machine(), config(kv_cache_memory="4MiB"))
-    late = sum(one.times.first_token_ms - one.request.arrival_ms > goal_ms for one in run.finished)
+    late = sum(one.first_token_ms - one.request.arrival_ms > goal_ms for one in run.finished)
     return len(run.finished) - late, late, len(run.refused)
 
 
