@@ -34,7 +34,7 @@ def key(name: str) -> dict[str, str]:
 
 
 def asked(as_key: str, **fields: Any) -> tuple[Reply, Site]:
-    """A completion by somebody's key."""
+    """Send a completion with a key."""
 
     async def exchange() -> tuple[Reply, Site]:
         site = Site(tenants=TENANTS, api_key=("root",))
