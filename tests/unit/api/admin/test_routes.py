@@ -169,7 +169,7 @@ def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_key
         Path(admin_keys).write_text("# nobody\n")
         await reload_admin_keys(site.serving)
         assert await statuses(site) == [401, 200]
-        assert "nothing of it is taken up" in site.log.getvalue()
+        assert "is not used" in site.log.getvalue()
         assert "has no key" in site.log.getvalue()
 
     asyncio.run(exchange())
