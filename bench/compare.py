@@ -1,11 +1,11 @@
-"""Quire against the other engines on this machine, pair by pair in one run, into one file.
+"""Compare Quire with other engines on this machine, pair by pair in one run, into one file.
 
     python -m bench.compare --workloads w1,w2,w3,w4 --precision bf16 --minutes 60
 
-Makes the checkpoint and converts it where that was not done; `bench/peers/setup` must have run.
-The file under bench/results/ is written after each pair: the same command goes on where a run was
-stopped. Refuses: to mix states of Quire or machines in one file, to measure wrong answers, and to
-tell ratios where llama.cpp and OpenVINO did not both run.
+Makes the checkpoint and converts it if needed; `bench/peers/setup` must have run. The file under
+bench/results/ is written after each pair, and the same command continues a stopped run. Refuses to
+mix states of Quire or machines in one file, to time wrong answers, and to report ratios unless
+llama.cpp and OpenVINO both ran.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Comparison:
                     vocab_size=vocab_size,
                     probe=probe,
                     conditions=Conditions(
-                        most_foreign_cores=self._args.most_foreign,
-                        most_stolen_cores=self._args.most_stolen,
+                        max_foreign_cores=self._args.max_foreign,
+                        max_stolen_cores=self._args.max_stolen,
                         limit_s=self._args.limit,
                     ),
                     floor=self._floor(name),

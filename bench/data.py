@@ -1,6 +1,6 @@
-"""Where the outside data of benchmarks lies: real weights and texts nobody here wrote.
+"""Locate the external data of benchmarks: real weights and texts.
 
-The only file of bench/ that knows the place: the environment variable QUIRE_DATA, else a folder
+The only file of bench/ that knows the path: the environment variable QUIRE_DATA, else the directory
 `shared/data` beside the repository. Knows no format.
 """
 

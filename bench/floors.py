@@ -1,8 +1,8 @@
-"""The least time a workload can take: its bytes at the speed memory reads, its operations at peak.
+"""Compute the least time of a workload: its bytes at memory speed, its operations at peak.
 
-Both are counted by the program's own cost model and may overlap fully, so the larger is the
-floor: nobody gets below it, and nobody needs to reach it. The head counts once a prompt and once
-an output token; weights once a step, with as many requests in a step as may run.
+Both are counted by the program's cost model and may overlap fully, so the larger one is the floor.
+The head counts once per prompt and once per output token, weights once per step, with as many
+requests in a step as may run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Memory of a serving engine over what it has to hold: weights and the KV cache.
+"""Measure the memory of a serving engine over what it has to hold: weights and the KV cache.
 
-`quire serve` of a 0.6B shape with a small cache, all of it touched, under a few requests at once;
-memory is read while it starts and serves, and the most counts. What is only mapped from files is
-left out: the system takes it back when it wants. Told for the engine's process (the largest) and
-for all of the server, beside the plan the server itself makes. Refuses to report where a request
-fails.
+`quire serve` of a 0.6B shape with a small cache, all of it touched, under a few requests at once.
+Memory is read while the server starts and serves, and the maximum counts. Mapped file pages are
+left out, because the system can reclaim them. Reported for the engine process (the largest) and for
+the whole server, beside the server's own plan. Refuses to report if a request fails.
 Run: python -m bench.footprint [--precisions none,int8,int4] [--out bench/results/footprint.json]
 """
 
@@ -28,11 +27,11 @@ import numpy as np
 
 from bench.checkpoints import random_checkpoint
 from quire.base.errors import WorkerError
+from quire.bench.cpu_use import own_bytes
 from quire.bench.floor import program_of
-from quire.bench.foreign import own_bytes
 from quire.bench.http_load import Target, open_loop, served_model
 from quire.bench.machine import machine_card
-from quire.bench.workloads import Ask, draw_ids
+from quire.bench.workloads import RequestSpec, draw_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], target: Target, log: IO[bytes]) -> N
 def _fill(target: Target, vocab_size: int) -> None:
     rng = np.random.default_rng(3)
     asks = [
-        Ask(
+        RequestSpec(
             prompt_ids=tuple(draw_ids(PROMPT_TOKENS, vocab_size, rng).tolist()),
             output_tokens=OUTPUT_TOKENS,
         )
@@ -135,7 +134,7 @@ def _fill(target: Target, vocab_size: int) -> None:
     ]
     failed = [one.error for one in asyncio.run(open_loop(target, asks)) if one.error]
     if failed:
-        raise SystemExit(f"requests failed, so nothing is told: {failed[0]}")
+        raise SystemExit(f"requests failed, so nothing is reported: {failed[0]}")
 
 
 def _settle(watch: Watch) -> None:

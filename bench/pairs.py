@@ -1,9 +1,9 @@
-"""Samples in turn, Quire and a peer on the same tokens: what a ratio is made of.
+"""Take samples in turn, Quire and a peer on the same tokens: the pairs behind a ratio.
 
-Before each sample memory is read and after it is asked who else used the processors; a pair in
-which somebody did, or the hypervisor took time, is kept apart and taken again. The order within
-pairs alternates, so that a drift meets both sides alike. Refuses answers of a wrong length, and
-everything where Quire answers a request differently alone and among others.
+Memory speed is read before each sample, and use of the processors by other programs is read after
+it. A pair in which another program ran, or the hypervisor took time, is kept apart and repeated.
+The order within pairs alternates, so that a drift affects both sides alike. Refuses answers of a
+wrong length, and everything if Quire answers a request differently alone and in a batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from bench.floors import Work
 from bench.peers.child import Peer, PeerFailed
 from bench.record import TOOL_SUFFIX, is_settled
-from quire.bench.foreign import CpuWatch, peak_rss_bytes
+from quire.bench.cpu_use import CpuWatch, peak_rss_bytes
 from quire.bench.reading import ReadProbe
-from quire.bench.workloads import Ask, Workload
+from quire.bench.workloads import RequestSpec, Workload
 from quire.obs.timing import RequestTimes, run_rates
 
 _WARM_UP_REQUESTS = 4
@@ -36,8 +36,8 @@ class WrongAnswer(Exception):
 class Conditions:
     """When a sample counts, and how long one may take."""
 
-    most_foreign_cores: float = 0.12
-    most_stolen_cores: float = 0.1
+    max_foreign_cores: float = 0.12
+    max_stolen_cores: float = 0.1
     limit_s: float = 240.0
 
 
@@ -108,7 +108,7 @@ class PairRun:
             "why": "; ".join(problems),
         }
 
-    def _sample(self, side: str, asks: Sequence[Ask]) -> dict[str, Any]:
+    def _sample(self, side: str, asks: Sequence[RequestSpec]) -> dict[str, Any]:
         time.sleep(SETTLE_S)
         read_gb_per_s = self._probe.gb_per_s()
         watch = CpuWatch([self._sides[side].pid, os.getpid()])
@@ -132,7 +132,7 @@ class PairRun:
             sample["floor_share"] = self._floor_share(rates, read_gb_per_s)
         return sample
 
-    def _run(self, side: str, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+    def _run(self, side: str, asks: Sequence[RequestSpec]) -> list[dict[str, Any]]:
         requests = [
             {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens} for ask in asks
         ]
@@ -174,14 +174,14 @@ class PairRun:
     def _problems(self, sample: dict[str, Any]) -> list[str]:
         most = self._conditions
         found = []
-        if (sample["foreign_cores"] or 0) > most.most_foreign_cores:
+        if (sample["foreign_cores"] or 0) > most.max_foreign_cores:
             found.append(f"others used {sample['foreign_cores']:.2f} cores")
-        if (sample["stolen_cores"] or 0) > most.most_stolen_cores:
+        if (sample["stolen_cores"] or 0) > most.max_stolen_cores:
             found.append(f"{sample['stolen_cores']:.2f} cores were stolen")
         return found
 
 
-def _times(ask: Ask, answer: dict[str, Any]) -> RequestTimes:
+def _times(ask: RequestSpec, answer: dict[str, Any]) -> RequestTimes:
     return RequestTimes(
         sent_s=answer["sent_s"],
         first_s=answer["first_s"],

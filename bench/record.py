@@ -1,9 +1,9 @@
-"""The file of a comparison: pairs of samples as they are taken, and what they come to.
+"""The file of a comparison: pairs of samples and their summary.
 
-Written after each pair, by a move, so that a run can be stopped and go on. Always holds: a file
-has one machine, one shape, one precision, one number of threads and one state of Quire; samples
-of others are refused. Ratios are told only of workloads in which llama.cpp and OpenVINO both have
-enough kept pairs: five, or fewer where all put the peer far behind (is_settled).
+Written after each pair, by a rename, so that a run can be stopped and continued. Always holds: a
+file has one machine, one shape, one precision, one number of threads and one state of Quire; other
+samples are rejected. A workload has a ratio only if llama.cpp and OpenVINO both have enough kept
+pairs: five, or fewer if all put the peer far behind (is_settled).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 NEEDED_PEERS = ("llama.cpp", "openvino")
 MIN_PAIRS = 5
-# A peer that took three times as long in two pairs is not the one that a ratio of 1.3 is about:
-# three more of its minutes would tell nothing.
+# A peer that took three times as long in two pairs is not near a ratio of 1.3:
+# three more of its minutes would show nothing.
 FAR_BEHIND, FAR_BEHIND_PAIRS = 3.0, 2
 # What a workload's rate is called.
 HEADLINES = {
@@ -114,7 +114,7 @@ class Record:
         partial.rename(self.path)
 
     def summary(self) -> dict[str, Any]:
-        """For each workload and peer: medians of both, and the ratio where it may be told."""
+        """Return, for each workload and peer, both medians, and the ratio if it may be reported."""
         told: dict[str, Any] = {}
         met = dict.fromkeys((pair["workload"], pair["peer"]) for pair in self.content["pairs"])
         for workload, peer in met:
@@ -127,8 +127,8 @@ class Record:
         return told
 
     def may_tell(self, workload: str) -> bool:
-        """Whether the workload's ratios may be told: the needed peers have enough pairs, and the
-        tokens of all were checked."""
+        """Return whether the workload's ratios may be reported: the required peers have enough
+        pairs, and the tokens of all were checked."""
         checked = self.content["checks"]
         return all(
             is_settled(self.kept(workload, peer), MIN_PAIRS) and checked.get(peer, {}).get("ok")
@@ -136,7 +136,7 @@ class Record:
         )
 
     def strongest(self, workload: str) -> tuple[str, dict[str, Any]] | None:
-        """The peer against which Quire's ratio is least, and its entry; None if none may be told.
+        """Return the peer with the lowest ratio and its entry; None if no ratio may be reported.
 
         A peer's own tool counts as the peer.
         """

@@ -57,7 +57,7 @@ class Bench:
         self.added = 0
 
     def add(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A request nobody shares a prefix with."""
+        """Add a request that shares no prefix with another."""
         name = f"request-{self.added}"
         self.added += 1
         self.scheduler.add(
@@ -104,7 +104,7 @@ class Bench:
 
 
 def steady(running: int, steps: int) -> dict[str, object]:
-    """All requests decode; nobody comes, nobody ends."""
+    """Measure steps in which all requests decode, without arrivals or completions."""
     longest = 128 + BLOCK_SIZE + steps + WARM_UP_STEPS + 64
     blocks = running * (-(-longest // BLOCK_SIZE))
     bench = Bench(running, longest, blocks, max_tokens=256 * running)

@@ -1,11 +1,12 @@
-"""Structured output, measured: schemas that compile, microseconds a mask, answers that validate.
+"""Measure structured output: schemas that compile, microseconds per mask, valid answers.
 
-compile: each schema of the outside sample, compiled from nothing, its first mask included. masks:
-the mask before each token of the sample's valid instances. Both for several vocabularies, the large
-ones outside data. answers: by the model in the box for random bounded schemas; each is judged by
-`jsonschema`, and one that is cut off counts as failed. jump_ahead: steps and milliseconds an answer
-with and without, whose token ids must be the same. Refuses to report where answers fail or ids
-differ. Run: python -m bench.structured [--part box|llama3|qwen|answers|jump_ahead ...]
+compile: each schema of the external sample, compiled from scratch, its first mask included. masks:
+the mask before each token of the sample's valid instances. Both for several vocabularies; the large
+ones are external data. answers: by the built-in model for random bounded schemas; each is checked
+by `jsonschema`, and one that is cut off counts as failed. jump_ahead: steps and milliseconds per
+answer with and without forced tokens in one step; token ids must be equal. Refuses to report if
+answers fail or ids differ. Run:
+python -m bench.structured [--part box|llama3|qwen|answers|jump_ahead ...]
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def failure(schema: dict[str, Any], text: str, finish_reason: str) -> str:
 
 
 def measure_jumps() -> dict[str, Any]:
-    """The same answers with tokens that are certain told at once, and step by step."""
+    """Measure the same answers with forced tokens in one step, and step by step."""
     rng = random.Random("jumps")
     schemas = [random_schema(rng) for _ in range(40)]
     sampling = [

@@ -1,9 +1,8 @@
-"""Do the engines compute the same model? Greedy tokens of a trained one, in f32, side by side.
+"""Check that the engines compute the same model: greedy tokens of a trained one, in f32.
 
-The model in the box is converted as the others are and asked for the same continuations as token
-ids. Rounding differs between engines, so a token here and there may; a wrong conversion or a wrong
-option shows at once. What is found stands in the results, and nothing is told of an engine that
-fails.
+The built-in model is converted like the others and gets the same continuations as token ids.
+Rounding differs between engines, so single tokens may; a wrong conversion or a wrong option shows
+at once. The outcome is part of the results, and nothing is reported of an engine that fails.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from quire.models.registry import box_path
 from quire.text.tokenizer import Tokenizer
 
 OUTPUT_TOKENS = 24
-LEAST_AGREEMENT = 0.75
+MIN_AGREEMENT = 0.75
 PROMPTS = (
     "Once upon a time, there was a little dog named",
     "One day, a girl went to the park with her mom. She saw",
@@ -80,7 +79,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any]:
         shares.append(equal / max(len(mine), 1))
     mean = sum(shares) / len(shares)
     return {
-        "ok": mean >= LEAST_AGREEMENT,
+        "ok": mean >= MIN_AGREEMENT,
         "leading_tokens_equal": round(mean, 4),
         "prompts": len(shares),
         "tokens_each": OUTPUT_TOKENS,

@@ -1,8 +1,8 @@
-"""The demo: a real server, a real request through the official client, a clean shutdown.
+"""Demo: start a server, stream one answer with the official client, shut down cleanly.
 
-Starts `quire serve` on the model in the box at a free loopback port, streams one chat answer to
-the terminal, says what to try next and stops the server with SIGTERM. Knows nothing of Quire's
-insides: everything goes through the command line and HTTP, as a user would do it.
+Runs `quire serve` on the built-in model at a free loopback port, streams one chat answer to the
+terminal, prints what to try next and stops the server with SIGTERM. It uses only the command line
+and HTTP, as a user would.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PROMPT = "Tell me a story about a little dog."
 
 
 def free_port() -> int:
-    """A port nobody listens on right now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Poll /health until it says ready; exits with the server's code if it dies first."""
+    """Poll /health until the server is ready; exit with its code if it ends first."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -47,7 +47,7 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def stream_answer(url: str) -> None:
-    """One streamed chat request; prints the text as it comes and what it cost."""
+    """Stream one chat request: print the text as it arrives, then tokens and times."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     print(f"\n> {PROMPT}\n")

@@ -132,12 +132,12 @@ def isa(name: str = "") -> str: ...
 def available_isas() -> list[str]: ...
 def give_back_freed_memory() -> None: ...
 
-class Wishes:
+class ChooseParams:
     def __init__(self, *, rare: dict[str, NDArray[Any]] | None, **arrays: NDArray[Any]) -> None: ...
 
 def choose(
     pool: Pool,
-    wishes: Wishes,
+    params: ChooseParams,
     logits: NDArray[np.float32],
     positions: _Int32s,
     token_ids: _Int32s,

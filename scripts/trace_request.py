@@ -12,6 +12,7 @@ entered while one streamed chat is answered. Module-level code, which start-up r
 from __future__ import annotations
 
 import argparse
+import ast
 import http.client
 import io
 import json
@@ -20,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -39,7 +41,7 @@ class EnteredFile:
 
 
 class FileTrace:
-    """Records the files whose functions are called while it is on, in all threads."""
+    """Record the files with functions that are called while tracing is on, in all threads."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
@@ -153,12 +155,48 @@ def _posted(address: tuple[str, int], prompt: str) -> bytes:
         connection.close()
 
 
+def reading_page(files: Sequence[EnteredFile]) -> str:
+    """Return docs/reading.md: the files in the order of the request."""
+    num_lines = sum(file.num_lines for file in files)
+    lines = [
+        "# The path of one request",
+        "",
+        "Written by `python scripts/trace_request.py --write`: the files of `quire/` that one",
+        "streamed chat with default settings enters, in the order of the first call;",
+        f"{len(files)} files, {num_lines:,} lines. A file that is not listed belongs to start-up",
+        "or to a feature that this request does not use. [packages](packages) has a page for",
+        "each package.",
+        "",
+        "| File | Lines | What it is |",
+        "|---|---|---|",
+        *(f"| `{file.path}` | {file.num_lines} | {_summary(file.path)} |" for file in files),
+        "",
+        "What these files call in C++ is [native](packages/native.md). `tests/exact` then compares",
+        "the answers of all of it with those of each request computed alone.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _summary(path: str) -> str:
+    """Return the first sentence of a file's docstring, for a table cell."""
+    text = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or path
+    first = " ".join(text.split("\n\n")[0].split())
+    return first.replace("|", "\\|")
+
+
 def main() -> None:
-    """Print the list, or write docs/reading.md."""
+    """Print the list, as text or JSON, or write docs/reading.md."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--write", action="store_true", help="renew docs/reading.md")
-    parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="print a list of path and lines")
+    arguments = parser.parse_args()
     files = trace_streamed_chat()
+    if arguments.json:
+        print(json.dumps([[file.path, file.num_lines] for file in files]))
+        return
+    if arguments.write:
+        (ROOT / "docs" / "reading.md").write_text(reading_page(files), encoding="utf-8")
     for file in files:
         print(f"{file.num_lines:5}  {file.path}  {file.first_function}")
     print(f"{len(files)} files, {sum(file.num_lines for file in files)} lines")

@@ -1,7 +1,9 @@
-"""A bytecode cache for the tests and for the processes that they start.
+"""A bytecode cache for the tests and the processes that they start, and lines for the summary.
 
 The suite starts several hundred processes. Where the environment forbids writing bytecode beside
-the sources, each of them would compile some 400 modules anew, which is half of its start.
+the sources, each of them would compile some 400 modules anew, which is half of its start. A test
+that measures coverage or sizes reports it at the end of the run by `record_property(SHOWN, text)`,
+which works from other processes as well.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+SHOWN = "shown in the summary"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,3 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
     sys.dont_write_bytecode = False
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded for the summary."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, text in getattr(report, "user_properties", ()):
+                if name == SHOWN and report.when == "call":
+                    terminalreporter.write_line(text)

@@ -1,8 +1,8 @@
-"""Where outside data lies: real weights, tokenizers, texts and traces nobody here wrote.
+"""Locate external data: real weights, tokenizers, texts and traces.
 
-The only file of the tests that knows the place: the environment variable QUIRE_DATA, else a
-folder `shared/data` beside the repository. Tests that need a file skip with a reason where it
-is absent; each of them has a self-made twin case that never skips.
+The only file of the tests that knows the path: the environment variable QUIRE_DATA, else the
+directory `shared/data` beside the repository. Tests that need a file skip with a reason if it is
+missing; each of them has a synthetic counterpart that never skips.
 """
 
 from __future__ import annotations

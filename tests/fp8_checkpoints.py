@@ -1,11 +1,11 @@
-"""Brings the products of a tiny checkpoint to fp8 and writes it as public ones are written.
+"""Convert the products of a tiny checkpoint to fp8 and write it like published ones.
 
     folder = write_fp8_of(plain_folder, tmp_path / "fp8", kind="block")
 
-Its own arithmetic on purpose: the reader under test must not be checked by its own twin. Kinds:
-"tensor", "channel" and "block", by what shares a scale; "fp8" writes `quantization_config` as Qwen
-and DeepSeek do, "compressed" as compressed-tensors; is_static says there that scales of activations
-are fixed. The head and the embedding stay as they are.
+The arithmetic is independent on purpose: the reader under test must not be checked by itself.
+Kinds: "tensor", "channel" and "block", by what shares a scale; "fp8" writes `quantization_config`
+as Qwen and DeepSeek do, "compressed" as compressed-tensors; is_static fixes the scales of
+activations. The head and the embedding are not converted.
 """
 
 from __future__ import annotations

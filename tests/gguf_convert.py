@@ -1,10 +1,10 @@
-"""Turns a tiny checkpoint into a GGUF file as llama.cpp's converter would.
+"""Convert a tiny checkpoint to a GGUF file as llama.cpp's converter would.
 
     path = write_gguf_of(folder, tmp_path / "tiny.gguf", kind="Q4_K")
 
 Metadata from config.json, tensors from model.safetensors (matrices stored as `kind`, vectors as
-F32), and the byte-level tokenizer of the tiny models where they have one. Written from what the
-converter does (convert_hf_to_gguf.py), not from how the package reads it.
+F32), and the byte-level tokenizer of the tiny models if they have one. Written after the
+converter (convert_hf_to_gguf.py), not after the reader of the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }  # fmt: skip
 NORMAL, CONTROL = 1, 3
-# Configurations whose rows hold whole blocks of 256.
+# Configurations with rows of whole blocks of 256.
 WIDE = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 131, "num_hidden_layers": 2,

@@ -1,8 +1,8 @@
-"""Quantized blocks for tests: plain quantizers, and the formats' definitions one element at a time.
+"""Quantize blocks for tests, and decode the formats one element at a time.
 
-`quantized` writes rows of blocks, `scalar_values` reads one block in plain Python with each
-operation rounded to float32, as ggml's reference functions are written (no vectors, no package
-code), and `drawn` makes blocks of random bits, which reach every code. The quantizers are simple
+`quantized` writes rows of blocks. `scalar_values` reads one block in plain Python with each
+operation rounded to float32, as ggml's reference functions do (no vectors, no package code).
+`drawn` makes blocks of random bits, which reach every code. The quantizers are simple
 (nearest code, scales from extremes): what matters is that they use every field of a block.
 """
 
@@ -224,12 +224,12 @@ def _groups_with_minima(
     spans = [(max(0.0, -float(group.min())), group) for group in groups]
     scales = [(float(group.max()) + least) / top for least, group in spans]
     d_raw, d = _stored_half(max(*scales, 1e-6) / most)
-    min_raw, least_unit = _stored_half(max(*(least for least, _ in spans), 1e-6) / most)
+    min_raw, min_unit = _stored_half(max(*(least for least, _ in spans), 1e-6) / most)
     small = [min(most, max(0, round(scale / d))) for scale in scales]
-    minima = [min(most, round(least / least_unit)) for least, _ in spans]
+    minima = [min(most, round(least / min_unit)) for least, _ in spans]
     codes: list[int] = []
     for scale, minimum, group in zip(small, minima, groups, strict=True):
-        codes += _codes(group, d * scale, 0, top, -least_unit * minimum)
+        codes += _codes(group, d * scale, 0, top, -min_unit * minimum)
     return d_raw + min_raw, small, minima, codes
 
 

@@ -1,10 +1,10 @@
-"""Writes GGUF files for tests: good ones, and bad ones of any header you like.
+"""Write GGUF files for tests: valid ones, and invalid ones with any header.
 
-Its own small writer on purpose: the reader under test must not be checked by its own twin. Knows
+The writer is independent on purpose: the reader under test must not be checked by itself. It uses
 nothing of the package. `write_gguf` takes metadata (Python values; `typed` forces a type) and
 tensors that are float32 arrays with the type to store them as. `converted` does to a checkpoint's
 tensors what llama.cpp's converter does: new names, rows of queries and keys paired, GPT-2's
-matrices turned round, 1 added to Gemma's norms.
+matrices transposed, 1 added to Gemma's norms.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes safetensors files for tests: good ones, and bad ones of any header you like.
+"""Write safetensors files for tests: valid ones, and invalid ones with any header.
 
-Its own small writer on purpose: the reader under test must not be checked by its own twin. Knows
+The writer is independent on purpose: the reader under test must not be checked by itself. It uses
 nothing of the package. bf16 values are given as float32 and rounded to nearest even here.
 """
 

@@ -1,12 +1,12 @@
-"""Tiny random checkpoints with awkward shapes, and all a server needs beside the weights.
+"""Write tiny random checkpoints with odd shapes, and all files a server needs beside the weights.
 
     path = write_tiny_llama(tmp_path, seed=3, dtype="bf16", num_key_value_heads=5)
     path = write_tiny(tmp_path, {"architectures": ["GPT2LMHeadModel"], ...}, seed=3)
 
 Keyword arguments are config.json keys; None drops a key. The default shape is odd on purpose:
 hidden 60, 5 heads of 16 (not 12) over 1 KV head, inner width 97, vocabulary 307, tied False.
-The folder gets config.json, generation_config.json, model.safetensors (or shards and an index),
-and, where the vocabulary has at least 261 ids, a byte-level tokenizer.json and a
+The directory gets config.json, generation_config.json, model.safetensors (or shards and an index),
+and, if the vocabulary has at least 261 ids, a byte-level tokenizer.json and a
 tokenizer_config.json with a chat template. The same arguments always give the same bytes.
 """
 

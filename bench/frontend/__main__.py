@@ -1,14 +1,14 @@
-"""python -m bench.frontend: what the HTTP front end costs, in processor time a token and a request.
+"""python -m bench.frontend: processor time of the HTTP front end per token and per request.
 
-The real server over a null executor, which gives each row its token at once (null_executor.py);
-256 streams at once from a client in another process, one event a token. Two paces: `flat out`, as
+The real server over a null executor that returns each row's token at once (null_executor.py), with
+256 streams at once from a client in another process, one event per token. Two paces: `flat out`, as
 fast as tokens can be passed on, and `paced`, a step every 40 ms, as of a model that computes: then
 no two tokens of a stream wait together, and each costs a wake-up and a write of its own. Beside
-each stands the floor: an app without content on the same HTTP server, which sends as many events
-of the same size at the same pace. Refuses to report where a stream has an error, another number of
-events than tokens, or another text than the tokenizer gives. Then, with --peers, the servers of
-other engines, each with the model in the box, whose compute is as small as a model's can be but is
-in their figures, and Quire with the same model (peers.py). Writes bench/results/frontend.json.
+each is the floor: an app without content on the same HTTP server, which sends as many events of the
+same size at the same pace. Refuses to report if a stream has an error, a number of events other
+than the tokens', or a text other than the tokenizer's. With --peers, also the servers of other
+engines and Quire with the built-in model; their numbers include its small compute (peers.py).
+Writes bench/results/frontend.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STREAMS = 256
 TOKENS = 384
 STEP_MS = 40.0
 GOAL_TOKEN_US, GOAL_REQUEST_US = 15.0, 400.0
-PROMPT = "Once upon a time there was a little dog who liked to run by the sea."
+PROMPT = "Once upon a time there was a little dog that liked to run by the sea."
 
 
 def body(max_tokens: int, *, stream: bool) -> dict[str, Any]:

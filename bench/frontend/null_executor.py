@@ -95,7 +95,7 @@ class NullExecutor:
 
 
 class NullExecutorClass:
-    """An ExecutorClass whose executors have steps of `step_s`."""
+    """An ExecutorClass of executors with steps of `step_s`."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

@@ -1,9 +1,9 @@
-"""`quire serve` whose engine process computes nothing: python -m bench.frontend.null_server STEP_MS
+"""Run `quire serve` on a null engine: python -m bench.frontend.null_server STEP_MS
 
-All else is the server's own: command line, edge, HTTP, tokenizer, client, wire, engine loop,
-scheduler, cache books, runner, detokenizer. What follows STEP_MS are arguments of `quire serve`.
-Two names of quire are replaced in the processes of this bench: what the engine process is started
-with, and in it the choice of executor.
+Everything else is the server's own: command line, HTTP, tokenizer, client, messages, engine loop,
+scheduler, cache, runner, detokenizer. Arguments after STEP_MS are those of `quire serve`. Two names
+of quire are replaced in the processes of this bench: the function that starts the engine process,
+and in it the choice of executor.
 """
 
 from __future__ import annotations

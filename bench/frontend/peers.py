@@ -1,10 +1,10 @@
-"""The servers of other engines under the front end's load, each with the model in the box.
+"""Run other engines' servers under the load of the front-end bench, with the built-in model.
 
 llama-server and vLLM have no executor that computes nothing, so each serves the smallest trained
-model there is, three million parameters, and its figures hold that model's compute; Quire serves
-the same model here, so that like stands beside like. What a request costs is that of one token.
-Always holds: all answers come whole; an engine that is not installed, or whose server fails, is
-told as a failure and the others are measured.
+model there is, three million parameters, and its numbers include that model's compute; Quire serves
+the same model here for comparison. A request's cost is that of one token. Always holds: all answers
+are complete; an engine that is not installed, or has a server that fails, is recorded as a failure
+and the others are measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.config.machine import num_usable_cores
 
 TOKENS = 64
 ROUNDS = 2
-PROMPT = "Once upon a time there was a little dog who liked to run by the sea."
+PROMPT = "Once upon a time there was a little dog that liked to run by the sea."
 CONTEXT = 256
 # As many places as streams in each, nothing kept of prompts that were seen before.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -89,8 +89,8 @@ def _measured(server: Server, log: Path, streams: int, samples: int) -> dict[str
 
 
 def check_peer(came: dict[str, Any], *, answers: int, tokens: int) -> None:
-    """Raises PeerFailed where answers are missing, or told in fewer events than nine of ten tokens
-    (parts of a character are told together)."""
+    """Raise PeerFailed if answers are missing, or came in fewer events than nine of ten tokens
+    (parts of a character share an event)."""
     counts = {int(events): count for events, count in came["events"].items()}
     least = 0 if not tokens else round(0.9 * tokens)
     if came["answers"] != answers or not all(least <= events <= tokens for events in counts):

@@ -89,9 +89,9 @@ class Asked:
 
 
 def drive(pid: int, asked: Asked, *, told: Callable[[], str]) -> dict[str, Any]:
-    """Ask the server of process `pid` by a client in another one; what came, with the time it took.
+    """Load the server of process `pid` from a client process; return its counts and the time.
 
-    told: what the server has printed.
+    `told`: the output of the server so far.
     """
     before = cpu_s(pid)
     done = subprocess.run(

@@ -1,13 +1,13 @@
-"""Runs the sections of the GPU check one after the other, each in a process of its own.
+"""Run the sections of the GPU check one after the other, each in a process of its own.
 
 A section that fails, hangs or breaks the device fails alone: its process is ended when its share of
-the time is over, and its words are kept in the result. The result file is written anew whenever a
-section tells something. Exit code 0 where every section that ran passed.
+the time is over, and its output is kept in the result. The result file is written whenever a
+section reports something. Exit code 0 if every section that ran passed.
 
-Where one call may not take long enough for all, make several with --only (the log and the result
-say what was not begun), each with an --out of its own, and then one result of them:
-python -m bench.gpu.merge DIR/gpu-check.json ... --out bench/results/gpu-check.json, which is
-committed after python -m bench.readme_table.
+If one call is too short for all sections, make several with --only (the log and the result list
+what was not started), each with its own --out, and then merge the results: python -m
+bench.gpu.merge DIR/gpu-check.json ... --out bench/results/gpu-check.json, which is committed after
+python -m bench.readme_table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.gpu.result import code_digest, write
 from bench.gpu.sections import SECTIONS
 from bench.gpu.supervise import supervised
 
-LEAST_S = 20.0  # with less time left a section is not begun
+MIN_S = 20.0  # with less time left a section is not begun
 LAST_WORDS = 1500  # characters of a failed section's output
 Section = dict[str, Any]
 
@@ -65,22 +65,22 @@ def main() -> int:
             write(arguments.out / "gpu-check.json", result)
 
         left_s = ends - time.monotonic()
-        if left_s < LEAST_S:
+        if left_s < MIN_S:
             keep({"status": "not begun: the time is over"})
         else:
-            keep(_run(name, arguments, min(left_s, SECTIONS[name].most_s), keep))
+            keep(_run(name, arguments, min(left_s, SECTIONS[name].max_s), keep))
         print(f"{name}: {_told(sections[name])}", flush=True)
     return 0 if all(section["status"] == "ok" for section in sections.values()) else 1
 
 
 def _told(section: Section) -> str:
-    """Its status; of one that failed with the last line it wrote, which tells why."""
+    """Return a section's status; for a failed one also the last line of its output."""
     lines = [line for line in section.get("last_words", "").splitlines() if line.strip()]
     return f"{section['status']}: {lines[-1].strip()}" if lines else str(section["status"])
 
 
 def _run(
-    name: str, arguments: argparse.Namespace, most_s: float, keep: Callable[[Section], None]
+    name: str, arguments: argparse.Namespace, max_s: float, keep: Callable[[Section], None]
 ) -> Section:
     """One section's result; whatever happens to it, a status."""
     command = [sys.executable, "-m", "bench.gpu.child", name]
@@ -91,7 +91,7 @@ def _run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
-        command += ["--told", str(told), "--most-s", str(most_s)]
+        command += ["--told", str(told), "--most-s", str(max_s)]
 
         def found(status: str) -> Section:
             section: Section = {"status": status, "seconds": round(time.monotonic() - began, 1)}
@@ -108,7 +108,7 @@ def _run(
                 command,
                 environment=environment,
                 log=log,
-                most_s=most_s,
+                max_s=max_s,
                 look=lambda: keep(found("begun, and not ended")),
             )
             section = found(status)

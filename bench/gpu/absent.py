@@ -29,7 +29,7 @@ class AbsentStream:
         return nullcontext()
 
     def do(self, call: Callable[[], None]) -> None:
-        """See Stream: its launches are told, and seen."""
+        """See Stream: its launches are recorded, and seen."""
         call()
 
     def to_device(self, values: NDArray[Any]) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from bench.gpu.stage import Stage
 
-MOST_PROCESSES = 32
+MAX_PROCESSES = 32
 ONE_IN = 150  # of a dry run's kernels
 CAPABILITY = 90  # of a dry run
 
@@ -30,7 +30,7 @@ def compile_all(stage: Stage) -> dict[str, Any]:
     if stage.is_on_card:
         major, minor = torch.cuda.get_device_capability(stage.device)
         capability = 10 * major + minor
-        processes = parts = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        processes = parts = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     command = [sys.executable, "-m", "bench.gpu.launches", "--capability", str(capability)]
     command += ["--stubs"] if stage.is_on_card else []
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Where a step's time goes on the device, kernel by kernel, as PyTorch's profiler sees it.
+"""Measure where a step's time goes on the device, by kernel, with PyTorch's profiler.
 
-In a section of its own, and late: a profiler that a machine does not have, or that disturbs it,
-spoils no time of another. Tells, beside what kernels take, what lies between them.
+In a section of its own, and late: a profiler that is missing, or that disturbs the machine, affects
+no other timing. Reports, beside the time of kernels, the gaps between them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 
 Span = tuple[str, float, float]  # a kernel's name, when it began and ended, in microseconds
-MOST_NAMES = 24
+MAX_NAMES = 24
 
 
 def where_time_goes(stage: Stage) -> None:
@@ -91,7 +91,7 @@ def told_of(spans: Iterable[Span]) -> dict[str, Any]:
         reached = max(reached, end)
     if first is None:
         return {"not_told": "the profiler saw no kernels"}
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:MOST_NAMES]
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:MAX_NAMES]
     return {
         "seconds": (reached - first) / 1e6,
         "between_kernels_s": idle / 1e6,

@@ -1,6 +1,6 @@
-"""The machine card of the GPU check: what its numbers were measured on, and nothing of whose it is.
+"""The machine card of the GPU check: what its numbers were measured on, without its owner.
 
-Like quire/bench/machine.py, without the compiled module, which may not be there.
+Like quire/bench/machine.py, without the compiled module, which may be missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One section of the GPU check, in this process: `python -m bench.gpu.child NAME --told FILE`.
+"""Run one section of the GPU check in this process: `python -m bench.gpu.child NAME --told FILE`.
 
-What a section finds is written each time it finds something, so that one that is ended for its time
-has told what it had.
+A section's findings are written as they come, so that a section ended for its time has reported
+what it had.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
     module, _, function = SECTIONS[arguments.name].function.partition(":")
     stage = Stage(
         is_dry=arguments.dry_run_on_cpu,
-        ends=time.monotonic() + 0.9 * arguments.most_s,
+        ends=time.monotonic() + 0.9 * arguments.max_s,
         tell=tell,
     )
     getattr(importlib.import_module(module), function)(stage)

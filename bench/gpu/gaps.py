@@ -1,9 +1,9 @@
-"""What a launch costs within a graph: small kernels, each of which reads what the one before wrote.
+"""Measure the cost of a launch within a graph, with small kernels that depend on each other.
 
-One after the other, as the engine launches; and overlapped (programmatic dependent launch), where a
-kernel is brought to the multiprocessors while the one before ends and waits there for its memory. A
-layer of a step of one token is some ten launches. The engine does not launch so yet: what is told
-here says whether it should, and whether what is read is right.
+One after the other, as the engine launches them; and overlapped (programmatic dependent launch),
+where a kernel is placed on the multiprocessors while the previous one ends, and waits there for its
+memory. A layer of a step of one token is about ten launches. The engine does not overlap launches
+yet: this section shows whether it should, and whether the values read are right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _passed_on(x, y, programs, COLUMNS: tl.constexpr, IS_OVERLAPPED: tl.constexp
 
 
 def gaps(stage: Stage) -> None:
-    """Tell seconds a launch, either way, and whether the numbers passed on are right."""
+    """Report seconds per launch in both ways, and whether the values passed on are right."""
     launches = 4 if stage.is_dry else LAUNCHES
     for title in ("plain", "overlapped")[: 1 if stage.is_dry else 2]:
         rooms = [torch.zeros(PROGRAMS, COLUMNS, device=stage.device) for _ in "xy"]

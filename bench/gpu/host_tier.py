@@ -87,7 +87,7 @@ def host_tier(stage: Stage) -> None:
 
 
 def _copies(stage: Stage, executor: TorchExecutor, count: int) -> dict[str, float]:
-    """Bytes a second each way, of so many blocks, and how long the host took to tell."""
+    """Return bytes/s in each direction for a number of blocks, and the host's time to launch."""
     size = executor.block_bytes
     executor.begin_moving(count)
     rooms = [*executor.host_memory(count * size).reshape(count, size)]

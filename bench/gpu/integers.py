@@ -26,7 +26,7 @@ ROWS = (1, 16, 17, 33, 65, 300)
 
 
 def integers(stage: Stage) -> None:
-    """Tell, for each precision, how many numbers have other bits; end the section where one has."""
+    """Report, for each precision, how many numbers differ in bits; end the section on any."""
     rng = np.random.default_rng(5)
     outputs, columns, counts = (40, 200, (1, 17)) if stage.is_dry else (OUTPUTS, COLUMNS, ROWS)
     x = rng.standard_normal((max(counts), columns)).astype(np.float32)

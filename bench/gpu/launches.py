@@ -89,7 +89,7 @@ def _key(argument: Any) -> Any:
 
 @contextmanager
 def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[None]:
-    """While open, a launch is compiled the first time it comes, if it is of this share, and told as
+    """While open, compile a launch on first use if it is of this share, and report it as
     (section, kernel, compiled)."""
     launch, known = JITFunction.run, set()
 

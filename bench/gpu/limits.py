@@ -16,7 +16,7 @@ PRODUCT = 8192
 
 
 def limits(stage: Stage) -> None:
-    """Tell them."""
+    """Report the limits of the card."""
     for name, value in device_limits(stage).items():
         stage.tell(name, value)
 

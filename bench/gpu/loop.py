@@ -1,7 +1,7 @@
-"""Steps through the runner as the engine has them on a GPU: two plans out, tokens on the device.
+"""Run steps through the runner as the engine does on a GPU, with two plans in flight.
 
-The scheduler needs the compiled module, so plans are made here, of requests whose lengths are known
-beforehand. Knows no model.
+The scheduler needs the compiled module, so plans are made here, of requests with known lengths.
+Knows no model.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ def warm_tokens(stage: Stage) -> int:
 
 
 class Idle:
-    """How long the device had nothing to do between steps: from the last it was told of one to the
-    first it was told of the next. Within a step it is not looked for. And how long the host took to
-    tell it: of steps replayed from graphs, and of those launched kernel by kernel, which steps that
-    are captured are, too."""
+    """Time the device was idle between steps, from the end of one step's launches to the start
+    of the next one's; gaps within a step are not measured. Also the host's time to launch steps:
+    replayed from graphs, and kernel by kernel, as captured steps are, too."""
 
     def __init__(self, stage: Stage, executor: TorchExecutor) -> None:
         self._is_on_card, self._executor = stage.is_on_card, executor
@@ -118,8 +117,8 @@ def decode(
 
 
 def what_waits(stage: Stage, executor: TorchExecutor, *, depth: int) -> str:
-    """What PyTorch says of the first call that waits for the device before the next step is told,
-    or that there is none. Waiting for a mark, as reading a step's tokens does, is not meant."""
+    """Return PyTorch's message on the first call that waits for the device before the next step
+    is launched, or that there is none. Waiting for an event, as reading tokens does, is allowed."""
     if not stage.is_on_card:
         return "not on a GPU"
     warm = warm_tokens(stage)
@@ -157,7 +156,7 @@ def _runner(executor: TorchExecutor, longest: int, plans_in_flight: int) -> Mode
 
 
 def _plans(depth: int, tokens: int) -> Iterator[StepPlan]:
-    """Of one request with room for all of them, whose `depth` first positions are there."""
+    """Return plans of one request with room for all of them, with `depth` positions cached."""
     columns = np.arange(columns_for(depth + tokens + 1), dtype=np.int32)
     prompt = np.random.default_rng(0).integers(0, 100, depth + 1).astype(np.int32)
     admission = Admission(

@@ -65,8 +65,8 @@ def merge(results: Sequence[Result]) -> Result:
 
 
 def _compared(part: str, result: Result) -> Any:
-    """Of machines, what figures depend on: the cards' names, and the packages. A driver may be
-    another; it is told."""
+    """Return what numbers depend on of a machine: names of cards and packages. A driver may
+    differ; it is reported."""
     if part != "machine":
         return result[part]
     gpus = result[part]["gpus"]

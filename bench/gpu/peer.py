@@ -1,10 +1,10 @@
-"""transformers' continuous batching on the same requests, random weights in the same shapes.
+"""Measure transformers' continuous batching on the same requests, random weights, same shapes.
 
-By the attention it takes of itself where it is installed (without a package of flash attention that
-is PyTorch's, over a mask of all positions of all requests), and, so that it is not measured by
-that alone, by PyTorch's attention for sequences of different lengths, put in its place; what either
-took is told with the figure. All else is as it sets itself. Its start (memory, graphs) is not
-counted. More requests are asked for only where what fewer took says that there is time.
+With its default attention where it is installed (without a package of flash attention that is
+PyTorch's, over a mask of all positions of all requests), and, for fairness, with PyTorch's
+attention for sequences of different lengths in its place; the result names each. Everything else
+has its defaults. Its start (memory, graphs) is not counted. The number of requests grows only while
+the time of smaller runs leaves room.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VARLEN = "paged|varlen"  # no name of a package's, or it would be looked for
 
 
 def peer(stage: Stage) -> None:
-    """Tell what each attention does, as far as there is time."""
+    """Report the rate with each attention, as far as time allows."""
     from transformers import LlamaConfig, LlamaForCausalLM, __version__
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,10 +1,10 @@
-"""Products of bf16 and fp8: ours beside the vendor's, for few rows and many.
+"""Time products of bf16 and fp8: ours beside the vendor's, for few rows and many.
 
-In the shapes of an 8B model's layer, by several copies of a weight in turn where one would stay in
-the card's cache. What both give is compared before either is timed. fp8 is by scales of tokens and
-fixed; the fast mode takes the vendor's where the installed PyTorch has it
-(quire/execute/gpu/library_fp8.py). Of bf16 it takes the vendor's, but for the weights and rows of
-quire/execute/gpu/products.py's OURS_UP_TO, which is for what is told here.
+In the shapes of an 8B model's layer, with several copies of a weight in turn where one would stay
+in the card's cache. Results of both are compared before either is timed. fp8 has scales of tokens,
+and static ones; fast mode uses the vendor's where the installed PyTorch has it
+(quire/execute/gpu/library_fp8.py). For bf16 it uses the vendor's, except for the weights and rows
+in OURS_UP_TO of quire/execute/gpu/products.py, which these reports determine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.gpu.models import generator_of
 from bench.gpu.stage import Stage
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, most_sums
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
 from quire.execute.gpu.library_fp8 import BY_ROW, BY_TENSOR, E4M3, bound, is_known
 
 # Outputs and columns: q, k and v; attention's; gate and up; down.
@@ -30,12 +30,12 @@ ROWS = (1, 16, 64, 512, 8192)
 HEAD = (128256, 4096)
 BF16_ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048, 8192)
 IN_TURN_BYTES = 256 * 2**20  # several times an H200's second-level cache
-# Both round once to bf16, whose step is a 256th: as a share of the largest value.
+# Both round once to bf16, with steps of a 256th: as a share of the largest value.
 ALLOWED = 0.01
 
 
 def bf16_products(stage: Stage) -> None:
-    """Tell what either takes, as shares of what reading the weight or multiplying takes, and the
+    """Report the time of both, as shares of the time to read the weight or to multiply, and the
     rows up to which ours is not slower."""
     limits = device_limits(stage)
     shapes, counts = ((32, 256),), (1, 3)
@@ -76,7 +76,7 @@ def _bf16(stage: Stage, weights: list[torch.Tensor], rows: int) -> dict[str, Any
     outputs, columns = weights[0].shape
     x = _normal(stage, rows, columns)
     y, theirs = (torch.empty(rows, outputs, dtype=stage.dtype, device=stage.device) for _ in "ab")
-    workspace = Workspace.of(most_sums(outputs, columns, rows), stage.device)
+    workspace = Workspace.of(max_sums(outputs, columns, rows), stage.device)
     works = {
         "ours": [partial(linear, x, w, y, workspace=workspace) for w in weights],
         "vendor": [partial(torch.mm, x, w.T, out=theirs) for w in weights],
@@ -91,7 +91,7 @@ def _bf16(stage: Stage, weights: list[torch.Tensor], rows: int) -> dict[str, Any
 
 
 def fp8_products(stage: Stage) -> None:
-    """Tell, for each way of scales, whether the vendor has it, and both times."""
+    """Report, for each kind of scales, whether the vendor supports it, and both times."""
     limits = device_limits(stage)
     shapes, counts = (((32, 256),), (1, 3)) if stage.is_dry else (SHAPES, ROWS)
     for form, scaled in ((BY_ROW, "token"), (BY_ROW, "tensor"), (BY_TENSOR, "tensor")):

@@ -46,7 +46,7 @@ DRY = Load(requests=3, prompt=4, answer=2, running=2, step_tokens=6)
 
 @dataclass(slots=True)
 class Slots:
-    """Which slot computes what: positions computed and known, -1 computed where nobody is."""
+    """What each slot computes: positions computed and known; -1 computed for a free slot."""
 
     load: Load
     columns: int
@@ -66,7 +66,7 @@ class Slots:
             return None
         rows: list[tuple[int, int, int]] = []
         left = self.load.step_tokens
-        for slot, start in self.computed.items():  # who answers comes first
+        for slot, start in self.computed.items():  # decoding requests come first
             if start >= self.load.prompt:
                 rows.append((slot, start, 1))
                 left -= 1
@@ -144,7 +144,7 @@ def requests(stage: Stage) -> None:
         computed: list[StepPlan] = []
 
         def plans(slots: Slots = slots, computed: list[StepPlan] = computed) -> Iterator[StepPlan]:
-            """A plan needs no token: who is done when is known beforehand."""
+            """Yield plans without reading tokens: the end of each request is known beforehand."""
             while stage.has_time() and (plan := slots.plan(len(computed))) is not None:
                 slots.advance(plan)
                 computed.append(plan)

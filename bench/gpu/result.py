@@ -16,7 +16,7 @@ MEASURED = ("quire", "bench/gpu")  # what a result depends on
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Whoever reads finds this one or the one before."""
+    """Write the file by a rename: a reader finds this version or the previous one."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     part.replace(path)

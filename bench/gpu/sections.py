@@ -1,4 +1,4 @@
-"""The sections of the GPU check in the order they run: the cheap and telling ones first.
+"""The sections of the GPU check in the order they run: cheap and informative ones first.
 
 Names and limits only; nothing heavy is imported here.
 """
@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`function`: module:name, called with a Stage. most_s: seconds it may take at most."""
+    """`function`: module:name, called with a Stage. max_s: seconds it may take at most."""
 
     function: str
-    most_s: float
+    max_s: float
 
 
 SECTIONS: Mapping[str, Section] = MappingProxyType(

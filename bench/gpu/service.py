@@ -27,7 +27,7 @@ CHUNKS = (2, 16, 17, 33, 65, 129, 300, STEP_TOKENS)
 
 
 def service(stage: Stage) -> None:
-    """Tell each engine as it is done with."""
+    """Report each engine when it is done."""
     for name in SHAPES:
         for precision, kv in KEPT:
             program = program_of(stage, name, precision=precision, kv_cache_dtype=kv)
@@ -75,11 +75,11 @@ def _choose(executor: TorchExecutor, program: Program, rows: int, columns: int) 
     sizes = {"columns": columns, "vocab_size": program.vocab_size}
     batch = batch_of([1] * rows, [DEPTH] * rows, samples=True, **sizes)
     slots = np.arange(rows, dtype=np.int32)
-    for wishes in (_wishes(rows, program, asks=False), _wishes(rows, program, asks=True)):
+    for params in (_params(rows, program, asks=False), _params(rows, program, asks=True)):
         executor.run_trunk(batch, head_rows=rows)
         logits = executor.run_head(batch, 0, rows)
-        executor.sample_later(logits, wishes, slots)()
-        executor.sample(logits, wishes.completed(np.zeros(rows, np.int32)))
+        executor.sample_later(logits, params, slots)()
+        executor.sample(logits, params.completed(np.zeros(rows, np.int32)))
     for most in (0, 1, 5, 20):
         listed = np.arange(rows + 1, dtype=np.int32)
         ones = np.ones(rows, np.int32)
@@ -91,7 +91,7 @@ def _choose(executor: TorchExecutor, program: Program, rows: int, columns: int) 
         )
 
 
-def _wishes(rows: int, program: Program, *, asks: bool) -> SampleBatch:
+def _params(rows: int, program: Program, *, asks: bool) -> SampleBatch:
     def floats(asked: float, off: float) -> np.ndarray:
         return np.full(rows, asked if asks else off, np.float32)
 

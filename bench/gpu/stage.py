@@ -1,9 +1,9 @@
-"""Stage: what a section is given: the device, when to stop, where to tell; and a way to take times.
+"""Stage: the device, time limit and report of a section, and a way to take times.
 
-On a GPU times are of events in the stream, the median of several runs, each behind one that is not
+On a GPU times are of events in the stream, the median of several runs, each after one that is not
 counted, so that the device has work while the host launches what is timed; caches are flushed by
 what the work itself reads. In a dry run everything is tiny; in a rehearsal it is as on a GPU, but
-tensors have no memory (absent.py); of either a time says nothing.
+tensors have no memory (absent.py); times of either mean nothing.
 """
 
 from __future__ import annotations

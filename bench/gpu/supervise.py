@@ -1,8 +1,8 @@
-"""A process that may fail, hang or break its device, watched: whatever happens, a status, in time.
+"""Watch a process that may fail, hang or break its device: always return a status, in time.
 
-Knows no section. Always holds: nothing that the process began outlives the call, unless the system
-itself cannot end it, which is said and not waited for; nor does it where whoever watches is told to
-end (SIGTERM), since it has a session of its own and is told nothing.
+Knows no section. Always holds: nothing the process started outlives the call, unless the system
+cannot end it, which is reported and not waited for. If the watching process gets SIGTERM, it ends
+the watched one too, which has a session of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO
 
-LOOK_S = 1.0  # between looks at what it has told
-END_S = 15.0  # for the system to end one that is told to; a driver's call may not be interrupted
+LOOK_S = 1.0  # between reads of its reports
+END_S = 15.0  # for the system to end it; a driver's call may not be interruptible
 
 
 def supervised(
@@ -25,7 +25,7 @@ def supervised(
     *,
     environment: Mapping[str, str],
     log: IO[str],
-    most_s: float,
+    max_s: float,
     look: Callable[[], None],
 ) -> str:
     """ "ok", or how it failed. look: called now and then while it runs. In the main thread."""
@@ -33,14 +33,14 @@ def supervised(
     process = subprocess.Popen(
         command, stdout=log, stderr=log, env=environment, start_new_session=True
     )
-    ends = time.monotonic() + most_s
+    ends = time.monotonic() + max_s
     try:
         while (left := ends - time.monotonic()) > 0:
             try:
                 return _status(process.wait(timeout=min(LOOK_S, left)))
             except subprocess.TimeoutExpired:
                 look()
-        return f"failed: not done after {most_s:.0f} s{_ended(process)}"
+        return f"failed: not done after {max_s:.0f} s{_ended(process)}"
     finally:
         _end_group(process.pid)
         signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,8 @@
-"""Lines about one GPU, from the result of bench/gpu_check.sh, and what others have published.
+"""Table lines on one GPU, from the result of bench/gpu_check.sh, and published results of others.
 
-Knows the shape of that result and nothing of pages. Always holds: without a result of a real card
-there is no line; a section that did not run, or failed, has none; others' figures are told as they
-stand at the address, with what differs from ours.
+Reads that result and knows no page. Always holds: without a result of a real card there is no line;
+a section that did not run, or failed, has none; published numbers are quoted from their address,
+with the differences from ours.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def card_text(result: dict[str, Any]) -> str:
 def published_table() -> list[str]:
     """What others have published of settings near these."""
     return [
-        "| engine | what | told | model, precision | card | date | differs from ours |",
+        "| engine | what | reported | model, precision | card | date | differs from ours |",
         "|---|---|---|---|---|---|---|",
         *(
             f"| [{one['of']}]({one['address']}) | {one['what']} | {one['told']} | {one['model']}, "

@@ -1,7 +1,7 @@
 """python -m bench.memory PART ...: what KV memory costs and what its policies save, part by part.
 
-Each part is a file of this folder with a `main(arguments)`, and says at its top what it measures.
-It writes JSON with a machine card into bench/results unless told otherwise.
+Each part is a file of this directory with a `main(arguments)`; its docstring says what it measures.
+It writes JSON with a machine card into bench/results by default.
 """
 
 from __future__ import annotations

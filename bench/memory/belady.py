@@ -47,8 +47,8 @@ def belady_hits(chains: Sequence[Chain], num_asked: Sequence[int], capacity: int
 
 
 def told_of_the_dead_hits(chains: Sequence[Chain], num_asked: Sequence[int], capacity: int) -> int:
-    """Blocks found by LRU that is told which blocks nobody will ask for again, but not when others
-    come: no policy can be expected to know more."""
+    """Return hits of LRU with knowledge of blocks that are never requested again, but not of
+    when others are: an upper limit for practical policies."""
     left = Counter(block for chain in chains for block in chain)
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0

@@ -1,10 +1,10 @@
-"""What sequences of one prompt take from the KV cache, against each having keys of its own.
+"""Measure the KV cache that sequences of one prompt take, against separate keys and values.
 
-The engine itself runs one request after the other on a model (the one in the box where none is
-named): four beams, sixteen drawn sequences (n = 16), and both again with prompts of other lengths.
-At the end of each step, counted in tokens' worth of blocks: what is in use, and the sum of what
-each sequence names, which is what it would be if nothing were shared. What is told is the peak.
-No times are measured: the same numbers come out on every machine that computes alike.
+The engine runs one request after the other on a model (default: the built-in one): four beams,
+sixteen samples (n = 16), and both again with prompts of other lengths. At the end of each step,
+counted in tokens of blocks: what is in use, and the sum over sequences, which is what would be in
+use without sharing. The peak is reported. No times are measured: the numbers are the same on every
+machine with the same kernels.
 
 Run: python -m bench.memory groups [--model DIR] [--block-size 16] [--out ...]
 """

@@ -1,12 +1,12 @@
-"""Too little KV memory: what preemption costs, and what blocks that come back from a tier save.
+"""Measure too little KV memory: the cost of preemption, and what blocks from a tier save.
 
 `w3`: 32 requests of 128-512 tokens in and 32-128 out, at most 16 running: with memory for all 16
 (`uncut`), for 4 of them at their longest (`cut`), and that with a tier (`tier`). The rate is of
 tokens in and out. `long`: conversations with long contexts take turns, and the pool holds a part of
-them: each turn begins with all that was said before. `cut` computes again what left the pool,
-`tier` brings it back where that is predicted to be cheaper; the pool has equally many bytes in
-both. `alone` has room for all. Refuses to report if any request gets other tokens than in the run
-with room for all. A run is a process; runs add up in the file and medians are told.
+them: each turn begins with the whole conversation so far. `cut` recomputes what left the pool,
+`tier` loads it where that is predicted to be cheaper; the pool has equally many bytes in both.
+`alone` has room for all. Refuses to report if any request gets other tokens than in the run with
+room for all. A run is a process; runs accumulate in the file, and medians are reported.
 
 Run: python -m bench.memory preemption --runs w3:uncut,w3:cut,w3:tier,long:alone,long:cut,long:tier
 """
@@ -27,7 +27,7 @@ import numpy as np
 from bench.memory.plots import plot_preemption
 from bench.memory.processes import Runs, add_places, child, fill_places, median
 from quire.bench.local import LocalEngine
-from quire.bench.workloads import WORKLOADS, Ask, draw_ids
+from quire.bench.workloads import WORKLOADS, RequestSpec, draw_ids
 
 MODES = {"w3": ("uncut", "cut", "tier"), "long": ("alone", "cut", "tier")}
 # Conversations of so many turns; a turn adds so many tokens to what was said before.
@@ -60,7 +60,7 @@ async def converse(engine: LocalEngine) -> tuple[list[tuple[int, ...]], int]:
             pair = range(first, first + 2)
             for one in pair:
                 said[one] += draw_ids(ADDED, engine.vocab_size, rng).tolist()
-            asks = [Ask(prompt_ids=tuple(said[one]), output_tokens=ANSWER) for one in pair]
+            asks = [RequestSpec(prompt_ids=tuple(said[one]), output_tokens=ANSWER) for one in pair]
             for one, answer in zip(pair, await engine.run(asks), strict=True):
                 said[one] += answer.token_ids
                 answers.append(answer.token_ids)
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> None:
         print(name, {key: round(run[key], 2) for key in shown})
         answers = {one["answers"] for one in (*runs.all, run) if one["load"] == load}
         if len(answers) > 1:
-            raise SystemExit(f"{load}: answers differ between runs; nothing is told of wrong ones")
+            raise SystemExit(f"{load}: answers differ between runs; wrong answers are not reported")
         runs.add(run)
     plot_preemption(runs.content, args.out.with_suffix(".png"))
     runs.tell()

@@ -1,14 +1,14 @@
-"""The prefix cache: what it finds, what it costs, and what sharing spares.
+"""Measure the prefix cache: what it finds, what it costs, and what sharing saves.
 
-1. Replay of traces through the real cache books at several sizes: blocks found by them, by plain
-   LRU (the same books without protection), by Belady's rule, and by a rule that is told which
-   blocks never come back. A Mooncake trace (hashes of 512-token blocks) and conversations as token
-   ids (blocks of 16; the answer is in the cache as well).
+1. Replay of traces through the real cache at several sizes: blocks found by it, by plain LRU (the
+   same cache without protection), by Belady's rule, and by a rule that knows which blocks never
+   come back. A Mooncake trace (hashes of 512-token blocks) and conversations as token ids (blocks
+   of 16; the answer is in the cache as well).
 2. Sixteen requests at once with a common prefix of 1,024 tokens: tokens computed, against each
    computing its own.
-3. Microseconds a block: digests and match, registering, and handing out with eviction.
-4. Prompts that share nothing: time inside the cache's books for prefixes over the run's time, and
-   the run's time with prefix caching on over off, in pairs.
+3. Microseconds per block: digests and match, registering, and allocation with eviction.
+4. Prompts that share nothing: time inside the prefix cache over the run's time, and the run's time
+   with prefix caching on over off, in pairs.
 
 Run: python -m bench.memory prefix [--only replay,...] [--model DIR] [--out ...] [--png ...]
 """

@@ -1,8 +1,8 @@
-"""Runs in processes of their own: started one by one, held together in a file, medians told.
+"""Run measurements in processes of their own, collect them in a file, and take medians.
 
-What a part of this bench measures needs a fresh engine each time. A part gives its runs' arguments
-and a function that sums runs up; its own module is what runs in the child, with arguments of its
-own, and prints the run as JSON in its last line. Runs add up: a file that is there is gone on with.
+The parts of this bench need a fresh engine for each run. A part gives its runs' arguments and a
+function that summarizes runs; its own module runs in the child, with its own arguments, and prints
+the run as JSON in its last line. Runs accumulate: an existing file is continued.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A warm disk tier after a restart: time to the first token of a prompt whose beginning it holds.
+"""Measure a warm disk tier after a restart: time to first token with the prefix in the tier.
 
 Each measurement is a process of its own. `cold` computes a fresh prompt; `fill` computes a prompt
-and leaves its blocks in the tier; `warm` starts anew and asks for the same beginning with another
-end, the tier's files in the page cache; `dropped` does so after the system was made to forget the
-tier's files (they are written out and their pages given up), so that they come from the disk.
-Refuses to report if the tier's tokens differ from those computed. The median of all runs is told;
-runs add up in the file.
+and leaves its blocks in the tier; `warm` starts anew with the same beginning and another end, the
+tier's files in the page cache; `dropped` does so after the tier's files were dropped from the page
+cache, so that they come from the disk. Refuses to report if the tier's tokens differ from those
+computed. The median of all runs is reported; runs accumulate in the file.
 
 Run: python -m bench.memory warm [--model FOLDER] [--prompt 4096] [--runs cold,fill,warm,dropped]
      [--tier FOLDER] [--out bench/results/tier-warm.json]
@@ -27,7 +26,7 @@ import numpy as np
 from bench.memory.plots import plot_tier
 from bench.memory.processes import Run, Runs, add_places, child, fill_places, median
 from quire.bench.local import LocalEngine
-from quire.bench.workloads import Ask, draw_ids
+from quire.bench.workloads import RequestSpec, draw_ids
 
 KINDS = ("cold", "fill", "warm", "dropped")
 OWN_TOKENS = 16  # behind the beginning, different each time
@@ -57,7 +56,7 @@ async def one_run(args: argparse.Namespace) -> dict[str, Any]:
         ready_s = time.perf_counter() - began_s
         beginning = 0 if args.kind != "cold" or args.same else 1_000 + args.number
         ids = prompt(args.prompt, engine.vocab_size, beginning=beginning, end=args.number)
-        (answer,) = await engine.run([Ask(prompt_ids=ids, output_tokens=OUTPUT_TOKENS)])
+        (answer,) = await engine.run([RequestSpec(prompt_ids=ids, output_tokens=OUTPUT_TOKENS)])
         if args.kind == "fill":
             await _saved(engine, args.prompt // int(engine.description["block_size"]))
         stats = engine.stats

@@ -61,7 +61,7 @@ class Peer:
         self.pid = self._process.pid
 
     def load(self, model: str, settings: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
-        """Make it ready; what it tells of itself."""
+        """Make the engine ready; return its description of itself."""
         return self.ask(
             {"do": "load", "model": model, "threads": self._threads, "settings": settings},
             limit_s=limit_s,
@@ -116,7 +116,7 @@ class Peer:
         return line
 
     def _end_group(self) -> None:
-        """Its session is its own, so this ends its children as well and nobody else."""
+        """End the process and its children, which share its session."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()

@@ -22,7 +22,7 @@ from bench.peers.places import environment_python, llama_source, llama_tool
 from bench.peers.settings import settings_for
 
 PRECISIONS = ("f32", "bf16", "int8", "int4", "int4-g128")
-# What Quire is told for a precision; "int4-g128" has the groups of OpenVINO's int4, "int4" those
+# The flag of Quire for a precision; "int4-g128" has the groups of OpenVINO's int4, "int4" those
 # of Q4_0 (32). The head is int8 in both, as OpenVINO's.
 QUIRE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {

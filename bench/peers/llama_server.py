@@ -159,7 +159,7 @@ class LlamaServer:
         )
         rows = re.findall(r'\{"n_kv_max".*?\}', told)
         if not rows:
-            raise Unsupported(f"llama-batched-bench told nothing of a run: {told[-300:]!r}")
+            raise Unsupported(f"llama-batched-bench reported nothing of a run: {told[-300:]!r}")
         wall_s = float(json.loads(rows[-1])["t"]) * count / running
         total = workload["prompt_tokens"] + workload["output_tokens"]
         return {"rates": {"wall_s": wall_s, "total_tokens_per_s": total / wall_s}}

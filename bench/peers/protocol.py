@@ -31,14 +31,14 @@ class Driver(Protocol):
     """What a peer's script implements."""
 
     def load(self, model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
-        """Make the engine ready; tells version, scheme and dtype of the KV cache."""
+        """Make the engine ready; return version, scheme and dtype of the KV cache."""
 
     def run(self, requests: list[Asked], static_batch: int) -> list[dict[str, Any]]:
         """Hand all requests in at once (static_batch: in groups of so many, one after the other);
         greedy, without end-of-text; an answer each, in order."""
 
     def own_tool(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """What the engine's own benchmark tells of the workload. Raises Unsupported if none can."""
+        """Return the result of the engine's own benchmark. Raise Unsupported if there is none."""
 
     def close(self) -> None:
         """Free everything."""
@@ -57,7 +57,7 @@ def serve(driver: Driver) -> None:
                 told = {"ok": True, **_answer(driver, asked)}
             except Unsupported as error:
                 told = {"ok": False, "error": str(error)}
-            except Exception as error:  # noqa: BLE001 - a process edge: told, not swallowed
+            except Exception as error:  # noqa: BLE001 - a process edge: reported, not swallowed
                 traceback.print_exc()
                 told = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
             answers.write(json.dumps(told) + "\n")

@@ -1,10 +1,10 @@
-"""python -m bench.soak: many streams at once for minutes; callers vanish, stall and send rubbish.
+"""python -m bench.soak: many streams at once for minutes; clients disconnect, stall, send garbage.
 
-A server of the model in the box with so many callers at once (callers.py). Before, each good
-request is asked alone; all answers that good callers get must be those. The time is cut into
-rounds; after each the server is left alone until it rests, and holds no more blocks, descriptors
-and tasks than before the first. Memory is told for each round; its growth after the first must stay
-within a bound. Writes bench/results/soak.json, and exits with 1 where something was wrong.
+A server of the built-in model with many clients at once (callers.py). Before, each good request is
+sent alone; all answers that good clients get must equal those. The time is divided into rounds;
+after each the server is left idle, and must hold no more blocks, descriptors and tasks than before
+the first. Memory is reported for each round; its growth after the first must stay within a limit.
+Writes bench/results/soak.json, and exits with 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_ASKS = 24
 WORDS = ("once", "upon", "a", "time", "there", "was", "little", "dog", "who", "liked", "the", "sea")
 STALL_S = 4.0
 # Growth of the memory of either process from the first round's end to the last's.
-MOST_GROWTH_BYTES = 24 << 20
+MAX_GROWTH_BYTES = 24 << 20
 
 
 def bodies(seed: int) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def bodies(seed: int) -> list[dict[str, Any]]:
 
 
 async def asked_alone(port: int, bodies: list[dict[str, Any]]) -> list[Ask]:
-    """Each request with the answer it gets while nobody else asks."""
+    """Return each request with its answer when it is served alone."""
     alone = Callers(port, [], seed=0, stall_s=0.0)
     return [Ask(body, whole_text(await alone.answer(body))) for body in bodies]
 
@@ -66,7 +66,7 @@ def grown(rounds: list[Holdings]) -> list[str]:
     told = []
     for name in ("memory_bytes", "engine_memory_bytes"):
         growth = getattr(rounds[-1], name) - getattr(rounds[0], name)
-        if growth > MOST_GROWTH_BYTES:
+        if growth > MAX_GROWTH_BYTES:
             told.append(f"{name} grew by {growth >> 20} MiB after the first round")
     return told
 

@@ -1,9 +1,9 @@
-"""Callers of a server, good and bad, many at once: who stream, vanish, stall, and send rubbish.
+"""Clients of a server, many at once: they stream, disconnect, stall, and send garbage.
 
-Each caller does one thing after the other, each on a connection of its own, drawn from a seed. Good
-callers compare their whole answer with the one the server gave to the same request alone. Knows
-HTTP and no part of quire. Always holds: what goes wrong for a good caller, and an answer of 500 or
-above to a bad one, is kept in `wrong`, with what was asked.
+Each client does one thing after the other, each on a connection of its own, drawn from a seed. Good
+clients compare their whole answer with the one the server gave to the same request alone. Knows
+HTTP and no part of quire. Always holds: a failure of a good client, and a status of 500 or above
+for a bad one, is kept in `wrong`, with the request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 _PATH = "/v1/completions"
 _LIMIT_S = 300.0
-_MOST_KEPT = 20
+_MAX_KEPT = 20
 # How often each kind of caller comes.
 _KINDS = {"good": 12, "whole": 2, "vanish": 3, "stall": 1, "rubbish": 2}
 
@@ -38,8 +38,8 @@ class Broken(Exception):
 
 
 class Callers:
-    """See the top of this file. stall_s: for how long a caller who stalls does not read. limit_s:
-    an exchange that takes longer is wrong."""
+    """See the module docstring. stall_s: how long a stalling client does not read. limit_s: an
+    exchange that takes longer is wrong."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Callers:
         await asyncio.gather(*(self._caller(number, go_on) for number in range(num_callers)))
 
     def end_stalls(self) -> None:
-        """Who stalls, leaves."""
+        """Disconnect the stalling clients."""
         self._over.set()
 
     async def answer(self, body: dict[str, Any]) -> bytes:
@@ -83,7 +83,7 @@ class Callers:
                 async with asyncio.timeout(self._limit_s):
                     await getattr(self, f"_{kind}")(ask, chance)
             except (Broken, OSError, TimeoutError, ValueError, LookupError) as error:
-                self.wrong = [*self.wrong, f"{kind}: {error!r} of {ask.body}"][:_MOST_KEPT]
+                self.wrong = [*self.wrong, f"{kind}: {error!r} of {ask.body}"][:_MAX_KEPT]
             done += 1
             self.done[kind] += 1
 

@@ -1,7 +1,7 @@
-"""What a server holds when nobody asks it anything: descriptors, tasks, threads, memory, blocks.
+"""Count what an idle server holds: descriptors, tasks, threads, memory, blocks.
 
-Knows /proc, /metrics and the number that server.py tells. `idle` waits until all requests are over
-and what is counted has come down to what it was; what has not within the time is a leak.
+Reads /proc, /metrics and the number that server.py writes. `idle` waits until all requests are over
+and the counts have returned to their baseline; a count that has not within the time is a leak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.frontend.servers import Child
-from quire.bench.foreign import rss_bytes
+from quire.bench.cpu_use import rss_bytes
 
 _LIMIT_S = 60.0
 _POLL_S = 0.05
@@ -45,7 +45,7 @@ class Holdings:
 
 
 def holdings(server: Child, told: Path) -> Holdings:
-    """As of now. told: the file in which server.py tells of tasks."""
+    """Return the current counts. `told`: the file in which server.py writes its tasks."""
     engine = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as reply:
         metrics = reply.read().decode()
@@ -81,7 +81,7 @@ def _tasks(server: Child, told: Path) -> int:
     end_s = time.monotonic() + _LIMIT_S
     while not told.exists():
         if time.monotonic() > end_s:
-            raise SystemExit("the server did not tell of its tasks")
+            raise SystemExit("the server did not report its tasks")
         time.sleep(_POLL_S)
     return int(told.read_text())
 

@@ -1,7 +1,7 @@
-"""`quire serve`, which tells the number of its event loop's tasks when it gets SIGUSR1.
+"""Run `quire serve` so that SIGUSR1 makes it write the number of its event loop's tasks.
 
 Run: python -m bench.soak.server FILE, then the arguments of `quire serve`. Nothing else is changed.
-The number is written into FILE, which then is there.
+The number is written into FILE.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device
 template <class T>
 using Vector = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
 
-constexpr size_t kAhead = 8;  // digests whose places are being read meanwhile
+constexpr size_t kAhead = 8;  // digests with places that are read meanwhile
 
 Digest digest_at(const Digests& digests, size_t i) {
     return {digests.data()[2 * i], digests.data()[2 * i + 1]};

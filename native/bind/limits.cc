@@ -1,5 +1,5 @@
-// Python's view of the machine's limits (kernels.h, limit) and of the time spent computing.
-// Knows the loops by name, not which of them bound what. Always holds: the time told is that of the
+// Python's view of the machine's limits (kernels.h, limit) and of the time spent computing. Knows
+// the loops by name, not which of them bound what. Always holds: the time returned is that of the
 // loop alone, without the interpreter lock.
 
 #include "compute_time.h"

@@ -1,5 +1,5 @@
 // Binds what the process does about its own memory. Knows no weights and no cache; changes nothing
-// that anybody holds. What is kept where is the C library's and the system's business: calls
+// that is still referenced. What is kept where is the C library's and the system's business: calls
 // here are wishes.
 
 #include "quire/memory.h"

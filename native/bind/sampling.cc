@@ -67,11 +67,11 @@ class RareArrays {
     quire::RareArgs args_{};
 };
 
-// All that token choice is told but logits and positions. Keeps its arrays alive.
-class Wishes {
+// All parameters of token choice but logits and positions. Keeps its arrays alive.
+class ChooseParams {
   public:
-    Wishes(Floats temperature, Ints top_k, Floats top_p, Floats min_p, Floats repetition_penalty,
-           Floats presence_penalty, Floats frequency_penalty, Longs seeds, Ints streams,
+    ChooseParams(Floats temperature, Ints top_k, Floats top_p, Floats min_p,
+                 Floats repetition_penalty, Floats presence_penalty, Floats frequency_penalty, Longs seeds, Ints streams,
            Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
            Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
            Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks,
@@ -105,8 +105,8 @@ class Wishes {
         args_.num_candidates = num_candidates.size() > 0 ? num_candidates.data() : nullptr;
         if (rare_) args_.rare = rare_arrays_.emplace(*rare_).args();
     }
-    Wishes(const Wishes&) = delete;
-    Wishes& operator=(const Wishes&) = delete;
+    ChooseParams(const ChooseParams&) = delete;
+    ChooseParams& operator=(const ChooseParams&) = delete;
 
     size_t rows() const { return rows_; }
     const quire::ChooseArgs& args() const { return args_; }
@@ -122,14 +122,14 @@ class Wishes {
     quire::ChooseArgs args_{};
 };
 
-void choose(quire::Pool& pool, const Wishes& wishes, Logits logits, Ints positions,
+void choose(quire::Pool& pool, const ChooseParams& params, Logits logits, Ints positions,
             IntsOut token_ids, FloatsOut logprobs, IntTable top_ids, FloatTable top_logprobs,
             FloatsOut mus, IntTable candidate_ids, FloatTable candidate_scores,
             FloatTable candidate_logprobs) {
-    if (logits.shape(0) != wishes.rows() || positions.size() != wishes.rows()) {
-        throw std::invalid_argument("logits, positions and wishes differ in rows");
+    if (logits.shape(0) != params.rows() || positions.size() != params.rows()) {
+        throw std::invalid_argument("logits, positions and params differ in rows");
     }
-    quire::ChooseArgs args = wishes.args();
+    quire::ChooseArgs args = params.args();
     args.logits = logits.data();
     args.stride = logits.stride(0);
     args.rows = static_cast<int32_t>(logits.shape(0));
@@ -141,7 +141,7 @@ void choose(quire::Pool& pool, const Wishes& wishes, Logits logits, Ints positio
     args.logprobs = logprobs.data();
     args.top_ids = top_ids.data();
     args.top_logprobs = top_logprobs.data();
-    args.most_candidates = static_cast<int32_t>(candidate_ids.shape(1));
+    args.max_candidates = static_cast<int32_t>(candidate_ids.shape(1));
     args.candidate_ids = candidate_ids.data();
     args.candidate_scores = candidate_scores.data();
     args.candidate_logprobs = candidate_logprobs.data();
@@ -154,7 +154,7 @@ void choose(quire::Pool& pool, const Wishes& wishes, Logits logits, Ints positio
 }  // namespace
 
 void bind_sampling(nb::module_& module) {
-    nb::class_<Wishes>(module, "Wishes",
+    nb::class_<ChooseParams>(module, "ChooseParams",
                        "What rows ask of token choice; see quire/sampling/native.py.")
         .def(nb::init<Floats, Ints, Floats, Floats, Floats, Floats, Floats, Longs, Ints, Ints, Ints,
                       Ints, Ints, Ints, Ints, Floats, Ints, Ints, std::optional<nb::dict>, Ints,

@@ -13,7 +13,7 @@
 //
 // Rows of one KV head share loads in tiles; a tile multiplies what all its rows see, and each
 // row's ends by themselves, resuming the same chains.
-// Rows of sequences whose tables have the same blocks in whole pieces that all of them see walk
+// Rows of sequences with tables that have the same blocks in whole pieces that all of them see walk
 // those together, and what is before and after each by itself: a row's pieces and their order are
 // as ever.
 
@@ -188,7 +188,7 @@ template <> struct WalkOf<bf16> { using type = TileWalk; };
 template <class T> struct WalkOf { using type = Walk<T>; };
 #endif
 
-// Rows that walk together: tokens begin .. end of one sequence, or all tokens of several whose
+// Rows that walk together: tokens begin .. end of one sequence, or all tokens of several that have
 // tables have the same blocks in pieces from .. to, which all of these tokens see whole.
 struct Share {
     int32_t begin, end;  // tokens; or, where there is something shared, sequences of `order`
@@ -218,7 +218,7 @@ void write_rows(const AttentionArgs& args, const WalkType& walk, int row, int64_
     }
 }
 
-// Tells a walk what its thread walks next, where that is one token.
+// The next walk of a thread, for prefetching, where that is one token.
 template <class WalkType>
 void expect(const AttentionArgs& args, const Item& next, WalkType& walk) {
     if (next.share == nullptr || !next.share->is_single()) return;
@@ -295,13 +295,13 @@ int64_t attend_sharers(const AttentionArgs& args, const Share& share, const int3
     });
 }
 
-// Who walks with whom. Sharers of a prefix are few tokens each, mostly one.
+// Which sequences walk together. Sharers of a prefix are few tokens each, mostly one.
 class Shares {
   public:
-    // most_rows: of a walk.
-    Shares(const AttentionArgs& args, int64_t most_rows)
+    // max_rows: of a walk.
+    Shares(const AttentionArgs& args, int64_t max_rows)
         : args_(args), group_(args.heads / args.shape.kv_heads),
-          tokens_(tokens_of_walk(args, most_rows)), most_rows_(most_rows) {
+          tokens_(tokens_of_walk(args, max_rows)), max_rows_(max_rows) {
         const int64_t most = args.num_tokens / tokens_ + args.num_sequences;
         const int64_t bytes = most * static_cast<int64_t>(sizeof(Share)) + args.num_sequences * 8;
         char* memory = args.pool->shared(bytes);
@@ -310,8 +310,8 @@ class Shares {
         taken_ = order_ + args.num_sequences;
         // Every thread should have work, however few KV heads there are.
         const int64_t parts = (2 * args.pool->num_threads() - 1) / args.shape.kv_heads + 1;
-        if (parts > 1 && args.num_tokens * group_ / parts < most_rows_) {
-            most_rows_ = args.num_tokens * group_ / parts;
+        if (parts > 1 && args.num_tokens * group_ / parts < max_rows_) {
+            max_rows_ = args.num_tokens * group_ / parts;
         }
         for (int64_t s = 0; s < args.num_sequences; ++s) taken_[s] = 0;
         for (int64_t s = 0; s < args.num_sequences; ++s) {
@@ -338,9 +338,9 @@ class Shares {
 
   private:
     // As many as fit, but of few KV heads no more than leaves some work to every thread.
-    static int64_t tokens_of_walk(const AttentionArgs& args, int64_t most_rows) {
+    static int64_t tokens_of_walk(const AttentionArgs& args, int64_t max_rows) {
         const int64_t group = args.heads / args.shape.kv_heads;
-        const int64_t most = group < most_rows ? most_rows / group : 1;
+        const int64_t most = group < max_rows ? max_rows / group : 1;
         const int64_t parts = (4 * args.pool->num_threads() - 1) / args.shape.kv_heads + 1;
         const int64_t each = (args.num_tokens - 1) / parts + 1;
         const int64_t least = group < 96 ? 96 / group : 1;
@@ -377,14 +377,14 @@ class Shares {
         return piece;
     }
 
-    // s and the later sequences that share with it; false: nobody does. The first two of them
-    // say which pieces; who sees less of these than they stays out.
+    // s and the later sequences that share with it; false: none does. The first two of them
+    // say which pieces; a sequence that attends to fewer of these is left out.
     bool add_sharers(int64_t s) {
-        if (rows(s) == 0 || 2 * rows(s) > most_rows_) return false;
+        if (rows(s) == 0 || 2 * rows(s) > max_rows_) return false;
         int64_t from = first_piece(s), to = 0, together = rows(s);
         const int32_t first = num_ordered_;
         for (int64_t t = s + 1; t < args_.num_sequences; ++t) {
-            if (taken_[t] || rows(t) == 0 || together + rows(t) > most_rows_) continue;
+            if (taken_[t] || rows(t) == 0 || together + rows(t) > max_rows_) continue;
             const int64_t theirs = first_piece(t);
             if (to > 0 && theirs > from) continue;
             const int64_t begin = theirs > from ? theirs : from, end = shared_end(s, t, begin);
@@ -416,7 +416,7 @@ class Shares {
 
     const AttentionArgs& args_;
     const int64_t group_, tokens_;  // heads of a KV head; tokens of a walk
-    int64_t most_rows_, count_ = 0;
+    int64_t max_rows_, count_ = 0;
     int32_t num_ordered_ = 0;
     Share* shares_;
     int32_t *order_, *taken_;

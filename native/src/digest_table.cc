@@ -33,7 +33,7 @@ int32_t DigestTable::take(Digest digest) {
     size_t hole = place_of(digest);
     const int32_t number = places_[hole].number;
     if (number == kNone) return kNone;
-    // Whoever lies behind, up to the next free place, moves into the hole unless that is before
+    // What lies behind, up to the next free place, moves into the hole unless that is before
     // the place its digest asks for.
     for (size_t at = (hole + 1) & mask(); places_[at].number != kNone; at = (at + 1) & mask()) {
         const size_t wanted = places_[at].digest.low & mask();

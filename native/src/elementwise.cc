@@ -1,6 +1,7 @@
 // activation, add, scale, soft_cap and copy: element by element, in f32, rounded once to the
-// output's type. An element of a result depends on the elements at its own place only, so neither vectors nor
-// threads can change it. exp and erf are fixed polynomials of ours: no library's bits come in.
+// output's type. An element of a result depends on the elements at its own place only, so neither
+// vectors nor threads can change it. exp and erf are fixed polynomials of ours: no library's bits
+// come in.
 
 #include "quire/rows.h"
 

@@ -16,7 +16,7 @@ constexpr int64_t kSteps = 100000;          // of a chunk of arithmetic: a fract
 constexpr int64_t kChunkBytes = 4 << 20;    // of a chunk of reading
 constexpr int kChains = 12;                 // sums side by side hide how long one takes
 
-// Whoever looks on must think that `value` is read.
+// The compiler must assume that `value` is read.
 template <class T>
 QUIRE_VEC void keep(const T& value) {
     __asm__ volatile("" : : "m"(value) : "memory");

@@ -2,7 +2,7 @@
 //
 // Every output is one chain over K in order, started at zero; the bias is added last, in f32,
 // then one rounding to y's type. Tiles of up to kVecRows rows by one panel hold all chains in
-// registers, so row counts change only who shares a load, never a result. A bf16 step takes a
+// registers, so row counts change only which rows share a load, never a result. A bf16 step takes a
 // pair of K; for odd K the last partner is zeroed in the register (memory beside it may hold NaN)
 // and the packed partner is zero.
 //

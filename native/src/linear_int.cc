@@ -194,7 +194,7 @@ QUIRE_VEC void stream_rows(const float* sums, int64_t rows, const float* scales,
     }
 }
 
-// Finishes rows of a block, whose first is `first`.
+// Finishes rows of a block from `first` on.
 struct FinishRows {
     const LinearIntsArgs& args;
     int64_t first;

@@ -3,9 +3,9 @@
 // that reading ahead is legal.
 //
 // Large areas lie one behind another in regions that are aligned to huge pages. A product's weight
-// is a few megabytes: aligned by itself, up to half of it would lie in small pages, whose ends stop
-// hardware prefetchers. A region is never handed out twice, so what nobody wrote is zero; it goes
-// back to the system with the last area in it.
+// is a few megabytes: aligned by itself, up to half of it would lie in small pages, and page ends
+// stop hardware prefetchers. A region is never handed out twice, so unwritten bytes are zero; it
+// goes back to the system with the last area in it.
 
 #include "quire/memory.h"
 
@@ -125,7 +125,7 @@ void Memory::release() {
     if (region_ != nullptr) {
         Regions& regions = Regions::all();
         const std::lock_guard<std::mutex> hold(regions.lock);
-        // The region may live on; its pages need not. Nobody gets them again.
+        // The region may live on; its pages need not. They are not handed out again.
         madvise(data_, rounded(bytes_ + kSlack, kPage), MADV_DONTNEED);
         regions.close(region_);
     }

@@ -49,7 +49,7 @@ QUIRE_VEC Vec root(Vec a) {
 #endif
 }
 
-// sums[i] becomes the factor of a run of `width` columns whose squares have that sum.
+// sums[i], a run's sum of squares over `width` columns, becomes the run's factor.
 QUIRE_VEC void factors_of(float* sums, int64_t width, float eps) {
     const Vec mean = div(load(sums), set1(static_cast<float>(width)));
     store(sums, div(set1(1.0f), root(add(mean, set1(eps)))));

@@ -186,7 +186,7 @@ QUIRE_VEC Choice choose_zero_points(const Group& group) {
     return best;
 }
 
-// ---- int4 whose scales are multiples of a step
+// ---- int4 with scales that are multiples of a step
 
 // Of `group`: all bits where its scale and integers hold it as it is, none elsewhere.
 QUIRE_VEC IntLanes held(const Group& group, const Choice& choice) {

@@ -30,7 +30,7 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(100);
 // A worker that has spun in vain stays awake for the time between two steps, but lets every other
-// thread go first: on a virtual machine a processor that sleeps is soon somebody else's.
+// thread go first: on a virtual machine a sleeping processor is soon given to another guest.
 constexpr auto kStayAwake = std::chrono::milliseconds(2);
 
 inline void pause_cpu() {
@@ -66,7 +66,7 @@ class FloatMode {
 };
 
 // Asks `ready()` over and over until the time is over, giving way to other threads between the
-// rounds if it is told to; says whether it was ready.
+// rounds if asked to; returns whether it was ready.
 template <class Ready>
 bool wait_awake(Ready ready, std::chrono::microseconds time, bool gives_way) {
     const auto deadline = std::chrono::steady_clock::now() + time;
@@ -258,7 +258,7 @@ void Pool::run_raw(RunBody body, void* context) {
     } catch (...) {
         thrown = std::current_exception();
     }
-    state_->close();  // whatever happened: `context` may go only when nobody is in the job
+    state_->close();  // whatever happened: `context` may go only when no thread is in the job
     if (!thrown) thrown = state_->thrown;
     state_->thrown = nullptr;
     if (thrown) std::rethrow_exception(thrown);

@@ -4,9 +4,9 @@
 // no order.
 //
 // The rare steps (typical_p, DRY and so on) are in sampling_rare.cc; a row that has them does them
-// in one thread. top_k and top_p select, they do not sort. Values are dealt into bins by their distance from
-// the largest, the bin holding the boundary is found by its running sum, and only that bin's
-// tokens are looked at closely. Either filter ends as a Cut: one value and one id.
+// in one thread. top_k and top_p select, they do not sort. Values are dealt into bins by their
+// distance from the largest, the bin holding the boundary is found by its running sum, and only
+// that bin's tokens are looked at closely. Either filter ends as a Cut: one value and one id.
 
 #include "quire/sampling.h"
 
@@ -219,8 +219,8 @@ class Row {
     }
 
     void clear_candidates() {
-        const int64_t first = row_ * static_cast<int64_t>(args_.most_candidates);
-        for (int64_t at = first; at < first + args_.most_candidates; at++) {
+        const int64_t first = row_ * static_cast<int64_t>(args_.max_candidates);
+        for (int64_t at = first; at < first + args_.max_candidates; at++) {
             args_.candidate_ids[at] = -1;
             args_.candidate_scores[at] = args_.candidate_logprobs[at] = kNaN;
         }
@@ -240,7 +240,7 @@ class Row {
             }
         });
         const std::vector<BestToken> best = highest(edited(), args_.num_candidates[row_]);
-        int64_t at = row_ * static_cast<int64_t>(args_.most_candidates);
+        int64_t at = row_ * static_cast<int64_t>(args_.max_candidates);
         for (const BestToken& one : best) {
             args_.candidate_ids[at] = one.id;
             args_.candidate_scores[at] = one.value;

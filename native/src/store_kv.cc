@@ -1,11 +1,11 @@
 // store_kv: scatters keys and values into the paged cache. The layout (kernels.h) is the one
-// attention.cc reads: keys with positions side by side, so that one vector holds the same
-// columns of many positions; values with columns side by side; bf16 in pairs of what a step of
-// either product takes. The column beside an odd last one is stored as zero, once per token.
-// Integers lie as what they stand for would, a byte each.
-// A token's key is four bytes of each of many lines: neighbours in one group write theirs together,
-// whole lines at a time, where vectors are as long as a line. Of a single token, whose lines mostly
-// come from memory, those of the heads that follow are on their way while one is stored.
+// attention.cc reads: keys with positions side by side, so that one vector holds the same columns
+// of many positions; values with columns side by side; bf16 in pairs of what a step of either
+// product takes. The column beside an odd last one is stored as zero, once per token. Integers lie
+// as what they stand for would, a byte each. A token's key is four bytes of each of many lines:
+// neighbours in one group write theirs together, whole lines at a time, where vectors are as long
+// as a line. Of a single token, since its lines mostly come from memory, those of the heads that
+// follow are on their way while one is stored.
 
 #include "quire/kernels.h"
 #include "quire/kv_ints.h"
@@ -179,7 +179,7 @@ void store_value_pair(const bf16* one, const bf16* other, int64_t dim, bf16* to)
     }
 }
 
-// `count` tokens whose slots follow each other within a group of keys.
+// `count` tokens with consecutive slots within a group of keys.
 void store_together(const StoreKvArgs& args, int64_t token, int64_t slot, int count) {
     const CacheShape& shape = args.shape;
     const int64_t dim = shape.head_dim, part = kv_part_bytes(shape);
@@ -205,7 +205,7 @@ void store_together(const StoreKvArgs& args, int64_t token, int64_t slot, int co
     }
 }
 
-// How many tokens from `token` on, whose slot is `slot`, may be stored together.
+// How many tokens from `token` (at `slot`) on may be stored together.
 int run_of(const StoreKvArgs& args, int64_t token, int64_t slot, int64_t end) {
     int64_t most = kKeyGroup - slot % kKeyGroup;
     if (end - token < most) most = end - token;

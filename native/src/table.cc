@@ -1,5 +1,5 @@
 // The kernel table of one instruction set (compiled once for each). Made from the list in
-// kernels.h, so a kernel that nobody wrote is a link error, never an empty entry. Which table is
+// kernels.h, so a missing kernel is a link error, never an empty entry. Which table is
 // used on this machine is decided in isa.cc.
 
 #include "quire/kernels.h"

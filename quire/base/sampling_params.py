@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from quire.base.beam_checks import check_beams
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar_of
 from quire.base.parameter_checks import MAX_TOKEN_ID, number, texts, token_ids, whole
@@ -39,6 +38,8 @@ SMALLEST_TEMPERATURE = 2.0**-40
 MAX_SEED = 2**63 - 1
 # Below, logits that are divided by it leave the range of f32, and of sense long before.
 MIN_REPETITION_PENALTY = 0.01
+EARLY_STOPPING = (True, False, "never")
+_BEAMS_ONLY: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 
 
 class _NotNamed(float):
@@ -165,7 +166,7 @@ class SamplingParams:
         self._check_best_of()
         if not isinstance(self.structured_outputs, Grammar | None):
             self._settle("structured_outputs", grammar_of(self.structured_outputs))
-        check_beams(self, BEAMS_OFF)
+        _check_beams(self)
         if self.max_tokens == 0:
             self._check_no_output()
 
@@ -308,6 +309,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def has_rare_steps(self) -> bool:
+        """Whether token choice needs a step that few requests ask for (RareParameters)."""
+        return _RARE_STEPS(self) != _RARE_STEPS_OFF
+
+    @property
     def ends_beams_by_text(self) -> bool:
         """Whether beams end by stop strings, so that whoever searches must read their text."""
         return self.use_beam_search and bool(self.stop)
@@ -416,3 +422,43 @@ _rare_values = attrgetter(*_RARE_NAMES)
 _DEFAULTS = {entry.name: entry.default for entry in fields(SamplingParams)}
 _RARE = tuple(_DEFAULTS[name] for name in _RARE_NAMES)
 _RARE_TYPES = tuple(map(type, _RARE))
+
+
+def _check_beams(sampling: SamplingParams) -> None:
+    """Raise InvalidParameter for fields that beam search excludes, and for its own without it."""
+    given = sampling.early_stopping
+    if not isinstance(given, bool | str) or given not in EARLY_STOPPING:
+        raise InvalidParameter(
+            f'early_stopping is {show(given)}; true, false or "never" is allowed',
+            param="early_stopping",
+        )
+    if not sampling.use_beam_search:
+        for name, off in _BEAMS_ONLY.items():
+            if getattr(sampling, name) != off:
+                raise InvalidParameter(
+                    f"{name} is {show(getattr(sampling, name))} without use_beam_search: it "
+                    "belongs to beam search; set use_beam_search, or leave it out",
+                    param=name,
+                )
+        return
+    for name, off in BEAMS_OFF.items():
+        value = getattr(sampling, name)
+        if value != off and not (name == "top_k" and value == -1):
+            raise InvalidParameter(
+                f"{name} is {show(value)} and use_beam_search is true; beams are found, not drawn: "
+                f"set {name} to {show(off)}, or leave beam search out",
+                param=name,
+            )
+    if sampling.max_tokens == 0:
+        raise InvalidParameter(
+            "max_tokens is 0 and use_beam_search is true; beams need tokens: set max_tokens to at "
+            "least 1, or leave beam search out",
+            param="max_tokens",
+        )
+
+
+_RARE_STEPS = attrgetter(
+    *("typical_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff", "xtc_probability"),
+    *("dry_multiplier", "no_repeat_ngram_size", "mirostat", "allowed_token_ids"),
+)
+_RARE_STEPS_OFF = _RARE_STEPS(SamplingParams())

@@ -60,10 +60,5 @@ class SchedulingParams:
                 checked = number(name, value, 0, MAX_TERM_MS, open_low=True)
                 object.__setattr__(self, name, checked)
 
-    @property
-    def has_objective(self) -> bool:
-        """Whether there is anything to be met or missed."""
-        return any(getattr(self, name) is not None for name in OBJECTIVES)
-
 
 DEFAULT_SCHEDULING = SchedulingParams()

@@ -132,12 +132,12 @@ class EngineCore:
             except QuireError:
                 self.abort([taken.request_id for taken in requests[:index]])
                 raise
-        if self.grammars is not None:
+        if self.grammars is not None and any(map(_is_prepared, requests)):
             self.grammars.want(requests)
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests now; their last outputs. Ids not running are ignored."""
-        if self.grammars is not None:
+        if self.grammars is not None and self.grammars.live:
             self.grammars.forget(request_ids)
         outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
         return [output for output in outputs if output is not None]
@@ -160,7 +160,7 @@ class EngineCore:
         plan, handle = self._flight.popleft()
         result, ended_ms = self._result(plan, handle), now_ms()
         outputs = self.scheduler.update(plan, result, ended_ms)
-        if self.grammars is not None:
+        if self.grammars is not None and self.grammars.live:
             self.grammars.forget_ended(outputs.events)
         if ended_ms >= self._look_at_ms:
             self._look_at_ms = ended_ms + QUICK_AUDIT_EVERY_MS
@@ -177,7 +177,7 @@ class EngineCore:
         """End what has waited for its first step as long as it may, or waits for a grammar that
         cannot be used."""
         ended: list[tuple[tuple[str, ...], QuireError]] = [*self.scheduler.expire(now_ms)]
-        if self.grammars is not None:
+        if self.grammars is not None and self.grammars.live:
             for ids, _ in ended:
                 self.grammars.forget(ids)
             for ids, error in self.grammars.refused():
@@ -293,6 +293,12 @@ def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], No
         except QuireError as error:
             ids = tuple(request.request_id for request in message.requests)
             emit(Refused(request_ids=ids, fault=fault_of(error)))
+
+
+def _is_prepared(request: Request) -> bool:
+    """Return whether a request waits for a grammar or for the tokenizer."""
+    sampling = request.sampling
+    return sampling.structured_outputs is not None or sampling.ends_beams_by_text
 
 
 def _events(outputs: list[RequestOutput]) -> StepOutputs:

@@ -28,7 +28,8 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler, texts: StopTexts) -> None:
         self.compiler = compiler
         self.texts = texts
-        self._live: dict[str, Grammar] = {}  # by request id, until the request ends
+        # Requests that need something here, by id until they end; None: no grammar.
+        self.live: dict[str, Grammar | None] = {}
         self._waiting: dict[str, Grammar] = {}  # by request id, until the grammar has settled
         self._reading: dict[str, None] = {}  # ids, until the tokenizer was read or cannot be
 
@@ -42,11 +43,12 @@ class Grammars:
         self.compiler.on_settled = self.texts.on_settled = wake
 
     def want(self, requests: Sequence[Request]) -> None:
-        """These have come: what they need is made ready from now on."""
+        """Begin to prepare what these new requests need."""
         for request in requests:
+            self.live[request.request_id] = request.sampling.structured_outputs
             if (grammar := request.sampling.structured_outputs) is not None:
                 self.compiler.pin(grammar)
-                self._live[request.request_id] = self._waiting[request.request_id] = grammar
+                self._waiting[request.request_id] = grammar
             if request.sampling.ends_beams_by_text:
                 self.texts.want()
                 self._reading[request.request_id] = None
@@ -72,18 +74,15 @@ class Grammars:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Release what these requests needed: they have ended."""
-        if not self._live and not self._reading:
-            return
         for request_id in request_ids:
-            if (grammar := self._live.pop(request_id, None)) is not None:
+            if (grammar := self.live.pop(request_id, None)) is not None:
                 self.compiler.unpin(grammar)
             self._waiting.pop(request_id, None)
             self._reading.pop(request_id, None)
 
     def forget_ended(self, events: Sequence[RequestOutput]) -> None:
         """Release what the requests needed that ended with these outputs."""
-        if self._live:
-            self.forget([one.request_id for one in events if one.finish_reason is not None])
+        self.forget([one.request_id for one in events if one.finish_reason is not None])
 
     def _refused_unread(self) -> list[RefusedFor]:
         if not self.texts.is_settled:

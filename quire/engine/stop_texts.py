@@ -3,7 +3,7 @@
 Elsewhere stop strings are the reader's: the engine hears that a stream is over. Beams are compared
 at each step, so the engine must know which of them end; it reads the tokenizer for it when the
 first such request comes, in a thread, and requests wait meanwhile. Knows no scheduler. Always
-holds: what it reads is the text that the reader of the answer sees (text_reader).
+holds: what it reads is the text that the reader of the answer sees (answer_detokenizer).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import QuireError, WorkerError
 from quire.base.records import Admission
-from quire.engine.output.text_reader import text_reader
+from quire.text.detokenizer import answer_detokenizer
 from quire.text.stop_watch import StopWatch
 from quire.text.stops import StopStrings
 
@@ -56,7 +56,7 @@ class StopTexts:
         tokenizer = self.tokenizer()
         sampling = admission.sampling
         return StopWatch(
-            text_reader(
+            answer_detokenizer(
                 tokenizer,
                 sampling,
                 admission.token_ids[: admission.num_prompt_tokens],

@@ -15,7 +15,7 @@ def check_batch(
     batch: ForwardBatch, *, vocab_size: int, num_blocks: int, block_size: int, num_slots: int = 0
 ) -> None:
     """Raise ValueError where an index of the batch leads nowhere. num_slots: of how many slots the
-    last tokens are kept; 0 where nobody keeps them."""
+    last tokens are kept; 0 for none."""
     if num_blocks == 0:
         raise ValueError("the cache has not been allocated")
     rows = len(batch.token_ids)

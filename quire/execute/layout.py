@@ -1,4 +1,4 @@
-"""Where each buffer of a program lies in one arena: areas are reused once nobody reads them.
+"""Where each buffer of a program lies in one arena: areas are reused after their last reader.
 
 A pass over the operations in order; a buffer lives from its first use to its last. Always holds:
 buffers alive at the same operation never overlap, and what a later segment reads (or the program

@@ -105,7 +105,7 @@ class NativeExecutor:
             )
         self._native.set_poison(poison)
         self.num_layers: int = self._native.num_layers(TRUNK)
-        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
+        self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
         self._outputs: dict[tuple[str, int], NDArray[Any]] = {}
         self._pool_bytes = _NO_POOL
 
@@ -138,7 +138,7 @@ class NativeExecutor:
         self._pool_bytes = used.reshape(*shape, block_layer_bytes)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Write the zero that is there to each page of blocks nobody has written yet."""
+        """Write a zero to each page of blocks that were never written."""
         self._pool_bytes[layer, first:last, ::_PAGE_BYTES] = 0
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:

@@ -27,7 +27,7 @@ from quire.execute.executor import (
     Progress,
     StepLimits,
 )
-from quire.execute.few_bits import in_few_bits, read_f32
+from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -127,7 +127,7 @@ class ReferenceExecutor:
         self._num_blocks, self._block_size = num_blocks, block_size
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Nothing: nobody waits for these pages."""
+        """Do nothing: page faults do not matter here."""
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Copy whole blocks over all layers, one after the other."""
@@ -436,7 +436,7 @@ def _load(
             values = read_f32(weight, binding)
             loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
         else:
-            few[name], count = in_few_bits(weight, binding)
+            few[name], count = quantize_weight(weight, binding)
             if count:
                 coarse[name] = count
         for part in weight.parts:

@@ -109,8 +109,8 @@ def fp8_product(
     *,
     blocks: tuple[bool, bool],
 ) -> Float32s:
-    """Rows [R, K] by a weight [N, K], each values that fp8 has and their scales; blocks: whose
-    scales are those of blocks, the rows', the weight's.
+    """Rows [R, K] by a weight [N, K], each as fp8 values and scales; blocks: whether the
+    rows', and the weight's, scales are by block.
 
     Sums of 128 columns are added in the order of K. Scales of blocks, [R, groups] of rows and
     [blocks of 128 outputs, groups] of a weight, multiply each sum, in one step with the addition.

@@ -161,7 +161,7 @@ class ConfigReader:
         self._seen.update(self._values)
 
     def refuse_unknown(self) -> None:
-        """Note each key that nobody asked for and that is not null."""
+        """Note each key that was not read and is not null."""
         for key in self._values:
             if key not in self._seen and self.has(key):
                 self.note(

@@ -1,4 +1,4 @@
-"""What a folder without config.json is, as far as the names of its files tell, and the way out.
+"""Say what a folder without config.json is, judged by its file names, and what to do.
 
 Adapters, pipelines that make pictures, vendors' own formats, a hub's cache, a folder of models.
 Reads one small file at most, an adapter's description, to name the model it belongs to.
@@ -12,7 +12,7 @@ from quire.base.errors import ConfigError
 from quire.base.show import show
 from quire.models.config_reader import load_config
 
-_MOST_LISTED = 3
+_MAX_LISTED = 3
 
 
 def what_else(folder: Path) -> str:
@@ -29,8 +29,8 @@ def what_else(folder: Path) -> str:
     models = [config.parent for config in sorted(folder.glob("*/config.json"))]
     models += [config.parent for config in sorted(folder.glob("snapshots/*/config.json"))]
     if models:
-        listed = ", ".join(str(model) for model in models[:_MOST_LISTED])
-        more = ", ..." if len(models) > _MOST_LISTED else ""
+        listed = ", ".join(str(model) for model in models[:_MAX_LISTED])
+        more = ", ..." if len(models) > _MAX_LISTED else ""
         return f"give the folder that has one: {listed}{more}"
     return "give the folder of a model"
 

@@ -1,7 +1,7 @@
 """Gemma and CodeGemma (GemmaForCausalLM), and what the configurations of all Gemmas share.
 
-The first Gemma is a Llama whose embeddings are scaled by the square root of the hidden width and
-whose norms add 1 to their stored weights; its builder is Llama's.
+The first Gemma is a Llama with embeddings scaled by the square root of the hidden width, and norms
+that add 1 to their stored weights; its builder is Llama's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import read_decoder, read_layer_windows
 from quire.models.spec import ModelSpec
 
-HEAD_DIM = 256  # of every Gemma whose configuration does not say
+HEAD_DIM = 256  # of every Gemma, unless its configuration gives one
 # "gelu" in a Gemma's configuration has always meant its approximation by tanh.
 GEMMA_ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",

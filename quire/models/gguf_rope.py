@@ -89,7 +89,7 @@ def llama3_scaling(
 
 
 def divided(divisors: NDArray[np.float32], theta: float, max_positions: int) -> RopeSettings:
-    """Angles whose frequencies are divided by `divisors`, whatever made them."""
+    """Angles with frequencies divided by `divisors`, whatever made them."""
     factors = tuple(float(divisor) for divisor in divisors)
     return RopeSettings(
         kind="longrope",

@@ -25,7 +25,7 @@ def decimal(value: float) -> float:
 
 
 def plain_values(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries whose keys begin with `prefix`, without it."""
+    """The entries with keys that begin with `prefix`, without it."""
     return {
         key.removeprefix(prefix): _plain(value)
         for key, value in metadata.items()

@@ -1,4 +1,4 @@
-"""Granite 3: a Llama whose embeddings, scores, sums and logits are multiplied by constants.
+"""Granite 3: a Llama that multiplies embeddings, scores, sums and logits by constants.
 
 Its ModelSpec says all of that, so `build_llama` is its builder. (Granite 4 is another family.)
 """

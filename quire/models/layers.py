@@ -1,8 +1,8 @@
 """The layers that model families share, written once over ProgramBuilder.
 
 A family file writes one layer as a forward pass and hands it to `decoder`. What a layer does beyond
-the plain case (windows, biases, caps, scales) is read from the ModelSpec, so a family whose
-configuration says it all needs no builder of its own. Source names are those of transformers'
+the plain case (windows, biases, caps, scales) is read from the ModelSpec, so a family that differs
+only in its configuration needs no builder of its own. Source names are those of transformers'
 decoders (`model.layers.N.self_attn.q_proj`); a caller can give others. Letters: T token rows,
 S sample rows, H hidden width, I inner width, D head width.
 """

@@ -1,4 +1,4 @@
-"""Mistral: Llamas whose layers may all see a window only (Mistral 7B, Nemo, Small; Zephyr).
+"""Mistral: Llamas that may have a window in all layers (Mistral 7B, Nemo, Small; Zephyr).
 
 Ministral is the same with a window in some layers. Their ModelSpec says it all, so `build_llama`
 is their builder.

@@ -1,7 +1,7 @@
 """Keys of a decoder's config.json that cannot change an answer, or may have one value only.
 
-What tells them: code that computes logits from the configuration never looks at them, in
-transformers or anywhere else the checkpoints come from. A key whose meaning is not known for sure
+They qualify because code that computes logits from the configuration never reads them, in
+transformers or anywhere else the checkpoints come from. A key with an uncertain meaning
 is on no list here, and refused by name.
 """
 

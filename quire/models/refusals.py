@@ -1,6 +1,6 @@
-"""What an architecture that does not run is, as far as its configuration tells, and what does run.
+"""Say what an unsupported architecture is, judged by its configuration, and what is supported.
 
-Kinds are told by keys first and by the architecture's name second; who is none of the kinds is
+Kinds are recognized by keys first and by the architecture's name second; any other architecture is
 only named. Knows no family: the registry says which architectures run. Also decides when code that
 a checkpoint brings (auto_map) may be ignored: it is never run.
 """
@@ -20,7 +20,8 @@ NEVER_RUN = (
     "code that comes with a model is never run, because it could do anything on this machine"
 )
 
-_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")  # what an architecture does, after whose it is
+# What an architecture does, after its family's name.
+_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")
 
 _SEES_OR_HEARS = (
     "it also reads pictures or sound ({found}); only text models run, so take a text-only "
@@ -38,7 +39,7 @@ _HEADLESS = (
     "it is a decoder without its head (for embeddings); take the checkpoint that is a {sibling}"
 )
 
-# (what a kind is called, keys that tell it, names that tell it), the first that fits counts.
+# (name of a kind, keys and names that identify it); the first match counts.
 _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         _SEES_OR_HEARS,
@@ -115,7 +116,7 @@ def code_problem(auto_map: Any, architecture: str) -> str | None:
 
 
 def quantization_problem(key: str, value: Any) -> str | None:
-    """What is wrong with a checkpoint whose config.json says how it is quantized, if it does."""
+    """Return what is wrong with a quantized checkpoint's config.json, if anything."""
     if not value:
         return None
     method = "a way of its own"

@@ -197,7 +197,7 @@ def _read_kind(section: ConfigReader, kinds: Mapping[str, str]) -> str:
     for kind in found:
         if not isinstance(kind, str) or kind not in kinds:
             section.note(f"rope_type is {show(kind)}, not supported; {known} are")
-            # The other keys belong to a kind nobody here knows: one problem is enough.
+            # The other keys belong to an unknown kind: one problem is enough.
             section.pass_over_all()
             return "default"
     if len({kinds[kind] for kind in found}) > 1:

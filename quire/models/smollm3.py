@@ -1,4 +1,4 @@
-"""SmolLM 3: a Llama some of whose layers have no rotary angles. (SmolLM 1 and 2 are Llamas.)
+"""SmolLM 3: a Llama with some layers that have no rotary angles. (SmolLM 1 and 2 are Llamas.)
 
 Its ModelSpec says which, so `build_llama` is its builder.
 """

@@ -87,7 +87,7 @@ def _products(program: Program) -> list[Weight]:
 
 
 def _heads(program: Program) -> set[str]:
-    """Names of the weights whose products are the logits."""
+    """Names of the weights of the products that give the logits."""
     logits = program.outputs.get("logits")
     return {
         op.weight

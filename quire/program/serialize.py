@@ -74,7 +74,7 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
 
 
 def digest(program: Program) -> str:
-    """64 hexadecimal digits; equal for programs whose answers are equal in every bit.
+    """Return 64 hexadecimal digits; programs with equal digests give answers equal in every bit.
 
     Covers the numerics version. Leaves out max_positions and the order in which weights were
     declared: no answer depends on them.

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.runner.grammar_rows import NO_MASK, Masks
-from quire.runner.rare_params import ragged
 from quire.runner.slot_tables import SlotTables
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, ragged
 
 Int32s = NDArray[np.int32]
 Index = NDArray[np.intp]
@@ -175,7 +174,7 @@ def sample_batch(
         bias_values=bias_values,
         banned_starts=banned_starts,
         banned_ids=banned_ids,
-        rare=tables.rare.parameters(slots),
+        rare=tables.rare.parameters(slots) if tables.rare.uses[slots].any() else None,
         num_candidates=_num_candidates(slots, tables),
         mask_rows=masks.rows,
         masks=masks.words,

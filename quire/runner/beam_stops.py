@@ -65,7 +65,7 @@ class BeamStops:
         grammars: GrammarRows,
         watches: WatchSource | None,
     ) -> None:
-        self._has: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.has: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._num = 0
         self._rows: list[_Row | None] = [None] * num_slots
         self._tokens = tokens
@@ -77,16 +77,16 @@ class BeamStops:
         sampling, slot = admission.sampling, admission.slot
         if not admission.num_candidates or not (sampling.stop or sampling.structured_outputs):
             return
-        self._num += not self._has[slot]
-        self._has[slot] = True
+        self._num += not self.has[slot]
+        self.has[slot] = True
         if sampling.stop:
             row = self._rows[slot] = _Row(admission)
             self._begin(row)
 
     def retire(self, slot: int) -> None:
         """Keep nothing of a request that is over."""
-        self._num -= int(self._has[slot])
-        self._has[slot] = False
+        self._num -= int(self.has[slot])
+        self.has[slot] = False
         self._rows[slot] = None
 
     def branch(self, sources: Int32s, slots: Int32s) -> None:
@@ -109,10 +109,10 @@ class BeamStops:
         """`candidates` of rows in `slots` [R], whose next tokens get `positions` [R], with what
         ends their answers; and rows that cannot be judged, with the reason."""
         failed: dict[int, str] = {}
-        if candidates is None or not self._num or not self._has[slots].any():
+        if candidates is None or not self._num or not self.has[slots].any():
             return candidates, failed
         ends = np.zeros(candidates.ids.shape, np.bool_)
-        for place in self._has[slots].nonzero()[0].tolist():
+        for place in self.has[slots].nonzero()[0].tolist():
             ids = [id_ for id_ in candidates.ids[place].tolist() if id_ >= 0]
             try:
                 ends[place, : len(ids)] = self._ends(int(slots[place]), int(positions[place]), ids)

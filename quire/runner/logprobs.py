@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from quire.base.records import NO_INTS, PromptScores, StepPlan
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
-from quire.runner.rare_params import ragged
 from quire.runner.slot_tables import SlotTables
+from quire.sampling.batch import ragged
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
 
 Int32s = NDArray[np.int32]
@@ -42,7 +42,7 @@ class ScoredRows:
 
 def scores_some(plan: StepPlan, tables: SlotTables) -> bool:
     """Whether rows of `plan` compute what their requests want scored."""
-    return tables.num_scoring > 0 and bool(_to_score(plan, tables)[1].any())
+    return bool(_to_score(plan, tables)[1].any())
 
 
 def score_prompts(
@@ -83,7 +83,7 @@ def listed_logprobs(
     logits: Float32s, slots: Int32s, tables: SlotTables, executor: Executor
 ) -> Float32s:
     """Of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
-    rows = tables.has_listed[slots].nonzero()[0] if tables.num_listed else ()
+    rows = tables.has_listed[slots].nonzero()[0]
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)
     starts, ids = ragged(

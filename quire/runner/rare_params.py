@@ -1,8 +1,8 @@
 """RareParamsTables: what few requests ask of token choice, by slot; SlotTables' other half.
 
-Knows what SlotTables knows. Always holds: `uses` is set just for slots whose request asks for
-some of it, so that a step without them looks at nothing else here; mirostat's mu of a slot is
-what its request's last token left, 2 tau before its first.
+Invariants: a request without such parameters is never admitted here, and `uses` is set only for
+slots of the others; mirostat's mu of a slot is what its request's last token left, 2 tau before its
+first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
-from quire.sampling.batch import RareParameters
+from quire.sampling.batch import RareParameters, ragged
 
 Int32s = NDArray[np.int32]
 # Fields of SamplingParams by their dtypes; some have shorter names in RareParameters.
@@ -32,18 +32,6 @@ _COUNTS = ("dry_allowed_length", "dry_penalty_last_n", "no_repeat_ngram_size", "
 _OFF = SamplingParams()
 NO_START = np.zeros(1, np.int32)
 NO_START.setflags(write=False)
-# Any of these off its default asks for a rare step; the others say how.
-_ASKING = (
-    "typical_p",
-    "top_n_sigma",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "xtc_probability",
-    "dry_multiplier",
-    "no_repeat_ngram_size",
-    "mirostat",
-    "allowed_token_ids",
-)
 
 
 class RareParamsTables:
@@ -84,9 +72,7 @@ class RareParamsTables:
             [id_ for ids in rules.banned_sequences for id_ in ids], np.int32
         )
         self._allowed[slot] = np.array(sampling.allowed_token_ids or (), np.int32)
-        self.uses[slot] = len(lengths) > 0 or any(
-            getattr(sampling, name) != getattr(_OFF, name) for name in _ASKING
-        )
+        self.uses[slot] = len(lengths) > 0 or sampling.has_rare_steps
         self.has_history[slot] = (
             sampling.dry_multiplier > 0
             or sampling.no_repeat_ngram_size > 0
@@ -94,7 +80,7 @@ class RareParamsTables:
         )
 
     def parameters(self, slots: Int32s | NDArray[np.intp]) -> RareParameters | None:
-        """Those of the rows in `slots`; None where none of them uses any."""
+        """Return the parameters of the rows in `slots`; None if no row uses any."""
         rows = self.uses[slots].nonzero()[0]
         if not len(rows):
             return None
@@ -136,15 +122,3 @@ class RareParamsTables:
         for arrays in (self._floats, self._counts):
             for name, array in arrays.items():
                 array[slot] = getattr(sampling, name)
-
-
-def ragged(parts: list[Int32s], rows: NDArray[np.intp], num_rows: int) -> tuple[Int32s, Int32s]:
-    """(starts [num_rows + 1], values one after the other): parts[i] is of row rows[i], which rise;
-    the rows between have none. So what it takes depends on how many have some."""
-    starts = np.zeros(num_rows + 1, np.int32)
-    if not parts:
-        return starts, NO_INTS
-    lengths = np.zeros(num_rows, np.int32)
-    lengths[rows] = [len(part) for part in parts]
-    np.cumsum(lengths, out=starts[1:])
-    return starts, np.ascontiguousarray(np.concatenate(parts), np.int32)

@@ -98,9 +98,12 @@ class SlotTables:
     def _retire(self, slot: int) -> None:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
         self.tenancy[slot] += 1
-        self.rare.retire(slot)
-        self.grammars.retire(slot)
-        self.ends.retire(slot)
+        if self.rare.uses[slot]:
+            self.rare.retire(slot)
+        if self.grammars.has[slot]:
+            self.grammars.retire(slot)
+        if self.ends.has[slot]:
+            self.ends.retire(slot)
         self._search(slot, 0)
         length = self.tokens.lengths[slot]
         self.tokens.tokens[slot, :length] = 0
@@ -132,9 +135,12 @@ class SlotTables:
             raise ValueError(f"request {admission.request_id} was planned without a seed")
         self.tenancy[slot] += 1
         self.tokens.admit(slot, admission.token_ids, admission.num_prompt_tokens)
-        self.rare.admit(admission)
-        self.grammars.admit(admission)
-        self.ends.admit(admission)
+        if sampling.has_rare_steps or admission.rules.banned_sequences:
+            self.rare.admit(admission)
+        if sampling.structured_outputs is not None:
+            self.grammars.admit(admission)
+        if admission.num_candidates:
+            self.ends.admit(admission)
         self._search(slot, admission.num_candidates)
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = max(sampling.top_k, 0)

@@ -25,7 +25,7 @@ from quire.base.records import (
     no_candidates,
 )
 from quire.runner.batch_builder import sampled_positions
-from quire.runner.grammar_rows import Follow
+from quire.runner.grammar_rows import NO_FOLLOW, Follow
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import TokenChoice
@@ -70,8 +70,11 @@ def step_result(
     for place in computed.no_mask:
         choice.token_ids[place] = -1
     stays = tables.tenancy[slots] == tenancy
-    follow = tables.grammars.follow(slots, positions, np.where(stays, choice.token_ids, -1))
-    candidates, unsure = tables.ends.told(slots, positions, choice.candidates)
+    follow, candidates, unsure = NO_FOLLOW, choice.candidates, dict[int, str]()
+    if tables.grammars.has[slots].any():
+        follow = tables.grammars.follow(slots, positions, np.where(stays, choice.token_ids, -1))
+    if candidates is not None:
+        candidates, unsure = tables.ends.told(slots, positions, candidates)
     for place in follow.failed | unsure:
         choice.token_ids[place] = -1
     failed, errors = _failures(plan, tables, computed, follow.failed | unsure)

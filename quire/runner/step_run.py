@@ -60,7 +60,8 @@ class StepRun:
         self.positions = sampled_positions(plan, plan.starts + plan.counts)  # [R]
         self.tenancy = tables.tenancy[self.slots]
         self._plan, self._means = plan, means
-        self._scores = scores_some(plan, tables)
+        self._scores = tables.num_scoring > 0 and scores_some(plan, tables)
+        self._has_grammar = bool(tables.grammars.has[self.slots].any())
         # Rows whose choice reads logits or a state on the host.
         self.is_on_host = is_late and (
             self._scores
@@ -74,7 +75,7 @@ class StepRun:
         self.reads_tokens = (
             self.is_on_host
             or bool((tables.has_penalty[self.slots] & (unknown > 1)).any())
-            or bool(tables.grammars.has[self.slots].any())
+            or self._has_grammar
         )
         self._is_late = is_late and not self.is_on_host
         self._batch = forward_batch(plan, tables, knows_tokens=knows_tokens)
@@ -88,7 +89,7 @@ class StepRun:
     def begin(self) -> None:
         """The trunk; beside it masks are made, where the tokens before them are known."""
         means = self._means
-        if self._knows_tokens:
+        if self._has_grammar and self._knows_tokens:
             self._masks = means.tables.grammars.begin(self.slots, self.positions)
         try:
             at_once = not self._scores and len(self.slots) <= means.max_samples
@@ -101,7 +102,7 @@ class StepRun:
         """Scores of prompts; the head and token choice, at most max_samples rows at a time. What
         reads tokens is chosen when all steps before are finished."""
         means, most = self._means, self._means.max_samples
-        if not self._knows_tokens:
+        if self._has_grammar and not self._knows_tokens:
             self._masks = means.tables.grammars.begin(self.slots, self.positions)
         if self._scores:
             self._scored = score_prompts(
@@ -138,11 +139,12 @@ class StepRun:
         logits = means.executor.run_head(self._batch, first, count)
         positions = self.positions[rows]
         sampling = means.sampling.of(slots, positions, masks, is_late=self._is_late)
+        listed = np.empty((count, 0), np.float32)
         if self._is_late:
-            listed = np.empty((count, 0), np.float32)
             later = cast(AsyncExecutor, means.executor)
             self._parts.append((later.sample_later(logits, sampling, slots), listed))
             return
-        listed = listed_logprobs(logits, slots, means.tables, means.executor)
+        if means.tables.num_listed:
+            listed = listed_logprobs(logits, slots, means.tables, means.executor)
         choice = means.executor.sample(logits, sampling)
         self._parts.append((lambda: choice, listed))

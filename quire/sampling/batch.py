@@ -11,7 +11,7 @@ steps marked * are in RareParameters (definitions: sampling/rare.py):
    * then DRY: l -= multiplier * base^(n - allowed_length) for tokens that would go on a repeat
    of n >= allowed_length tokens.
 4. l[id] = -inf for banned ids (stop ids while fewer than min_tokens were generated), * for the
-   last ids of banned sequences whose other ids end the history, * for tokens that would
+   last ids of banned sequences where the history ends with the others, * for tokens that would
    complete an n-gram the history has, * for all but the allowed ids, where some are given, and
    for what the row's mask does not allow.
 5. temperature 0: the largest l, ties to the lowest id. Else l /= temperature, and the filters,
@@ -20,7 +20,7 @@ steps marked * are in RareParameters (definitions: sampling/rare.py):
    min_p: drop l < max + log(min_p); top_k: keep the k largest (ties: lower ids first);
    * typical_p: by |surprise - entropy|, smallest first, keep until typical_p of the mass is
    reached, and ties; top_p: over what is left, sorted by (probability down, id up), keep the
-   shortest prefix whose probability reaches top_p of the remaining mass;
+   shortest prefix with a probability of at least top_p of the remaining mass;
    * epsilon_cutoff and eta_cutoff: drop what is less probable, but never the most probable;
    * XTC: by the row's coin, drop all tokens of at least xtc_threshold but the last of them.
    * With mirostat the filters are one: drop tokens of more than mu bits of surprise.
@@ -33,7 +33,7 @@ with mirostat it has no penalties, DRY or bans.
 
 6. A row of a beam (num_candidates above 0) has steps 2 to 4 done on its log-probabilities in place
    of its logits, as transformers' beam search does it, and nothing chosen or filtered: the best
-   num_candidates of what is left above -inf, ties to the lower id, are told with what they are
+   num_candidates of what is left above -inf, ties to the lower id, are returned with their values
    after step 4 and after step 1. There may be fewer, or none. Its token says nothing.
 
 A row with NaN or +inf, in its logits or after step 4 or the temperature, or with nothing left to
@@ -108,8 +108,8 @@ class SampleBatch:
     history: all known tokens of the row's request, prompt first (read only where the row has a
     penalty, DRY, banned sequences or n-grams; may be empty otherwise); num_prompt_tokens of them
     are the prompt.
-    late_slots: of rows whose history lacks its last token, which only the device knows: the slot
-    that has chosen it last; -1 of other rows, empty where no row is one. `completed` adds them.
+    late_slots: of rows with a history that lacks its last token, which only the device has, the
+    slot that chose it; -1 of other rows, empty where no row is one. `completed` adds them.
     num_logprobs: -1 none, else the alternatives wanted (0 to 20).
     banned: ids that may not be chosen now (stop ids while min_tokens is not reached).
     rare: None where no row asks for any of it.
@@ -158,7 +158,7 @@ class SampleBatch:
 
     def completed(self, last: Int32s) -> SampleBatch:
         """The same with nothing late, where the last token of each slot is known: last [slots], -1
-        of one whose row had failed, and which adds nothing."""
+        where the row failed, which adds nothing."""
         if not len(self.late_slots):
             return self
         tokens = np.where(self.late_slots >= 0, last[self.late_slots], -1).astype(np.int32)
@@ -182,3 +182,18 @@ class TokenChoice:
     top_logprobs: Float32s
     mus: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
     candidates: Candidates | None = None
+
+
+def ragged(parts: list[Int32s], rows: NDArray[np.intp], num_rows: int) -> tuple[Int32s, Int32s]:
+    """Return starts [num_rows + 1] and the concatenated values of a ragged array.
+
+    parts[i] belongs to row rows[i], in rising order; all other rows are empty. The cost depends on
+    the number of parts only.
+    """
+    starts = np.zeros(num_rows + 1, np.int32)
+    if not parts:
+        return starts, np.empty(0, np.int32)
+    lengths = np.zeros(num_rows, np.int32)
+    lengths[rows] = [len(part) for part in parts]
+    np.cumsum(lengths, out=starts[1:])
+    return starts, np.ascontiguousarray(np.concatenate(parts), np.int32)

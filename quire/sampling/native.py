@@ -24,23 +24,23 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: _native.Pool) 
     """
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
-    wishes = batch.prepared.get(logits.shape)
-    if wishes is None:
-        wishes = batch.prepared[logits.shape] = _Wishes(logits, batch)
+    params = batch.prepared.get(logits.shape)
+    if params is None:
+        params = batch.prepared[logits.shape] = _ChooseParams(logits, batch)
     num_rows = len(logits)
-    candidates = wishes.candidates(num_rows)
+    candidates = params.candidates(num_rows)
     choice = TokenChoice(
         token_ids=np.empty(num_rows, np.int32),
         logprobs=np.empty(num_rows, np.float32),
-        top_ids=np.empty((num_rows, wishes.num_top), np.int32),
-        top_logprobs=np.empty((num_rows, wishes.num_top), np.float32),
-        mus=np.empty(num_rows if wishes.has_mirostat else 0, np.float32),
+        top_ids=np.empty((num_rows, params.num_top), np.int32),
+        top_logprobs=np.empty((num_rows, params.num_top), np.float32),
+        mus=np.empty(num_rows if params.has_mirostat else 0, np.float32),
         candidates=candidates,
     )
     if num_rows > 0:
         _native.choose(
             pool,
-            wishes.native,
+            params.native,
             logits,
             np.ascontiguousarray(batch.positions, np.int32),
             choice.token_ids,
@@ -64,7 +64,7 @@ _NO_CANDIDATES = (
 )
 
 
-class _Wishes:
+class _ChooseParams:
     """All of a batch but its positions, checked against logits of a shape, as the kernels take
     it."""
 
@@ -74,8 +74,8 @@ class _Wishes:
         self.num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
         self.has_mirostat = has_mirostat(batch)
         self._has_beams = len(batch.num_candidates) > 0
-        self._most_candidates = int(batch.num_candidates.max(initial=0))
-        self.native = _native.Wishes(
+        self._max_candidates = int(batch.num_candidates.max(initial=0))
+        self.native = _native.ChooseParams(
             **_arrays(batch, _FIELDS),
             rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
             mask_rows=np.ascontiguousarray(batch.mask_rows, np.int32),
@@ -87,7 +87,7 @@ class _Wishes:
         """Room for those of beams."""
         if not self._has_beams:
             return None
-        shape = num_rows, self._most_candidates
+        shape = num_rows, self._max_candidates
         return Candidates(
             ids=np.empty(shape, np.int32),
             scores=np.empty(shape, np.float32),

@@ -114,7 +114,7 @@ def mass(x: Floats) -> NDArray[np.float64]:
 
 
 def mass_multiple(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x of [0, 1] rounded to multiples of 2^-34, whose sums are exact in any order."""
+    """x of [0, 1] rounded to multiples of 2^-34, which have exact sums in any order."""
     result: NDArray[np.float64] = (x + _MASS_ROUND) - _MASS_ROUND
     return result
 

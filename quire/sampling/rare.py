@@ -106,7 +106,7 @@ def sigma_drop(values: Float32s, rare: RareParameters, row: int) -> np.float32:
 
 
 def typical(values: Float32s, order: Int32s, share: np.float32) -> Int32s:
-    """Those whose surprise is nearest to the expected one, until they hold `share`."""
+    """Those with a surprise nearest to the expected one, until they hold `share`."""
     below, masses, mean = _expected(values, order)
     distance = np.abs(below - mean)
     nearest = np.argsort(distance, kind="stable")

@@ -191,7 +191,7 @@ def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
 
 
 def _beam_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
-    """What a beam may go on with (step 6), and what is told of the raw logits."""
+    """Candidates of a beam (step 6), and the reported values of the raw logits."""
     if raw.max() == NOTHING:
         return _Row()
     logprobs = log_probabilities(raw)

@@ -3,7 +3,7 @@
 For a row with raw logits l [V]: log-probabilities are l - logsumexp(l), as in step 1 of
 sampling/batch.py, the sum exact in any order. Asked for may be those of a target token and its
 rank, of the best alternatives, and of listed ids. Knows no requests and chooses nothing. Always
-holds: a row's result depends on its own logits and wishes only; a row with NaN, +inf or nothing
+holds: a row's result depends on its own logits and params only; a row with NaN, +inf or nothing
 above -inf fails and touches no other.
 """
 

@@ -17,6 +17,10 @@ from collections.abc import Iterable
 from copy import copy
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.sampling_params import SamplingParams
 from quire.text.pieces import Piece, PieceTable
 
 Span = tuple[str, int]
@@ -234,3 +238,19 @@ def _decoder_like(
     twin = _UTF8(errors)
     twin.setstate(decoder.getstate())
     return twin
+
+
+def answer_detokenizer(
+    tokenizer: Vocabulary,
+    sampling: SamplingParams,
+    prompt_ids: NDArray[np.int32],
+    shown_ids: frozenset[int],
+) -> Detokenizer:
+    """Return the detokenizer of an answer: of its stream, and of the engine where text ends beams.
+
+    shown_ids: special tokens that are text.
+    """
+    continues = len(prompt_ids) > 0 and int(prompt_ids[-1]) not in tokenizer.special_ids
+    return Detokenizer(
+        tokenizer, sampling.skip_special_tokens, continues=continues, shown_ids=shown_ids
+    )

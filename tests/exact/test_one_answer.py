@@ -8,6 +8,7 @@ must reach its goals: cases that are easy prove nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from quire.base.records import Request
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import CacheRows, ForwardBatch
+from tests.conftest import SHOWN
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
@@ -69,15 +71,14 @@ def test_every_request_gets_the_tokens_and_logprobs_it_gets_alone(
 
 
 def test_the_drawn_cases_are_hard_ones(
-    outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]
+    outcomes: list[Outcome], record_property: Callable[[str, object], None]
 ) -> None:
     shares = {
         name: sum(getattr(outcome, name) for outcome in outcomes) / len(outcomes) for name in GOALS
     }
     num_streams = sum(len(outcome.streams) for outcome in outcomes)
-    with capsys.disabled():
-        shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        print(f"\nexact: {len(outcomes)} cases, {num_streams} streams; {shown}")
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    record_property(SHOWN, f"exact: {len(outcomes)} cases, {num_streams} streams; {shown}")
     if len(outcomes) < ENOUGH_FOR_COVERAGE:
         pytest.skip(f"{len(outcomes)} cases are too few to speak of shares")
     missed = {name: shares[name] for name, goal in GOALS.items() if shares[name] < goal}

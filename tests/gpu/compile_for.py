@@ -33,17 +33,15 @@ from quire.execute.gpu.kernels.activation import activation
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.device_params import DeviceSamplingParams
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
-from quire.execute.gpu.kernels.grouped import Groups
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
-from quire.execute.gpu.kernels.lora import adapt
 from quire.execute.gpu.kernels.moe import experts
 from quire.execute.gpu.kernels.norm import norm
-from quire.execute.gpu.kernels.wishes import Wishes
 
 F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn
 TARGET = GPUTarget("cuda", 90, 32)
@@ -257,17 +255,17 @@ def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool =
 VOCABULARY = 128256
 
 
-def _wishes(rows: int) -> Wishes:
+def _params(rows: int) -> DeviceSamplingParams:
     """Without memory, whose bits cannot be seen as another type's."""
     numbers = {name: tensor(rows, dtype=F32) for name in ("temperature", "top_p", "min_p")}
     ints = {name: tensor(rows, dtype=I32) for name in ("top_k", "streams", "positions")}
     seeds = tensor(rows, dtype=torch.int64)
-    return Wishes(words=tensor(8, rows, dtype=I32), seeds=seeds, **numbers, **ints)
+    return DeviceSamplingParams(words=tensor(8, rows, dtype=I32), seeds=seeds, **numbers, **ints)
 
 
 def _scores() -> None:
     logits, ids = tensor(4, VOCABULARY, dtype=F32), tensor(4, dtype=I32)
-    score_listed(logits, score_rows(logits, ids, ids, most_top=20), ids, ids)
+    score_listed(logits, score_rows(logits, ids, ids, max_top=20), ids, ids)
 
 
 def _last_tokens() -> None:
@@ -312,12 +310,6 @@ def _experts(rows: int) -> None:
     experts(x, gate_up, down, ids, shares, tensor(rows, 2048, dtype=F32))
 
 
-def _adapt(rows: int) -> None:
-    groups = Groups.of(tensor(rows, dtype=I32), 8)
-    shrink, expand, y = tensor(8, 16, WIDTH), tensor(8, MIDDLE, 16), tensor(rows, MIDDLE)
-    adapt(tensor(rows, WIDTH), shrink, expand, tensor(8, dtype=F32), groups, y)
-
-
 CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "norm with residual": _norm,
     "norm into fp8 by token": lambda: _norm(_rows(WIDTH, "token")),
@@ -343,7 +335,7 @@ CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "exact bf16, 2048 rows of 1024": lambda: _linear(2048, 1024),
     "exact f32, 2048 rows": lambda: _linear(2048, WIDTH, F32),
     "token choice": lambda: choose_tokens(
-        tensor(4, VOCABULARY, dtype=F32), _wishes(4), tensor(4, dtype=I32)
+        tensor(4, VOCABULARY, dtype=F32), _params(4), tensor(4, dtype=I32)
     ),
     "scores": _scores,
     "last tokens": _last_tokens,
@@ -353,7 +345,6 @@ CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "fp8 by channel, 2048 rows": lambda: _fp8(2048, by_block=False),
     "experts, 4 rows": lambda: _experts(4),
     "experts, 4096 rows": lambda: _experts(4096),
-    "adapters, 4 rows": lambda: _adapt(4),
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from quire.base.records import NO_INTS
 from quire.execute.gpu import choice
 from quire.execute.gpu.kernels import edit_logits as edit_kernels
+from quire.execute.gpu.kernels.device_params import rows_for_the_host
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
-from quire.execute.gpu.kernels.wishes import rows_for_the_host
 from quire.sampling import reference, scoring
 from quire.sampling.batch import SampleBatch
 from quire.sampling.scoring import ScoreBatch

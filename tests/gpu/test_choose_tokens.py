@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
-from quire.execute.gpu.kernels.wishes import Wishes
+from quire.execute.gpu.kernels.device_params import DeviceSamplingParams
 from quire.sampling import reference
 from quire.sampling.batch import SampleBatch
 from tests.kernels.sampling_cases import make_batch
@@ -22,7 +22,7 @@ VOCABULARY = 2500
 def chosen(logits: NDArray[np.float32], batch: SampleBatch) -> list[int]:
     """By the kernels."""
     token_ids = torch.full((len(logits),), -7, dtype=torch.int32)
-    choose_tokens(torch.from_numpy(logits), Wishes.of(batch), token_ids)
+    choose_tokens(torch.from_numpy(logits), DeviceSamplingParams.of(batch), token_ids)
     return token_ids.tolist()
 
 
@@ -96,11 +96,11 @@ def test_vocabularies_of_all_sizes(vocabulary: int) -> None:
 def test_a_row_is_chosen_alone_as_among_others(given: dict[str, Any]) -> None:
     rng = np.random.default_rng(4)
     logits = drawn_logits(rng, 7, VOCABULARY)
-    wishes = {"temperature": 1.0, "seeds": rng.integers(-(2**63), 2**63 - 1, 7)} | given
-    together = chosen(logits, make_batch(7, **wishes))
+    params = {"temperature": 1.0, "seeds": rng.integers(-(2**63), 2**63 - 1, 7)} | given
+    together = chosen(logits, make_batch(7, **params))
     for row in (0, 3, 6):
         one = {
             name: [value[row]] if isinstance(value, (list, np.ndarray)) else value
-            for name, value in wishes.items()
+            for name, value in params.items()
         }
         assert chosen(logits[row : row + 1], make_batch(1, **one)) == [together[row]]

@@ -18,7 +18,7 @@ from tests.gpu.compile_for import CASES
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 # The search for top_k and top_p keeps some of its sums in memory; many rows of attention and of
 # products some of what they look at once in a piece.
 MAX_STACK = {"_finish": 256, "attention_items": 160, "_linear": 448}
@@ -63,7 +63,7 @@ def printed(module: str, cache: Path, shares: Sequence[Sequence[str]] = ((),)) -
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A line a kernel."""
-    titles, count = list(CASES), min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    titles, count = list(CASES), min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     shares = [titles[first::count] for first in range(count)]
     lines = printed("tests.gpu.compile_for", tmp_path_factory.mktemp("compiled"), shares)
     return [json.loads(line) for line in lines]

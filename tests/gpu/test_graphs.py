@@ -103,7 +103,7 @@ def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
     executor.run_trunk(batch)
     logits = executor.run_head(batch, 0, 3)
     assert isinstance(logits, torch.Tensor)
-    wishes = SampleBatch(
+    params = SampleBatch(
         temperature=np.array([0, 1, 0.7], np.float32),
         top_k=np.array([0, 5, 0], np.int32),
         top_p=np.array([1, 0.9, 1], np.float32),
@@ -122,7 +122,7 @@ def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
         bias_values=np.array([30.0], np.float32),
         banned_starts=np.zeros(4, np.int32),
     )
-    found, right = executor.sample(logits, wishes), reference.choose(logits.numpy(), wishes)
+    found, right = executor.sample(logits, params), reference.choose(logits.numpy(), params)
     assert found.token_ids.tolist() == right.token_ids.tolist()
     assert found.token_ids[0] == 9
     assert np.array_equal(found.top_ids, right.top_ids)

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from quire.execute.gpu import twins
 from quire.execute.gpu.kernels.grouped import Groups, grouped
-from quire.execute.gpu.kernels.lora import adapt
 from quire.execute.gpu.kernels.moe import experts
 from tests.gpu.tensors import Float32s, array, empty, normal, rounded, same_bits, tensor, wide
 
@@ -67,32 +66,6 @@ def test_experts(dtype: str) -> None:
     np.testing.assert_allclose(together, expected, rtol=tolerance, atol=tolerance)
     for row in (0, 26):
         assert same_bits(ask(slice(row, row + 1)), together[row : row + 1])
-
-
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_adapters(dtype: str) -> None:
-    rng = np.random.default_rng(2)
-    x, y = normal(rng, 19, 70, dtype=dtype), normal(rng, 19, 33, dtype=dtype)
-    shrink, expand = normal(rng, 3, 8, 70, dtype=dtype), normal(rng, 3, 33, 8, dtype=dtype)
-    shrink = rounded(shrink / 8, dtype)
-    factors, ids = normal(rng, 3), rng.integers(-1, 3, 19)
-    ids[4] = -1
-
-    def ask(rows: slice) -> Float32s:
-        found = wide(y[rows], dtype)
-        groups = Groups.of(ints(ids[rows]), 3)
-        matrices = tensor(shrink, dtype), tensor(expand, dtype)
-        adapt(wide(x[rows], dtype), *matrices, tensor(factors), groups, found)
-        return array(found)
-
-    together = ask(slice(None))
-    expected = twins.adapted(
-        y, x, shrink, expand, factors, ids, stored=lambda low: rounded(low, dtype)
-    )
-    tolerance = TOLERANCE[dtype]
-    np.testing.assert_allclose(together, expected, rtol=tolerance, atol=tolerance)
-    assert same_bits(together[4], y[4])
-    assert same_bits(ask(slice(18, 19)), together[18:])
 
 
 def test_what_does_not_fit_is_refused() -> None:

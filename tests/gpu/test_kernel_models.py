@@ -42,9 +42,9 @@ FAMILIES = [next(case for case in CASES if case.name.startswith(name)) for name 
 
 
 def _logits(
-    folder: Path, dtype: DType, ids: list[int], *wishes: str, exact: bool = True, chunk: int = FEW
+    folder: Path, dtype: DType, ids: list[int], *params: str, exact: bool = True, chunk: int = FEW
 ) -> tuple[np.ndarray, np.ndarray]:
-    program = program_of(folder, dtype, *wishes)
+    program = program_of(folder, dtype, *params)
     length = program.max_positions
     executor = torch_executor(folder, program, exact=exact, kernels=True)
     found = sequence_logits(executor, ids, max_positions=length, chunk=chunk)
@@ -71,14 +71,14 @@ def test_families_agree(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "params",
     [
         *(("int8", "auto"), ("int4-g32", "auto"), ("none", "int8")),
         *(("fp8", "auto"), ("fp8-block", "auto"), ("none", "fp8")),
     ],
 )
-def test_few_bits_agree(wishes: tuple[str, str], tmp_path: Path) -> None:
-    found, right = _logits(LLAMA.write(tmp_path), DType.BF16, LLAMA.token_ids[:FEW], *wishes)
+def test_few_bits_agree(params: tuple[str, str], tmp_path: Path) -> None:
+    found, right = _logits(LLAMA.write(tmp_path), DType.BF16, LLAMA.token_ids[:FEW], *params)
     assert _differ(found, right) <= OF_INTEGERS
 
 
@@ -96,13 +96,13 @@ def test_a_checkpoint_with_fixed_scales_agrees(tmp_path: Path) -> None:
     assert _differ(found, right) <= OF_INTEGERS
 
 
-@pytest.mark.parametrize("wishes", [(), ("fp8", "fp8")])
-def test_chunks_of_any_size_give_the_same_bits(wishes: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("params", [(), ("fp8", "fp8")])
+def test_chunks_of_any_size_give_the_same_bits(params: tuple[str, ...], tmp_path: Path) -> None:
     folder = LLAMA.write(tmp_path)
     ids = np.random.default_rng(4).integers(0, 131, 5).tolist()
-    whole, _ = _logits(folder, DType.BF16, ids, *wishes, chunk=5)
-    ones, _ = _logits(folder, DType.BF16, ids, *wishes, chunk=1)
-    odd, _ = _logits(folder, DType.BF16, ids, *wishes, chunk=3)
+    whole, _ = _logits(folder, DType.BF16, ids, *params, chunk=5)
+    ones, _ = _logits(folder, DType.BF16, ids, *params, chunk=1)
+    odd, _ = _logits(folder, DType.BF16, ids, *params, chunk=3)
     assert np.array_equal(whole, ones)
     assert np.array_equal(whole, odd)
 

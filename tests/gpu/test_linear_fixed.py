@@ -21,7 +21,7 @@ from quire.execute.gpu.kernels.linear_fixed import (
     Workspace,
     choose_tile,
     linear,
-    most_sums,
+    max_sums,
     piece_of,
 )
 from tests.gpu.tensors import (
@@ -115,7 +115,7 @@ def test_pieces_are_all_columns_and_fill_a_card(outputs: int, columns: int) -> N
         assert programs >= FILL
         assert num_r == 1 or rows > 64  # few rows read weights once
         if is_split:
-            assert pieces * rows * outputs <= most_sums(outputs, columns, 4096)
+            assert pieces * rows * outputs <= max_sums(outputs, columns, 4096)
 
 
 def test_many_rows_take_the_tile_that_reads_least() -> None:

@@ -58,9 +58,9 @@ def asked(executor: TorchExecutor, batch: ForwardBatch) -> None:
     plain, slots = make_batch(rows, temperature=1.0), np.arange(rows, dtype=np.int32)
     history = [[1, 2]] * rows
     odd = make_batch(rows, top_k=5, num_logprobs=2, repetition_penalty=1.1, history=history)
-    for wishes in (plain, odd):
-        executor.sample_later(logits, wishes, slots)()
-        executor.sample(logits, wishes)
+    for params in (plain, odd):
+        executor.sample_later(logits, params, slots)()
+        executor.sample(logits, params)
     scores = ScoreBatch(
         targets=slots,
         num_top=np.ones(rows, np.int32),

@@ -95,8 +95,8 @@ class World:
         return self.step(counts, order)
 
 
-def opened(folder: Path, *wishes: str, **more: Any) -> TorchExecutor:
-    program = program_of(folder, DType.BF16, *wishes)
+def opened(folder: Path, *params: str, **more: Any) -> TorchExecutor:
+    program = program_of(folder, DType.BF16, *params)
     return torch_executor(folder, program, kernels=True, blocks=BLOCKS, max_tokens=64, **more)
 
 
@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "exact"),
+    ("params", "exact"),
     [
         (("none", "auto"), True),
         (("none", "auto"), False),
@@ -137,11 +137,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_drawn_steps_have_the_bits_of_launched_ones(
-    wishes: tuple[str, str], exact: bool, folder: Path
+    params: tuple[str, str], exact: bool, folder: Path
 ) -> None:
-    capture, world = LaunchCapture(), World(len(wishes[0]) + exact)
+    capture, world = LaunchCapture(), World(len(params[0]) + exact)
     captured, eager = (
-        opened(folder, *wishes, exact=exact, **more) for more in ({"capture": capture}, {})
+        opened(folder, *params, exact=exact, **more) for more in ({"capture": capture}, {})
     )
     check_same(captured, eager, [world.drawn() for _ in range(NUM_STEPS)])
     assert capture.replayed == captured.steps_replayed >= NUM_STEPS // 2

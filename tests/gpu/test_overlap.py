@@ -142,14 +142,14 @@ def test_kernels_take_the_token_that_kernels_chose_before(tmp_path: Path) -> Non
     for depth in range(3):
         batch = decode_batch(ids.tolist(), [depth] * 3)
         of_late = batch if depth == 0 else replace(batch, token_ids=0 * ids, late_slots=slots)
-        wishes = make_batch(3, temperature=[0.0, 1.0, 0.8], num_logprobs=[2, -1, 0])
+        params = make_batch(3, temperature=[0.0, 1.0, 0.8], num_logprobs=[2, -1, 0])
         logits = []
         for executor, given in ((known, batch), (late, of_late)):
             executor.run_trunk(given, head_rows=3)
             logits.append(executor.run_head(given, 0, 3))
         assert torch.equal(logits[0], logits[1])
-        choice = known.sample(logits[0], wishes)
-        assert_same_choice(late.sample_later(logits[1], wishes, slots)(), choice)
+        choice = known.sample(logits[0], params)
+        assert_same_choice(late.sample_later(logits[1], params, slots)(), choice)
         ids = choice.token_ids
 
 
@@ -158,9 +158,9 @@ def test_rows_that_are_chosen_on_the_host_are_not_chosen_later(tmp_path: Path) -
     executor = torch_executor(folder, program_of(folder, DType.F32), kernels=True)
     batch = decode_batch([3, 4], [0, 0])
     executor.run_trunk(batch)
-    wishes = make_batch(2, temperature=1.0, rare={"typical_p": [1.0, 0.5]})
+    params = make_batch(2, temperature=1.0, rare={"typical_p": [1.0, 0.5]})
     with pytest.raises(ValueError, match="chosen on the host"):
-        executor.sample_later(executor.run_head(batch, 0, 2), wishes, np.array([0, 1], np.int32))
+        executor.sample_later(executor.run_head(batch, 0, 2), params, np.array([0, 1], np.int32))
 
 
 def test_a_slot_whose_last_token_nobody_keeps_is_refused(tmp_path: Path) -> None:

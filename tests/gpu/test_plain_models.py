@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from quire.engine.assembly.precision import with_precision  # noqa: E402
-from quire.execute.few_bits import in_few_bits  # noqa: E402
+from quire.execute.quantized_weights import quantize_weight  # noqa: E402
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
@@ -37,9 +37,9 @@ def _differ(found: np.ndarray, right: np.ndarray) -> float:
 
 
 def _assert_agree(
-    folder: Path, case: Case, dtype: DType, tolerance: float, *wishes: str, exact: bool = True
+    folder: Path, case: Case, dtype: DType, tolerance: float, *params: str, exact: bool = True
 ) -> None:
-    program = program_of(folder, dtype, *wishes)
+    program = program_of(folder, dtype, *params)
     ids = case.token_ids[:NUM_TOKENS]
     right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
     executor = torch_executor(folder, program, exact=exact)
@@ -95,7 +95,7 @@ def test_checkpoints_in_fp8_agree_and_keep_their_codes(
     name = "layers.0.gate_up"
     kept, (matrix, _) = (
         executor.weights.few[name],
-        in_few_bits(program.weights[name], bind(program, checkpoint)),
+        quantize_weight(program.weights[name], bind(program, checkpoint)),
     )
     assert np.array_equal(kept.values.float().numpy(), matrix.values)
     assert np.array_equal(kept.scales.numpy().reshape(matrix.scales.shape), matrix.scales)
@@ -110,13 +110,13 @@ def test_other_caches_agree(kv_cache_dtype: str, dtype: DType, tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize(
-    "wishes", [("none", "auto"), ("int8", "int8"), ("int4-g32", "auto"), ("fp8", "fp8")]
+    "params", [("none", "auto"), ("int8", "int8"), ("int4-g32", "auto"), ("fp8", "fp8")]
 )
 def test_chunks_of_any_size_give_the_same_bits(
-    dtype: DType, wishes: tuple[str, str], tmp_path: Path
+    dtype: DType, params: tuple[str, str], tmp_path: Path
 ) -> None:
     folder = LLAMA.write(tmp_path)
-    program = program_of(folder, dtype, *wishes)
+    program = program_of(folder, dtype, *params)
     ids = np.random.default_rng(4).integers(0, 131, 60).tolist()
     whole, ones, odd = (
         logits_of(

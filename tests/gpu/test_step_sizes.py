@@ -17,12 +17,12 @@ from bench.gpu.models import SHAPES  # noqa: E402
 from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu.attention_steps import AttentionSteps  # noqa: E402
 from quire.execute.gpu.step_sizes import (  # noqa: E402
-    MOST_MIXED,
+    MAX_MIXED,
     Size,
     Sizes,
     ladder,
+    max_mixed,
     mixed_ladder,
-    most_mixed,
 )
 from quire.models.registry import build_program, open_model  # noqa: E402
 from quire.program.batch import ForwardBatch  # noqa: E402
@@ -46,17 +46,17 @@ def _program(name: str, folder: Path) -> Program:
     return build_program(spec, dtype=DType.BF16, max_positions=spec.max_positions)
 
 
-def drawn_batch(rng: np.random.Generator, most_tokens: int) -> ForwardBatch:
+def drawn_batch(rng: np.random.Generator, max_tokens: int) -> ForwardBatch:
     """A mixed step of at most so many tokens: rows that decode and chunks in any order."""
     chunks = rng.integers(1, rng.choice([2, 6, 40]))
-    counts = [1] * int(rng.integers(0, min(most_tokens, 256 - chunks)))
+    counts = [1] * int(rng.integers(0, min(max_tokens, 256 - chunks)))
     for _ in range(chunks):
-        room = most_tokens - sum(counts)
+        room = max_tokens - sum(counts)
         if room < 2:
             break
         counts.append(int(rng.integers(2, rng.choice([3, room + 1]) if room > 2 else 3)))
     if max(counts, default=0) < 2:
-        counts = [*counts[: most_tokens - 2], 2]
+        counts = [*counts[: max_tokens - 2], 2]
     rng.shuffle(counts)
     starts = rng.integers(0, rng.choice([1, 300, 9000]), len(counts)).tolist()
     columns = columns_for(max(np.add(counts, starts)))
@@ -94,21 +94,21 @@ def test_mixed_sizes_are_few_and_whole_numbers_of_16(most: int) -> None:
 
 def test_small_models_are_captured_farther_up(programs: dict[str, Program]) -> None:
     """As far as the host's launches take longer than the device's products."""
-    most = {name: most_mixed(program, 9 * 30) for name, program in programs.items()}
-    assert most["Qwen3-0.6B"] == MOST_MIXED
+    most = {name: max_mixed(program, 9 * 30) for name, program in programs.items()}
+    assert most["Qwen3-0.6B"] == MAX_MIXED
     assert 128 < most["Llama-3.1-8B"] < 512
 
 
 def test_what_is_planned_fills_exactly_what_was_captured(programs: dict[str, Program]) -> None:
     """For every step of a size, and there are few sizes."""
     rng, seen = np.random.default_rng(7), set()
-    sizes = Sizes(LIMITS, mixed=MOST_MIXED)
+    sizes = Sizes(LIMITS, mixed=MAX_MIXED)
     for program in (programs["Llama-3.1-8B"], programs["Qwen3-0.6B"]):
         steps = AttentionSteps(program, limits=LIMITS, exact=False, programs=528)
         room = steps.sizes()
         planned: dict[Size, dict[str, int]] = {}
         for number in range(400):
-            batch = drawn_batch(rng, int(rng.choice([16, 64, 300, MOST_MIXED])))
+            batch = drawn_batch(rng, int(rng.choice([16, 64, 300, MAX_MIXED])))
             size = sizes.of(batch)
             assert size is not None, number
             assert len(batch.token_ids) <= size.tokens

@@ -64,14 +64,14 @@ def test_every_kernel_is_launched_on_the_executors_device(
         capture=Recorder(),
         stream=stream,
     )
-    wishes = make_batch(2, temperature=[0.0, 1.0], num_logprobs=[2, -1])
+    params = make_batch(2, temperature=[0.0, 1.0], num_logprobs=[2, -1])
     slots = np.array([1, 0], np.int32)
     for depth in range(2):
         batch = decode_batch([3, 4], [depth] * 2)
         executor.run_trunk(batch, head_rows=2)
         logits = executor.run_head(batch, 0, 2)
-        executor.sample(logits, wishes)
-        executor.sample_later(logits, wishes, slots)()
+        executor.sample(logits, params)
+        executor.sample_later(logits, params, slots)()
         executor.score(
             logits,
             ScoreBatch(

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.stream import CpuStream, Stream  # noqa: E402
-from quire.execute.gpu.upload import LEAST_A_THREAD, Upload  # noqa: E402
+from quire.execute.gpu.upload import MIN_THREAD_BYTES, Upload  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("make", [CpuStream, SlowStream])
-@pytest.mark.parametrize("sizes", [[1, 100, 64, 65, 63, 1], [3 * LEAST_A_THREAD + 7]])
+@pytest.mark.parametrize("sizes", [[1, 100, 64, 65, 63, 1], [3 * MIN_THREAD_BYTES + 7]])
 def test_bytes_arrive_whole_whatever_their_number(make: type[Stream], sizes: list[int]) -> None:
     stream, rng = make(), np.random.default_rng(3)
     raws = [rng.integers(0, 256, size, np.uint8) for size in sizes]

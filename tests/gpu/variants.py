@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.device_params import WORDS, DeviceSamplingParams
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
@@ -27,7 +28,6 @@ from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
-from quire.execute.gpu.kernels.wishes import WORDS, Wishes
 from tests.gpu.compile_for import TARGET
 
 MOST, WIDTH, OUTPUTS, VOCABULARY = 512, 2048, 64, 1024
@@ -87,8 +87,8 @@ def _choice() -> Launch:
     logits = _rows(torch.float32, VOCABULARY)
 
     def launch(rows: int) -> None:
-        wishes = Wishes.seen_in(torch.zeros((WORDS, rows), dtype=torch.int32))
-        choose_tokens(logits[:rows], wishes, torch.empty(rows, dtype=torch.int32))
+        params = DeviceSamplingParams.seen_in(torch.zeros((WORDS, rows), dtype=torch.int32))
+        choose_tokens(logits[:rows], params, torch.empty(rows, dtype=torch.int32))
 
     return launch
 
@@ -98,7 +98,7 @@ def _scores() -> Launch:
 
     def launch(rows: int) -> None:
         ids = torch.zeros(rows, dtype=torch.int32)
-        score_listed(logits[:rows], score_rows(logits[:rows], ids, ids, most_top=2), ids, ids)
+        score_listed(logits[:rows], score_rows(logits[:rows], ids, ids, max_top=2), ids, ids)
 
     return launch
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
+from tests.conftest import SHOWN
 from tests.repository.source_files import code_files, name_of, tree_of
 
 MAX_FILE_LINES = 700
@@ -26,13 +26,14 @@ def _functions(file: Path) -> list[tuple[int, str]]:
     ]
 
 
-def _show(title: str, sizes: list[tuple[int, str]]) -> None:
-    print(title)
-    for num_lines, name in sorted(sizes, reverse=True)[:NUM_SHOWN]:
-        print(f"{num_lines:6d}  {name}")
+def _table(title: str, sizes: list[tuple[int, str]]) -> list[str]:
+    largest = sorted(sizes, reverse=True)[:NUM_SHOWN]
+    return [title, *(f"{num_lines:6d}  {name}" for num_lines, name in largest)]
 
 
-def test_no_file_is_longer_than_a_reader_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_is_longer_than_a_reader_can_hold(
+    record_property: Callable[[str, object], None],
+) -> None:
     files = [(_num_lines(file), name_of(file)) for file in code_files()]
     functions = [
         found
@@ -40,9 +41,7 @@ def test_no_file_is_longer_than_a_reader_can_hold(capsys: pytest.CaptureFixture[
         if file.suffix == ".py"
         for found in _functions(file)
     ]
-    with capsys.disabled():
-        print()
-        _show("longest files", files)
-        _show("longest functions", functions)
+    lines = _table("longest files", files) + _table("longest functions", functions)
+    record_property(SHOWN, "\n".join(lines))
     too_long = [entry for entry in files if entry[0] > MAX_FILE_LINES]
     assert not too_long, "split these by knowledge"

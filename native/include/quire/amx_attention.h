@@ -2,7 +2,7 @@
 // the same but for the products: a score is a chain of steps of 32 columns, a piece's weighted
 // values are a chain of steps of 32 positions, each step as amx_tiles.h says.
 //
-// Rows share tiles although they see different positions. A score nobody sees is a column of its
+// Rows share tiles although they see different positions. A masked score is a column of its
 // own and is dropped. A value that a row does not see meets probability 0 and changes nothing,
 // unless it is infinite or NaN: values no row of the walk sees are replaced by zeros, and where
 // one that some rows see is not finite, these rows are computed one by one.
@@ -388,8 +388,8 @@ class TileWalk {
         push(&unit);
     }
 
-    // Three units are under way: while this one is scored, the one before becomes probabilities, and
-    // the one before that is added to its rows.
+    // Three units are under way: while this one is scored, the one before becomes probabilities,
+    // and the one before that is added to its rows.
     void push(TileUnit* unit) {
         if (weighed_ != nullptr) plan_values(*weighed_);
         if (unit != nullptr) plan_scores(*unit);
@@ -493,15 +493,15 @@ class TileWalk {
         const Vec most = max(old, fresh);
         const Vec a = exp2_below<float>(sub(old, most)), b = exp2_below<float>(sub(fresh, most));
         const Vec sums = fma(load_n(sum, count), b, mul(load_n(sum_ + row, count), a));
-        float most_of[kLanes], sum_of[kLanes], old_part[kLanes], fresh_part[kLanes];
-        store(most_of, most);
+        float max_of[kLanes], sum_of[kLanes], old_part[kLanes], fresh_part[kLanes];
+        store(max_of, most);
         store(sum_of, sums);
         store(old_part, a);
         store(fresh_part, b);
         for (int i = 0; i < count; ++i, piece += stride_) {
             float* out = out_ + (row + i) * stride_;
             const bool first = num_pieces_[row + i]++ == 0;
-            largest_[row + i] = first ? largest[i] : most_of[i];
+            largest_[row + i] = first ? largest[i] : max_of[i];
             sum_[row + i] = first ? sum[i] : sum_of[i];
             if (first) {
                 for (int64_t c = 0; c < stride_; c += kLanes) store(out + c, load(piece + c));
@@ -525,7 +525,7 @@ class TileWalk {
     const bf16* values_[kSteps];
     Span valid_[kSteps];  // what some row of the walk sees of a step
     int finite_[kSteps];  // -1: not looked at
-    const char* expected_[kStreams] = {};  // null: nobody knows
+    const char* expected_[kStreams] = {};  // null: unknown
     bool configured_ = false;              // whether the tiles are
 
     int num_rows_ = 0;

@@ -1,4 +1,4 @@
-// Tile products in small steps, for whoever has vector work to do meanwhile: the matrix unit and
+// Tile products in small steps, for callers with vector work to do meanwhile: the matrix unit and
 // the vector units of a core work side by side only where their instructions lie side by side.
 //
 // Steps are planned, then taken one by one while something else is computed. Always holds: steps

@@ -19,7 +19,7 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-constexpr int kFewRows = 4;  // rows whose sums and steps fit into registers
+constexpr int kFewRows = 4;  // rows with sums and steps that fit into registers
 
 // From now on denormals are zeros, in and out, as to the matrix unit. Returns the mode before. (No
 // object with a destructor: what unwinds it is library code.)
@@ -183,7 +183,7 @@ __attribute__((noinline)) void few_values(const float* p, const FewLines& values
 }
 
 // A piece as few rows read it: groups of 16 positions, and from them lines in the order they are
-// read. Groups that nobody sees are null until lines are made of them.
+// read. Masked groups are null until lines are made of them.
 template <bool ints>
 class FewPiece {
   public:
@@ -193,7 +193,7 @@ class FewPiece {
     const char* values[kGroups];
     const char* key_scales[kGroups];  // these two of integers only
     const char* value_scales[kGroups];
-    const char* after[kStreams];  // the groups of keys that are read next; null: nobody knows
+    const char* after[kStreams];  // the groups of keys that are read next; null: unknown
 
     // Groups from .. to are seen; a head has `dim` columns, 32 n of them.
     FewPiece(int64_t dim) : dim_(dim) {}

@@ -2,7 +2,7 @@
 // are bound by reading the weights, so all is made to keep that read going.
 //
 // One or two rows are multiplied by vector instructions that do what the matrix unit does, step by
-// step. Up to kStreamedRows are one or two tiles, whose sums stay in them over all of K while the
+// step. Up to kStreamedRows are one or two tiles, and sums stay in them over all of K while the
 // weights stream through.
 // y is written past the caches where the weights are larger than they are: its lines would be
 // gone again before they are read, and writing a line by plain stores reads it first.

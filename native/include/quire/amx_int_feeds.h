@@ -1,7 +1,7 @@
-// What brings integer weights near the matrix unit, a block of 128 of K ahead and part by part, where
-// rows are few (amx_few_int_rows.h): int8 weights, which tiles take as they lie, are touched and
-// fetched; those of int4 become signed bytes in a slot of the first-level cache.
-// Knows no rows and no sums. Only for files compiled once per instruction set, of which one has AMX.
+// What brings integer weights near the matrix unit, a block of 128 of K ahead and part by part,
+// where rows are few (amx_few_int_rows.h): int8 weights, which tiles take as they lie, are touched
+// and fetched; those of int4 become signed bytes in a slot of the first-level cache. Knows no rows
+// and no sums. Only for files compiled once per instruction set, of which one has AMX.
 #pragma once
 
 #include "quire/amx_int_tiles.h"
@@ -37,7 +37,7 @@ class Int8Feed {
     }
 
     __attribute__((always_inline)) void begin(const BlockPlace&) {}
-    // The block whose turn it is, and the one behind it.
+    // The current block, and the one after it.
     __attribute__((always_inline)) void turn(const BlockPlace& here, const BlockPlace&) {
         weights_ = data_ + here.panel * panel_bytes_ + here.index * kSlotBytes;
     }

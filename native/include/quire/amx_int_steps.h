@@ -1,8 +1,8 @@
-// int4 whose groups' scales are multiples of a step (int_steps.h), as bytes for the matrix unit: an
-// integer times its scale's steps. Then 128 of K are one sum, folded by the step alone, and the
+// int4 with group scales that are multiples of a step (int_steps.h), as bytes for the matrix unit:
+// an integer times its scale's steps. Then 128 of K are one sum, folded by the step alone, and the
 // recipe's bits are the same: f32 would have held every partial sum exactly.
 //
-// Which panels are so is read off their scales, whoever made them.
+// Which panels are so is read off their scales, however they were made.
 // Only for files compiled once per instruction set, of which one has AMX.
 #pragma once
 
@@ -166,7 +166,7 @@ QUIRE_VEC void expand_block_steps(const char* block, const char* weights, int64_
     }
 }
 
-// All of a panel, whose scales are multiples of steps. scales: [blocks][32].
+// A whole panel with scales that are multiples of steps. scales: [blocks][32].
 QUIRE_VEC void expand_steps(const char* panel, const IntScheme& scheme, int64_t all_steps,
                             char* bytes, float* scales) {
     for (int64_t step = 0; step < all_steps; step += 2) {

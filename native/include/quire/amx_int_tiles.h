@@ -62,7 +62,7 @@ QUIRE_VEC void configure_int_tiles(int64_t rows, bool half_steps) {
     _tile_loadconfig(&config);
 }
 
-// A batch whose sums wait to be folded.
+// A batch with sums still to be folded.
 struct Batch {
     const int32_t* sums = nullptr;  // [sums][32 rows][32 lanes]; null: none
     const float* scales;            // of the rows, from the batch's first 128 of K
@@ -158,7 +158,7 @@ QUIRE_VEC void fetch_lines(LinesAhead& ahead) {
     ahead.at += 64 * ahead.lines;
 }
 
-// Rows whose F is complete, but for the batch that waits: next .. rows are to be finished.
+// Rows with a complete F, but for the pending batch: next .. rows are to be finished.
 struct Finishing {
     const float* sums = nullptr;
     int64_t panel = 0, first = 0;  // first: row of the block
@@ -407,7 +407,7 @@ __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxSc
     const int64_t products = packs * shape.steps * (kHalfSteps ? 2 : 1);  // of a panel
     Beside beside;
     // One pack's stream is fetched close before its use; several packs fetch the next panel, and
-    // so does int4, whose panels are expanded as a whole.
+    // so does int4, with panels expanded as a whole.
     beside.ahead.near = Shape::kIsInt8 && packs == 1;
     beside.ahead.lines = (panel_bytes / 64 + products - 1) / products;
     int turn = 0, group_turn = 0;

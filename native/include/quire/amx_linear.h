@@ -260,7 +260,7 @@ QUIRE_VEC void multiply_stretch(const AmxGroup& group, int64_t all_steps, int64_
 __attribute__((noinline)) void amx_panels(const AmxBlock& block, const AmxScratch& scratch) {
     const LinearArgs& args = block.args;
     const int64_t k = args.weight.k, steps = steps_of(k), pairs = (k + 1) / 2;
-    const int64_t whole = pairs / kTileRows;  // steps whose weights are all there
+    const int64_t whole = pairs / kTileRows;  // steps with all weights present
     const int64_t bytes = panel_bytes(k, Type::bf16);
     const int64_t packs = (block.rows + kPairRows - 1) / kPairRows;
     const int64_t stretch = packs == 1 ? steps : kStretchSteps;

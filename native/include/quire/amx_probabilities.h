@@ -77,7 +77,7 @@ QUIRE_VEC ScoresOfRow prepare_scores(float* row, Span span, int from, int to, co
 
 // Scores of at most 16 rows, [kPiece] apart, become probabilities of type bf16, as far apart.
 // spans: what each row sees; ones: [kPiece]. Lanes beside it in the first and last vector become
-// zero. Four rows whose largest is looked for, and eight vectors of probabilities, are a slot.
+// zero. A slot is four rows searched for their largest, and eight vectors of probabilities.
 template <bool ints>
 __attribute__((noinline)) void probabilities_beside(float* scores, bf16* p, const Span* spans,
                                                     int count, const Scale& scale,
@@ -106,13 +106,13 @@ __attribute__((noinline)) void probabilities_beside(float* scores, bf16* p, cons
         folded[i] = max(max(most[0], most[1]), max(most[2], most[3]));
         if (i % 4 == 3) steps.take_some();
     }
-    float most_of[kTileRows], sum_of[kTileRows];
-    store(most_of, fold_rows(folded, [](Vec a, Vec b) { return max(a, b); }));
+    float max_of[kTileRows], sum_of[kTileRows];
+    store(max_of, fold_rows(folded, [](Vec a, Vec b) { return max(a, b); }));
     for (int i = 0; i < count; ++i) {
         const ScoresOfRow row = rows[i];
         bf16* to_row = p + i * kPiece;
         const int from = first_of(i), to = end_of(i);
-        const Vec m = set1(most_of[i]);
+        const Vec m = set1(max_of[i]);
         Vec total = zero();
         const auto at = [&](int c) __attribute__((always_inline)) {
             const Vec e = exp2_below<bf16>(sub(mul(row.at<ints>(c), factor), m));
@@ -131,7 +131,7 @@ __attribute__((noinline)) void probabilities_beside(float* scores, bf16* p, cons
         }
         for (; c < to; c += kLanes) store_rounded(to_row + c, at(c));
         folded[i] = total;
-        if (ints) {  // what lies in slots nobody sees may be NaN
+        if (ints) {  // masked slots may hold NaN
             for (c = from; c < spans[i].first; ++c) to_row[c] = bf16{};
             for (c = spans[i].end; c < to; ++c) to_row[c] = bf16{};
         }
@@ -139,7 +139,7 @@ __attribute__((noinline)) void probabilities_beside(float* scores, bf16* p, cons
     for (int i = count; i < kTileRows; ++i) folded[i] = zero();
     store(sum_of, fold_rows(folded, [](Vec a, Vec b) { return add(a, b); }));
     for (int i = 0; i < count; ++i) {
-        largest[i] = most_of[i];
+        largest[i] = max_of[i];
         sum[i] = sum_of[i];
     }
 }

@@ -47,7 +47,7 @@ QUIRE_VEC void release_tiles() { _tile_release(); }
 
 // A stream of weights on its way to the tiles. Tile loads straight from memory keep too few lines
 // coming; so plain loads touch each line before its tile does, and fetches ask for it before that.
-// What is touched is gathered: loads that nobody waits for run too far ahead of the tiles.
+// What is touched is gathered: loads without a dependent run too far ahead of the tiles.
 struct Stream {
     __m512i seen[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
                        _mm512_setzero_si512()};
@@ -63,7 +63,7 @@ struct Stream {
             memory_barrier();
         }
     }
-    // Whoever looks on must think that all of it is used.
+    // The compiler must assume that all of it is used.
     __attribute__((always_inline)) void end() const {
         __asm__ volatile("" : : "v"(seen[0]), "v"(seen[1]), "v"(seen[2]), "v"(seen[3]));
     }

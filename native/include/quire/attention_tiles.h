@@ -185,7 +185,7 @@ QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scal
         total = add(total, e);
         store_rounded(p + i, scale.values != nullptr ? mul(e, load(scale.values + i)) : e);
     }
-    if (scale.values != nullptr) {  // what lies in slots nobody sees may be NaN
+    if (scale.values != nullptr) {  // masked slots may hold NaN
         for (int i = from; i < first; ++i) p[i] = T{};
         for (int i = end; i < to; ++i) p[i] = T{};
     }

@@ -1,10 +1,10 @@
 // DigestTable: from the digest of a chain of token blocks to a number. Knows nothing of what the
 // numbers stand for.
 //
-// Digests are SipHash under a secret key, so their bits need no mixing and nobody can choose ones
-// that meet: a digest's place is its low half, and those that meet lie one after another. Always
-// holds: at most three quarters of the places are taken, and none is free between a digest and the
-// place it asked for.
+// Digests are SipHash under a secret key, so their bits need no mixing and no client can choose
+// ones that meet: a digest's place is its low half, and those that meet lie one after another.
+// Always holds: at most three quarters of the places are taken, and none is free between a digest
+// and the place it asked for.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ class DigestTable {
     // Whether the digest is new and has `number` (>= 0) now; one that is known keeps its own.
     bool put(Digest digest, int32_t number);
 
-    // Drop the digest and tell its number, kNone where it has none.
+    // Drop the digest and return its number, kNone where it has none.
     int32_t take(Digest digest);
 
     void clear();

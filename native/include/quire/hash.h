@@ -24,8 +24,8 @@ void hash_chain(const int32_t* tokens, int64_t num_blocks, int64_t block_size, D
 
 // A large content, digested in pieces so that threads can share it: take() each once, in any order.
 // The digest is SipHash over the length and the pieces' digests in order. A piece is read once, in
-// stripes of eight words as XXH3 reads them, and SipHash ends it: as fast as memory, and one changed
-// word always changes a sum. Tells accidents and edits; no defence against forgers.
+// stripes of eight words as XXH3 reads them, and SipHash ends it: as fast as memory, and one
+// changed word always changes a sum. Detects accidents and edits; no defence against forgers.
 class Content {
   public:
     static constexpr int64_t kPieceBytes = int64_t{1} << 20;

@@ -40,7 +40,7 @@ static inline int64_t row_groups(int64_t k) {
     return (int_steps(k) * kIntStep + kRowGroup - 1) / kRowGroup;
 }
 
-// Of K: elements of an activation group whose products are summed as integers.
+// Of K: elements of an activation group; their products are summed as integers.
 static inline int64_t sum_group(const IntScheme& scheme) {
     return scheme.bits == 8 ? kRowGroup : scheme.group;
 }

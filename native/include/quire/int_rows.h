@@ -2,7 +2,7 @@
 //
 // Of each 128 of K: scale = absmax / 127, integers rint(x * (127 / absmax)). A group below 2^-100
 // counts as zeros with the scale 0; one with an infinity or NaN gets the scale NaN, which makes
-// its row's results NaN and nobody else's. (quire/quant/int_rows.py is the twin.)
+// its row's results NaN and no other row's. (quire/quant/int_rows.py is the twin.)
 //
 // Rows lie in packs, as tiles take them; a pack of c rows is
 //   integers [K/64][c][64];  scales f32 [K/128][c];  starts int32 [sums][c]

@@ -1,6 +1,6 @@
 // Instruction sets: which the build has, which this machine can run, which one is used.
 // Knows their names and tables, not what kernels compute. Always holds: a table that is handed
-// out can run here, and who asks for one by name gets that one or an error, never another.
+// out can run here, and asking for one by name gives that one or an error, never another.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // What every instruction set's kernels take, and the table through which they are called.
 // Plain pointers and sizes only. Strides are in elements unless named `_bytes`. A kernel reads
-// nothing past the last element of a row it is given (rows lie in larger buffers whose other
+// nothing past the last element of a row it is given (rows lie in larger buffers; their other
 // columns may hold NaN) and writes only its output columns.
 //
 // The Row Rule: row i of a result depends on row i of the inputs only, bit for bit, whatever the

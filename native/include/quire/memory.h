@@ -1,5 +1,5 @@
-// Zero-filled memory from the system, pages taken when first touched; huge pages where large.
-// Knows nothing of what lies in it. Always holds: what nobody wrote reads as zero (the padding of
+// Zero-filled memory from the system, pages taken when first touched; huge pages where large. Knows
+// nothing of what lies in it. Always holds: what was never written reads as zero (the padding of
 // packed weights relies on it), and one owner gives it back once.
 #pragma once
 
@@ -14,7 +14,7 @@ class Memory {
     // Throws std::bad_alloc. The base is aligned to at least 64 bytes. At least 64 readable
     // bytes follow the last one asked for.
     explicit Memory(std::size_t bytes);
-    // Bytes of somebody else (a mapped file), who keeps them longer than this lives.
+    // Bytes owned elsewhere (a mapped file), which must outlive this object.
     static Memory borrowed(const char* data, std::size_t bytes);
     ~Memory();
     Memory(Memory&& other) noexcept;

@@ -1,7 +1,7 @@
 // The thread pool: the caller is thread 0, num_threads - 1 workers join it. Calls come from one
-// thread at a time and do not nest. A pool also carries the instruction set its kernels use.
-// Who computes an item never changes its result; kernels must not read the thread number except
-// to find their scratch. Includes no library code (see vec.h for why).
+// thread at a time and do not nest. A pool also carries the instruction set its kernels use. The
+// thread that computes an item never changes its result; kernels must not read the thread number
+// except to find their scratch. Includes no library code (see vec.h for why).
 #pragma once
 
 #include <stdint.h>
@@ -22,10 +22,10 @@ class Pool {
     __attribute__((always_inline)) const KernelTable& kernels() const { return kernels_; }
 
     // body(begin, end, thread) over 0..n in chunks of at most `grain`. Each thread walks one
-    // contiguous run from its front; who is done takes chunks from the far end of another's, and
-    // a worker that has not even started is not waited for.
-    // With at most one chunk, or one thread, the caller does all of it. What a body throws is thrown
-    // here, after all threads have left.
+    // contiguous run from its front; a thread that is done takes chunks from the far end of
+    // another's, and a worker that has not even started is not waited for. With at most one chunk,
+    // or one thread, the caller does all of it. What a body throws is thrown here, after all
+    // threads have left.
     template <class Body>
     void deal(int64_t n, int64_t grain, Body&& body) {
         deal_raw(n, grain,

@@ -38,7 +38,7 @@ struct StepInputs {
 void check_range(const char* name, const int32_t* values, int64_t count, int64_t low, int64_t end);
 
 
-// The run was told to stop between two operations.
+// The run was aborted between two operations.
 struct Aborted : std::runtime_error {
     using std::runtime_error::runtime_error;
 };

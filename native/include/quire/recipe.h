@@ -1,4 +1,4 @@
-// The arithmetic of token choice, one number at a time: see quire/sampling/noise.py, whose bits
+// The arithmetic of token choice, one number at a time: see quire/sampling/noise.py; its bits
 // these repeat. Included by files that are compiled per instruction set, so everything is static:
 // no copy made for one instruction set may be linked into another.
 #pragma once

@@ -49,7 +49,7 @@ struct ChooseArgs {
     int32_t* top_ids;     // [R, K] out
     float* top_logprobs;  // [R, K] out
     float* mus;           // [R] out, or null where no row has mirostat
-    int32_t most_candidates;    // C
+    int32_t max_candidates;     // C
     int32_t* candidate_ids;     // [R, C] out, this and the next two; null as num_candidates is
     float* candidate_scores;    // after bias, penalties and bans
     float* candidate_logprobs;  // the model's own

@@ -37,8 +37,8 @@ class Weight {
     // A matrix may be of integers: it is quantized while it is filled, each row by itself.
     Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints = {});
 
-    // The weight that was packed into `bytes` bytes at `packed`, which outlive it, are aligned to 64
-    // and followed by 64 readable bytes. Throws std::invalid_argument where they do not fit.
+    // The weight that was packed into `bytes` bytes at `packed`, which outlive it, are aligned to
+    // 64 and followed by 64 readable bytes. Throws std::invalid_argument where they do not fit.
     Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
            const char* packed, int64_t bytes);
 

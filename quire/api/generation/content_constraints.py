@@ -19,7 +19,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
 from quire.output_parsers.call_grammar import AnswerRule, CallSyntax, embedded
-from quire.structured.heads import may_begin
+from quire.structured.call_beginnings import may_begin
 
 # A string as llguidance writes it, as a terminal.
 _TEXT = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'

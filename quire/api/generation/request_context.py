@@ -204,7 +204,7 @@ async def encode(
     """
     engine, tokenize = request.engine, request.engine.tokenizer.encode
     if keep_tokens is None:
-        min_tokens = engine.tokenizer.least_tokens(text)
+        min_tokens = engine.tokenizer.min_num_tokens(text)
         if min_tokens + min_output > engine.card.max_model_len:
             found = f"{len(text)} characters, so at least {min_tokens} tokens"
             raise _too_long(engine, found, min_output, param)

@@ -95,7 +95,6 @@ class Exchange:
     # ---- called by the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Record one header."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

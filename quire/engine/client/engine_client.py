@@ -25,10 +25,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.groups import EngineConfig
 from quire.engine.client.launch import EngineProcess, SharedEngine
-from quire.engine.client.open_streams import OpenStreams
+from quire.engine.client.open_streams import OpenStreams, UnreadQueue
 from quire.engine.client.pending_queries import PendingQueries
 from quire.engine.client.request_builder import default_sampling, make_requests
-from quire.engine.client.stream_backpressure import UnreadQueue
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.engine.model_card import EngineState, Health, ModelCard
 from quire.engine.output.best_of import Ranking

@@ -1,14 +1,17 @@
-"""OpenStreams: the streams an engine has not finished, and who waits for each of them.
+"""OpenStreams: streams an engine has not finished, and their owners; UnreadQueue: unread deltas.
 
-Used by all that talk to an engine, EngineClient and LLM, whatever their owners do with text.
-Knows no transport. Always holds: no two streams of an engine have had the same id, so what comes
-late for one that has ended reaches nobody; a stream leaves when the engine says its last word,
-when its stop string came or when its owner lets go, never when somebody gets round to reading.
+EngineClient and LLM share OpenStreams. An UnreadQueue reports that its reader does not keep up, and
+again when it has caught up to a quarter of the bound; it replaces asyncio.Queue, which would cost a
+wake-up per token. Invariants: no two streams of an engine have the same id, so late outputs of an
+ended stream are dropped; a stream leaves when the engine ends it, when its stop string came or when
+its owner releases it; a queue drops nothing and keeps the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from quire.base.records import Request, RequestOutput
@@ -17,6 +20,10 @@ from quire.engine.process.messages import Outputs
 from quire.text.tokenizer import Tokenizer
 
 Owner = TypeVar("Owner")
+Said = TypeVar("Said")
+
+# So many may be taken without anybody else having had a turn.
+_IN_A_ROW = 16
 
 
 class OpenStreams(Generic[Owner]):
@@ -132,3 +139,53 @@ def _pushed(stream: OutputStream, output: RequestOutput, step_ms: float) -> Text
         return stream.push(output, step_ms)
     except Exception as error:  # noqa: BLE001  told to its owner; the step's other streams go on
         return stream.fail(error, engine_knows=output.finish_reason is not None)
+
+
+class UnreadQueue(Generic[Said]):
+    """most: how many may wait before `on_hold(True)` is called; `on_hold(False)` when few do.
+
+    is_held: whether the last call was the first of these. All in the event loop's thread.
+    """
+
+    def __init__(self, most: int, on_hold: Callable[[bool], None]) -> None:
+        self._most = most
+        self._on_hold = on_hold
+        self._loop = asyncio.get_running_loop()
+        self._said: deque[Said] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self.is_held = False
+        self._num_in_a_row = 0
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def put(self, said: Said) -> None:
+        """Something more was said."""
+        self._said.append(said)
+        waiting = self._waiting
+        if waiting is not None:
+            self._waiting = None
+            if not waiting.done():  # its reader was cancelled, if it is
+                waiting.set_result(None)
+        if not self.is_held and len(self._said) > self._most:
+            self._tell(True)
+
+    async def get(self) -> Said:
+        """The next; waits for it. Others get a turn even where much is there: among them who reads
+        what the engine says, and learns that it is too much."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row > _IN_A_ROW:
+            self._num_in_a_row = 0
+            await asyncio.sleep(0)
+        while not self._said:
+            self._num_in_a_row = 0
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        said = self._said.popleft()
+        if self.is_held and len(self._said) <= self._most // 4:
+            self._tell(False)
+        return said
+
+    def _tell(self, is_held: bool) -> None:
+        self._on_hold(is_held)
+        self.is_held = is_held

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.base.errors import ContextTooLong, InvalidParameter
-from quire.base.records import Request, TokenRules
+from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.client.token_rules import Encoder, token_rules
@@ -74,7 +74,9 @@ def make_requests(
         resolved = replace(resolved, logprobs=resolved.logprobs or 0)
     eos_ids = () if sampling.ignore_eos else card.eos_ids
     stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
-    rules = token_rules(sampling, encoder, card.banned_sequences)
+    rules = NO_RULES
+    if sampling.bad_words or sampling.dry_multiplier or card.banned_sequences:
+        rules = token_rules(sampling, encoder, card.banned_sequences)
     if sampling.ends_beams_by_text and shown_ids:
         rules = replace(rules, shown_ids=tuple(sorted(shown_ids)))
     _check_choosable(sampling, rules, stop_ids)

@@ -18,9 +18,8 @@ import msgspec
 
 from quire.base.cache_usage import CacheUsage
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
-from quire.engine.output.text_reader import text_reader
 from quire.engine.output.token_text import PromptLogprobs, TokenText
-from quire.text.detokenizer import Span
+from quire.text.detokenizer import Span, answer_detokenizer
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
 
@@ -97,7 +96,7 @@ class OutputStream:
         self.wants_abort = False
         self._tokenizer = tokenizer
         self._request = request
-        self._detokenizer = text_reader(tokenizer, sampling, prompt, rules.shown_ids)
+        self._detokenizer = answer_detokenizer(tokenizer, sampling, prompt, rules.shown_ids)
         self._tells_chars = rules.counts_chars
         self._counts_chars = rules.counts_chars or sampling.logprobs is not None
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)

@@ -3,8 +3,8 @@
 Sequences with one token row go through narrow tiles, cut so that the whole device is busy; others
 through wide tiles, uncut. Each plan has a place in the step's buffers, so a captured graph finds
 its items at the same address in every step, as many as it was captured with: those beyond a step's
-own name no tokens, and whoever reads one of them ends at once. Knows geometry and rows; no weights
-and no cache.
+own name no tokens, and a program that reads one of them ends at once. Knows geometry and rows; no
+weights and no cache.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class AttentionSteps:
         found: dict[str, int] = {}
         for group, geometry in self.geometries.items():
             wide = geometry.max_wide(self._max_tokens, self._max_sequences)
-            found[f"narrow_items_{group}"] = ITEM_FIELDS * self._most_items(
+            found[f"narrow_items_{group}"] = ITEM_FIELDS * self._max_items(
                 geometry, self._max_sequences
             )
             found[f"merges_{group}"] = MERGE_FIELDS * self._max_sequences
@@ -132,7 +132,7 @@ class AttentionSteps:
             if size is not None:
                 narrow = padded(
                     narrow,
-                    items=self._most_items(geometry, size.sequences),
+                    items=self._max_items(geometry, size.sequences),
                     merges=size.sequences,
                 )
                 tiles = geometry.max_wide(size.tokens, size.chunks) if size.chunks else 0
@@ -176,7 +176,7 @@ class AttentionSteps:
         self._counts |= {name: len(values) for name, values in written.items()}
         return written
 
-    def _most_items(self, geometry: Geometry, num_sequences: int) -> int:
+    def _max_items(self, geometry: Geometry, num_sequences: int) -> int:
         return max_items(num_sequences, kv_heads=geometry.kv_heads, programs=self._programs)
 
 

@@ -1,12 +1,12 @@
-"""BlockPort: blocks on their way between a pool on a device and the memory of the host.
+"""BlockPort: transfers of KV blocks between a pool on a device and host memory.
 
-Two orders of work beside the device's own, one each way, so that steps wait for no bus. A block
-that leaves is first gathered, in the device's own order, into a row of its own there: whoever is
-told later may write into the block at once, and the row crosses the bus in one run while steps go
-on. One that comes crosses into a row and is put into the pool from there, beside the steps, none of
-which knows it yet. By whole blocks, not by layers: a step reads nothing of a block before all of it
-has arrived, so steps stay what they are, captured ones too. Knows no tier. Always holds: telling
-waits for nothing; a row is written again only behind the copy that read it.
+Two streams beside the steps' stream, one each way, so that steps never wait for the bus. An
+outgoing block is first gathered, in the steps' stream, into a staging row on the device: steps
+queued later may overwrite the block at once, and the row crosses the bus in one copy meanwhile. An
+incoming block crosses into a staging row and is scattered into the pool from there, beside the
+steps, none of which refers to it yet. Whole blocks are moved, not layers: a step reads a block only
+after all of it has arrived, so steps do not change, captured ones included. Knows no tier. Always
+holds: queueing never waits; a staging row is reused only behind the copy that read it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 class BlockPort:
-    """Of one pool, with as many rows each way. Blocks leave by one thread, which also tells the
-    steps, and come by one, the same or another. Raises CapacityError where there is no room."""
+    """Transfers of one pool, with `rows` staging rows each way. One thread, which also queues the
+    steps, exports; one thread, the same or another, imports. Raises CapacityError where memory
+    does not suffice."""
 
     def __init__(self, pool: KvPool, device: torch.device, stream: Stream, *, rows: int) -> None:
         self._pool, self._stream = pool, stream
@@ -51,8 +52,8 @@ class BlockPort:
         self._read: list[Mark | None] = [None] * rows  # behind which a row may be written again
 
     def take_out(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
-        """Tell the device to copy blocks as they are now to outs; the result waits until they are
-        there. Values before scales, layer after layer."""
+        """Queue copies of blocks as they are now to outs; the returned function waits for them.
+        Values before scales, layer after layer."""
         first = 0
         while first < len(blocks):
             count = min(len(blocks) - first, len(self._read) - self._next)

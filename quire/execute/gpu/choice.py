@@ -1,8 +1,8 @@
 """Token choice and scores from logits on a device: kernels, and the host for the rows they leave.
 
-The results are those of quire/sampling, bit for bit, whoever chose: kernels for all rows, and then
-the host again for those rows that wishes.rows_for_the_host names, from a copy of their logits.
-Knows no programs and no requests. Always holds: until somebody waits, nothing does.
+The results are those of quire/sampling, bit for bit: kernels choose for all rows, then the host
+chooses again for the rows that device_params.rows_for_the_host names, from a copy of their logits.
+Knows no programs and no requests. Always holds: nothing waits until the result is asked for.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from quire.base.records import Candidates
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.device_params import DeviceSamplingParams, rows_for_the_host
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
-from quire.execute.gpu.kernels.wishes import Wishes, rows_for_the_host
 from quire.execute.gpu.stream import CpuStream, Mark, Stream
 from quire.sampling import reference, scoring
 from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
@@ -41,7 +41,7 @@ SHARED = ("masks", "prepared", "rare", "sequence_rows", "sequence_starts", "sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What the device was told to choose for R rows: it comes to the host behind a mark. scores: of
+    """A choice queued on the device for R rows; it is copied to the host behind a mark. scores: of
     rows that ask, log-probabilities, best ids and theirs."""
 
     batch: SampleBatch
@@ -94,7 +94,7 @@ def choose_later(
     keep: Keep | None = None,
 ) -> Chosen:
     """As `choose`, by kernels alone: rows that are for the host get any token. last: of each slot,
-    where histories lack theirs. keep: told where the device has the tokens."""
+    where histories lack theirs. keep: called with the device's tokens."""
     reference.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
     token_ids = torch.empty((len(logits),), dtype=torch.int32, device=logits.device)
     edits, edited = Edits.of(batch, stream.to_device), None
@@ -105,14 +105,16 @@ def choose_later(
             reference.check_known(batch)
         edited = logits.clone()
         edit_logits(edited, edits)
-    choose_tokens(logits, Wishes.of(batch, stream.to_device), token_ids, edited=edited)
+    choose_tokens(
+        logits, DeviceSamplingParams.of(batch, stream.to_device), token_ids, edited=edited
+    )
     if keep is not None:
         keep(token_ids)
     scores = None
     if (batch.num_logprobs >= 0).any():
         wanted = stream.to_device(np.maximum(batch.num_logprobs, 0))
         num_top = int(batch.num_logprobs.max())
-        found = score_rows(logits, token_ids, wanted, most_top=num_top, needs_target=True)
+        found = score_rows(logits, token_ids, wanted, max_top=num_top, needs_target=True)
         parts = found.logprobs, found.top_ids, found.top_logprobs
         scores = tuple(stream.to_host(part) for part in parts)
     ids = stream.to_host(token_ids)
@@ -127,7 +129,7 @@ def score(logits: torch.Tensor, batch: ScoreBatch, stream: Stream = CPU_STREAM) 
         return stream.to_device(np.array(values, np.int32))
 
     most = int(batch.num_top.max(initial=0))
-    found = score_rows(logits, moved(batch.targets), moved(batch.num_top), most_top=most)
+    found = score_rows(logits, moved(batch.targets), moved(batch.num_top), max_top=most)
     listed_rows = np.repeat(np.arange(len(logits)), np.diff(batch.listed_starts))
     listed = score_listed(logits, found, moved(listed_rows), moved(batch.listed_ids))
     parts = found.logprobs, found.ranks, found.top_ids, found.top_logprobs, listed

@@ -19,9 +19,9 @@ import torch
 from quire.base.errors import DeviceLost, SettingError
 from quire.execute.executor import StepMemoryError
 
-LEAST_CAPABILITY = (8, 0)  # bf16 products; Ampere
+MIN_CAPABILITY = (8, 0)  # bf16 products; Ampere
 FP8_CAPABILITY = (8, 9)  # products and conversions of e4m3; Ada and Hopper
-LEAST_TRITON = (3, 4)
+MIN_TRITON = (3, 4)
 # What PyTorch says where there is no GPU at all, or none is shown to this process.
 NONE_THERE = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs are available")
 # What the first line of an error says that comes from the driver: through PyTorch, or from Triton,
@@ -194,8 +194,8 @@ def _triton_trouble() -> str:
     from triton import __version__ as version
     from triton.runtime import driver
 
-    if _version(version) < LEAST_TRITON:
-        return f"it is {version}, and {_dotted(LEAST_TRITON)} or newer is needed"
+    if _version(version) < MIN_TRITON:
+        return f"it is {version}, and {_dotted(MIN_TRITON)} or newer is needed"
     try:
         driver.active.get_current_target()
     except Exception as error:  # noqa: BLE001  of a compiler, a linker, a folder, a driver
@@ -228,10 +228,10 @@ def _index(wanted: str, num_cards: int) -> int:
 
 def _check_card(device: str, card: Card, machine: Machine) -> None:
     is_nvidia = card.architecture.startswith("sm_")
-    if is_nvidia and card.capability < LEAST_CAPABILITY:
+    if is_nvidia and card.capability < MIN_CAPABILITY:
         raise SettingError(
             f"{device} is a {card.name} of compute capability {_dotted(card.capability)}; "
-            f"{_dotted(LEAST_CAPABILITY)} and newer can multiply bf16 (Ampere and after); take "
+            f"{_dotted(MIN_CAPABILITY)} and newer can multiply bf16 (Ampere and after); take "
             "another card, or --executor native"
         )
     if machine.architectures and not _is_built_for(card, machine.architectures):

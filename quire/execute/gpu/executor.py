@@ -1,6 +1,6 @@
 """TorchExecutor: runs a program with PyTorch and Triton, on a GPU, or on CPU tensors to be tested.
 
-Knows what a step does with what is held for it (held.py, kv_pool.py). On a GPU operations are
+Runs the steps over the executor's buffers (device_buffers.py, kv_pool.py). On a GPU operations are
 kernels (kernel_ops.py), on CPU tensors plain PyTorch (ops.py); steps up to some size are replayed
 from captured graphs (graphs.py). Knows nothing of requests.
 """
@@ -20,15 +20,15 @@ from quire.execute.batch_check import check_batch, check_range
 from quire.execute.executor import StepLimits
 from quire.execute.gpu.block_port import BlockPort
 from quire.execute.gpu.device import device_errors, first_line
+from quire.execute.gpu.device_buffers import attention_steps, rope_angles, step_arena, step_sizes
 from quire.execute.gpu.graphs import Capture, Graphs
-from quire.execute.gpu.held import attention_steps, rope_angles, step_arena, step_sizes
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kv_pool import KvPool
 from quire.execute.gpu.last_tokens import LastTokens
 from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.ops import Call, Place, bind_plain
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
-from quire.execute.gpu.step_sizes import Size, Sizes, most_mixed
+from quire.execute.gpu.step_sizes import Size, Sizes, max_mixed
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.program.batch import ForwardBatch
 from quire.program.program import Program
@@ -96,8 +96,8 @@ class TorchExecutor:
             segment: bind_segment(segment) for segment in SEGMENTS
         }
         self._counts: Counts | None = None
-        self._head_of: tuple[ForwardBatch, int] | None = None  # whose logits are there already
-        self.sizes = Sizes(limits, mixed=most_mixed(program, len(self._calls["trunk"])))
+        self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
+        self.sizes = Sizes(limits, mixed=max_mixed(program, len(self._calls["trunk"])))
         self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -223,7 +223,7 @@ class TorchExecutor:
         if isinstance(logits, np.ndarray):
             return self._sample_plain_later(logits, batch, slots)
         from quire.execute.gpu.choice import choose_later
-        from quire.execute.gpu.kernels.wishes import rows_for_the_host
+        from quire.execute.gpu.kernels.device_params import rows_for_the_host
 
         if rows_for_the_host(batch).any():
             raise ValueError("some of these rows are chosen on the host: sample does it")

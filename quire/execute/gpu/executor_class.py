@@ -14,9 +14,9 @@ from quire.base.errors import CapacityError, ModelError, SettingError
 from quire.config.machine import MachineMemory
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.gpu.device import lacks_memory
+from quire.execute.gpu.device_buffers import step_sizes
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.graphs import capture_of
-from quire.execute.gpu.held import step_sizes
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.step_buffers import StepBuffers
@@ -35,7 +35,7 @@ FULL_STEP_TOKENS = 2048
 class TorchExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
 
-    exact: products whose bits a row has whatever rows are beside it. has_fp8: its kernels know it.
+    exact: a row's bits do not depend on the rows beside it. has_fp8: its kernels know it.
     captures: whether a GPU's steps are replayed from graphs.
     """
 
@@ -106,7 +106,7 @@ class TorchExecutorClass:
         return device_memory(self.device)
 
     def plans_in_flight(self) -> int:
-        """See ExecutorClass: a GPU is told the next step while it computes one."""
+        """See ExecutorClass: a GPU's next step is queued while it computes one."""
         return 1 if self.device.type == "cpu" else 2
 
     def full_step_tokens(self) -> int:
@@ -147,7 +147,7 @@ class TorchExecutorClass:
 
 
 def _pack(*, runs_kernels: bool) -> Pack:
-    """Integer weights as those who compute take them."""
+    """Return how integer weights are packed for the operations."""
     if not runs_kernels:
         return IntWeight.of
     from quire.execute.gpu.products import pack_ints

@@ -4,8 +4,8 @@ way to a product of few bits.
 q/k norm, rope and store_kv follow one another in most families; kernels/store_kv.py does all of it
 in one pass over queries, keys and values. A norm or an activation makes the bytes that the product
 after it takes, which would be a launch of their own. Knows operations; no tensors. Always holds:
-heads are taken together only in that order, on the same heads, and where nobody reads the keys
-afterwards: these are in the cache then, and nowhere else; rows that others read are there for them.
+heads are taken together only in that order, on the same heads, and where no operation reads
+the keys afterwards, since they are in the cache only; rows that later operations read are stored.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _is_head_norm(op: Norm, head_dim: int) -> bool:
 
 
 def _is_read(program: Program, segment: str, first: int, view: View) -> bool:
-    """Does anybody read these columns from the segment's operation `first` on?"""
+    """Whether these columns are read from the segment's operation `first` on."""
     names = list(program.segments)
     later = [
         *program.segments[segment][first:],

@@ -20,7 +20,7 @@ from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight
 
 E4M3 = torch.float8_e4m3fn
-OUTPUTS = 16  # of whose multiples the library's products are
+OUTPUTS = 16  # the library's products need multiples of it
 BY_TENSOR, BY_ROW = "tensor", "row"
 LibraryProduct = Callable[[ByteRows, Tensor], None]
 
@@ -59,7 +59,7 @@ def product_for(
         return None
     scales = weight.scales
     if scales.dim() == 1 and bool((scales == scales[0]).all()):
-        scales = scales[:1]  # of its tensor, whose product is the faster one
+        scales = scales[:1]  # of its tensor, which has the faster product
     kinds = {(outputs,): "channel", (1,): "tensor"}
     form = scales_for(
         exact=exact,

@@ -21,10 +21,15 @@ import torch
 from torch import Tensor
 
 from quire.execute.executor import Progress
-from quire.execute.few_bits import fixed_input_scale, in_few_bits, stored_fp8, stored_scales
 from quire.execute.gpu.plain import E4M3, quantize_fp8
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.execute.gpu.upload import Bytes, Upload
+from quire.execute.quantized_weights import (
+    fixed_input_scale,
+    quantize_weight,
+    stored_fp8,
+    stored_scales,
+)
 from quire.program.declarations import Weight, WeightForm, WeightPart
 from quire.program.program import Program
 from quire.program.tensors import DType
@@ -33,7 +38,7 @@ from quire.quant.scheme import Scheme
 from quire.weights.binding import Binding
 from quire.weights.content import WeightsDigest, content_digest
 
-DIGESTING_THREADS, MOST_DIGESTING = 8, 16  # tensors that are read and not digested yet
+DIGESTING_THREADS, MAX_DIGESTING = 8, 16  # tensors that are read and not digested yet
 ROWS_AT_ONCE = 8192  # of a weight that becomes fp8: whole blocks, in float32 for a while
 TORCH_TYPES: Mapping[DType, torch.dtype] = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
 
@@ -97,7 +102,7 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All weights by name, those in few bits by themselves, integers as whoever computes with them
+    """All weights by name, those in few bits by themselves, integers as the operations that compute
     packs them; the digest of what they were made of; rows that 8 bits are too coarse for, by
     weight."""
 
@@ -133,7 +138,7 @@ def load(
             elif weight.quantized.is_float:
                 few[name] = _fp8(weight, weight.quantized, binding, device, upload)
             else:
-                matrix, count = in_few_bits(weight, binding)
+                matrix, count = quantize_weight(weight, binding)
                 assert isinstance(matrix, IntMatrix), f"{name} is of integers"
                 few[name] = pack(matrix, device)
                 if count:
@@ -163,13 +168,13 @@ class _Digesting:
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, part: WeightPart) -> None:
-        """A part whose tensor has been read for its weight."""
+        """A part with its tensor already read for its weight."""
         tensor, future = self._binding.content(part), None
         if tensor.name not in self._begun:
             self._begun.add(tensor.name)
             future = self._threads.submit(content_digest, tensor.raw)
         self._out.append((part, future))
-        while len(self._out) > MOST_DIGESTING:
+        while len(self._out) > MAX_DIGESTING:
             self._finish_one()
 
     def hexdigest(self) -> str:

@@ -23,7 +23,7 @@ GPU_RESERVE_BYTES = 1536 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes free on a device now, and the text that says whose they are."""
+    """Bytes free on a device now, and the text that names the device."""
 
     free_bytes: int
     limit: str
@@ -39,7 +39,7 @@ def device_memory(device: torch.device) -> MachineMemory:
     except RuntimeError as error:  # the first call that takes something of the card
         raise SettingError(
             f"{device} is there and cannot be worked with: {first_line(error)}. Another process "
-            "may have it for itself, or hold all of its memory (nvidia-smi shows who); take "
+            "may have it for itself, or hold all of its memory (nvidia-smi shows which); take "
             "another card (--device cuda:N), or end that process"
         ) from error
     return planned(DeviceMemory(free_bytes=free_bytes, limit=f"memory of {device}"))
@@ -70,7 +70,7 @@ def check_left(device: torch.device, *, free_bytes: int | None = None) -> str:
     if left < GPU_RESERVE_BYTES // 4:
         raise CapacityError(
             f"{device}: {mib(left)} are left beside weights, buffers and KV cache, and at least "
-            f"{mib(GPU_RESERVE_BYTES // 4)} are needed for libraries and graphs: somebody else "
-            "took memory meanwhile, or the sum above is wrong; lower --kv-cache-memory"
+            f"{mib(GPU_RESERVE_BYTES // 4)} are needed for libraries and graphs: another "
+            "process took memory meanwhile, or the sum above is wrong; lower --kv-cache-memory"
         )
     return f"{device}: {mib(left)} left beside weights, buffers and KV cache"

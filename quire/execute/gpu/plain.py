@@ -1,8 +1,8 @@
 """Each operation in plain PyTorch: what runs on CPU tensors, and what kernels are compared with.
 
 Operands are tensors of any float type, computed with in float32; a result is float32 and rounded
-by who stores it. With `by_row` a row is computed by itself, in memory of its own, so that its bits
-depend on it alone: libraries choose other instructions by row count and by where a row begins.
+by the caller that stores it. With `by_row` each row is computed alone, in its own memory, so that
+its bits depend on it alone: libraries choose instructions by row count and by alignment.
 Knows no program, no cache and no batch. Letters: R rows, K inputs, N outputs, D head_dim.
 """
 

@@ -2,8 +2,9 @@
 
 Products of bf16 and fp8 are the vendor library's in fast mode, where it has them, and fixed tiles
 in exact mode. Those of few bits take rows in bytes (kernels/byte_rows.py), which are made just
-before, or by whoever makes the rows (fused.py). Knows operations and what is loaded. Always holds:
-a product that is bound stays what it is for any number of rows; in fast mode, but for few of bf16.
+before, or by the operation that makes the rows (fused.py). Knows operations and loaded weights.
+Always holds: a bound product uses one kernel for any number of rows; in fast mode bf16 uses another
+for few rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.execute.gpu import library_fp8
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, most_sums
+from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.load import Fp8Weight
 from quire.execute.gpu.ops import Call, Place
@@ -30,7 +31,7 @@ from quire.program.program import Program
 from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
-# Rows in a byte an element: their type, and whose their scales are.
+# Rows of one byte per element: their type, and what their scales belong to.
 ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
     "int8": (torch.int8, "block"),
     "fp8": (torch.float8_e4m3fn, "token"),
@@ -39,7 +40,7 @@ ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
 }
 ByteProduct = Callable[[ByteRows, Counts], None]
 # Outputs and columns of a weight, and the rows up to which ours is the faster one: what the GPU
-# check tells as "ours up to" (bf16_products). Not yet measured: the vendor's for all.
+# check reports as "ours up to" (bf16_products). Not yet measured: the vendor's for all.
 OURS_UP_TO: Mapping[tuple[int, int], int] = {}
 
 
@@ -67,7 +68,7 @@ class Scratch:
 
     @staticmethod
     def num_bytes(program: Program, limits: StepLimits) -> int:
-        """Bytes of all of it."""
+        """Return the bytes of all buffers."""
         rows = max(limits.max_tokens, limits.max_samples)
         of_rows = sum(
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
@@ -174,4 +175,4 @@ def _sums(program: Program, rows: int) -> int:
     """Elements of the pieces of the largest product that is split over programs."""
     weights = (program.weights[op.weight] for op in _products(program))
     plain = (weight for weight in weights if weight.quantized is None)
-    return max((most_sums(weight.rows, weight.columns, rows) for weight in plain), default=0)
+    return max((max_sums(weight.rows, weight.columns, rows) for weight in plain), default=0)

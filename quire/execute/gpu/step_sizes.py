@@ -26,7 +26,7 @@ LAUNCH_S = 20e-6
 # What a large card reaches in bf16 products of some hundred rows. A slower one has only less to
 # gain: nothing is wrong where these are.
 OPS_PER_S = 6e14
-MOST_MIXED = 2048  # tokens: a small model's step, too, is long by then
+MAX_MIXED = 2048  # tokens: a small model's step, too, is long by then
 FEWEST_MIXED = 16
 FEW_CHUNKS = 16  # prompts side by side in a usual step
 
@@ -57,10 +57,10 @@ def mixed_ladder(most: int) -> tuple[int, ...]:
     return (*found, top) if top else ()
 
 
-def most_mixed(program: Program, num_launches: int) -> int:
+def max_mixed(program: Program, num_launches: int) -> int:
     """Tokens that a device computes while the host launches a step of so many kernels."""
     each = program.segment_cost("trunk", StepShape([1], [0])).product_ops
-    return min(int(num_launches * LAUNCH_S * OPS_PER_S / max(each, 1)), MOST_MIXED)
+    return min(int(num_launches * LAUNCH_S * OPS_PER_S / max(each, 1)), MAX_MIXED)
 
 
 class Sizes:

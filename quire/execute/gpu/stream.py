@@ -1,11 +1,10 @@
-"""Stream: what a device is told to do, in order, beside the host; and copies that nobody waits for.
+"""Stream: work queued on a device in order, beside the host; and asynchronous copies.
 
-On the CPU everything is done when it is said. On a GPU calls launch and return, and copies go
-through pinned memory, which PyTorch keeps until the device has read or written it; whoever needs
-what has come to the host waits for a mark behind it. A device has other orders beside its own, for
-copies that steps do not wait for; they know nothing of each other but what is said to be behind a
-mark of another. Knows no step. Always holds: what is said later in an order is done later; only a
-mark is ever waited for.
+On the CPU calls compute at once. On a GPU calls queue work and return, and copies go through pinned
+memory, which PyTorch keeps until the device has read or written it; a reader of what was copied to
+the host waits for a mark behind the copy. A device has further streams for copies that steps do not
+wait for; streams are ordered against each other only by marks. Knows no step. Always holds: work of
+one stream is done in the order it was queued; the host waits only for marks.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A place in the order."""
+    """A place in a stream."""
 
     def wait(self) -> None:
-        """Until all that was said before it is done."""
+        """Wait until all work queued before it is done."""
 
 
 class Stream(Protocol):
@@ -36,7 +35,7 @@ class Stream(Protocol):
         """While it is open, what this thread launches goes into this order, on this device."""
 
     def do(self, call: Callable[[], None]) -> None:
-        """Tell the device to do what `call` launches."""
+        """Queue what `call` launches."""
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
         """A copy there."""
@@ -48,18 +47,17 @@ class Stream(Protocol):
         """The same in memory that a device reads by itself."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Memory of the host that a device reads and writes by itself, uint8, of any content.
-        Raises RuntimeError."""
+        """Return pinned host memory, uint8, uninitialized. Raises RuntimeError."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Between host memory that is pinned and the device's."""
+        """Queue a copy between pinned host memory and device memory."""
 
     def mark(self, *, sleeps: bool = False) -> Mark:
-        """A place behind all that was said. sleeps: who waits for it leaves the processor to others
-        and comes back a little later."""
+        """Return a mark behind all queued work. sleeps: waiting for it yields the processor and
+        ends a little later."""
 
     def beside(self) -> Stream:
-        """Another order of work of the same device, in which nothing was said."""
+        """Return another, empty stream of the same device."""
 
     def behind(self, mark: Mark) -> None:
         """What is said from now on is done behind `mark`, which is of any order of the device."""

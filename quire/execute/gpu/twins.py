@@ -57,19 +57,3 @@ def experts(
         answers = stored(grouped_rows(hidden, down, ids[:, choice]))
         y = fma(answers, shares[:, choice, None], y)
     return y
-
-
-def adapted(
-    y: Float32s,
-    x: Float32s,
-    shrink: Float32s,
-    expand: Float32s,
-    factors: Float32s,
-    ids: NDArray[np.integer],
-    *,
-    stored: Callable[[Float32s], Float32s],
-) -> Float32s:
-    """y [R, N] + factor * expand (shrink x) of each row's adapter; rows without keep y."""
-    low = stored(grouped_rows(x, shrink, ids))
-    added = fma(grouped_rows(low, expand, ids), factors[np.maximum(ids, 0), None], y)
-    return np.where((ids >= 0)[:, None], added, y)

@@ -2,7 +2,7 @@
 
 A file's pages are copied into one of two rooms of pinned memory, which the device empties while the
 other is filled. Knows no weights. Always holds: a room is written again only when the device has
-read it; what was copied is there for whatever is told in the same order of work afterwards.
+read it; what was copied is there for all work queued in the same stream afterwards.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire.execute.gpu.stream import Mark, Stream
 
 Bytes = NDArray[np.uint8]
 ROOM_BYTES = 64 * 2**20
-MOST_THREADS = 4
-LEAST_A_THREAD = 2**20  # bytes: less is not worth telling a thread
+MAX_THREADS = 4
+MIN_THREAD_BYTES = 2**20  # fewer bytes are not worth a thread
 
 
 class Upload:
@@ -30,7 +30,7 @@ class Upload:
 
     def __init__(self, stream: Stream, *, room_bytes: int = ROOM_BYTES) -> None:
         self._stream, self._size, self._turn = stream, room_bytes, 0
-        self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+        self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="quire-upload")
         count = 2 if stream.is_beside else 0
         self._rooms = [stream.host_memory(room_bytes) for _ in range(count)]
@@ -74,7 +74,7 @@ class Upload:
         return self._rooms[self._turn]
 
     def _fill(self, room: Bytes, piece: Bytes) -> None:
-        share = max(-(-len(piece) // self._num_threads), LEAST_A_THREAD)
+        share = max(-(-len(piece) // self._num_threads), MIN_THREAD_BYTES)
         firsts = range(0, len(piece), share)
         parts = [(room[first : first + share], piece[first : first + share]) for first in firsts]
         for copied in [self._threads.submit(np.copyto, *part) for part in parts]:

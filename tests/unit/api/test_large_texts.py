@@ -25,7 +25,7 @@ class Counting(ByteTokenizer):
         self.lengths.append(len(text))
         return [97] * 8
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         return 0
 
 
@@ -84,7 +84,7 @@ def test_what_cannot_fit_in_any_tokens_is_refused_unread_unless_it_is_cut() -> N
     seen: list[int] = []
 
     class Known(Counting):
-        def least_tokens(self, text: str) -> int:
+        def min_num_tokens(self, text: str) -> int:
             return -(-len(text) // 4)
 
     engine.tokenizer = tokenizer = Known()

@@ -30,7 +30,6 @@ def test_a_time_within_a_year_is_kept_as_a_float(name: str, value: Any) -> None:
     terms = SchedulingParams(**{name: value})
     assert getattr(terms, name) == float(value)
     assert type(getattr(terms, name)) is float
-    assert terms.has_objective
 
 
 @pytest.mark.parametrize("value", [1.5, "1", True, None, 1_000_001, -1_000_001])
@@ -38,10 +37,6 @@ def test_a_priority_is_a_whole_number_within_a_million(value: Any) -> None:
     with pytest.raises(InvalidParameter, match="from -1000000 to 1000000") as caught:
         SchedulingParams(priority=value)
     assert caught.value.param == "priority"
-
-
-def test_who_asks_for_nothing_has_nothing_to_miss() -> None:
-    assert not SchedulingParams(priority=-5, tenant="a").has_objective
 
 
 @pytest.mark.parametrize("value", [None, 5, "x" * 65])

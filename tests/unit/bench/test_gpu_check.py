@@ -39,13 +39,13 @@ while True:
 """
 
 
-def _run(script: str, folder: Path, most_s: float, *more: str) -> tuple[str, str]:
+def _run(script: str, folder: Path, max_s: float, *more: str) -> tuple[str, str]:
     with (folder / "log").open("a+") as log:
         status = supervised(
             [sys.executable, "-c", script, *more],
             environment=os.environ,
             log=log,
-            most_s=most_s,
+            max_s=max_s,
             look=lambda: None,
         )
         log.seek(0)
@@ -63,13 +63,13 @@ def test_whatever_happens_to_a_section_there_is_a_status(fault: str, tmp_path: P
 def test_one_that_hangs_is_ended_with_all_it_began(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     # However slow the machine: the time begins to count for it once it hangs.
-    most_s = 1.0
+    max_s = 1.0
     while True:
-        status, _ = _run(HANGS, tmp_path, most_s, str(place))
+        status, _ = _run(HANGS, tmp_path, max_s, str(place))
         if place.exists() and (told := place.read_text()):
             break
-        most_s *= 2
-    assert status == f"failed: not done after {most_s:.0f} s"
+        max_s *= 2
+    assert status == f"failed: not done after {max_s:.0f} s"
     while _is_alive(int(told)):  # the system ends it when it comes to it
         os.sched_yield()
 
@@ -80,7 +80,7 @@ from bench.gpu.supervise import supervised
 with open(os.devnull, "w") as log:
     supervised(
         [sys.executable, "-c", sys.argv[1], sys.argv[2]],
-        environment=os.environ, log=log, most_s=600, look=lambda: None,
+        environment=os.environ, log=log, max_s=600, look=lambda: None,
     )
 """
 

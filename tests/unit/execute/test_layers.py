@@ -37,12 +37,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def open_executor(kind: type[Any], folder: Path, dtype: DType, **more: Any) -> Executor:
+def open_executor(
+    kind: type[Any], folder: Path, dtype: DType, *, num_threads: int = 1, **more: Any
+) -> Executor:
     spec = open_model(folder)
     executor: Executor = kind(
         build_program(spec, dtype=dtype, max_positions=1024),
         open_checkpoint(folder),
-        ExecutorOptions(limits=StepLimits(max_tokens=96, max_samples=4, max_sequences=2)),
+        ExecutorOptions(
+            limits=StepLimits(max_tokens=96, max_samples=4, max_sequences=2),
+            num_threads=num_threads,
+        ),
         **more,
     )
     executor.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
@@ -56,7 +61,7 @@ def part(start: int, count: int) -> ForwardBatch:
 
 
 def others_step(executor: Executor) -> None:
-    """A step of somebody else, in the pool's last block."""
+    """A step of another request, in the pool's last block."""
     last = NUM_BLOCKS - 1
     batch = sequence_batch(IDS[7:12], 0, BLOCK_SIZE)  # in block 1
     elsewhere = replace(

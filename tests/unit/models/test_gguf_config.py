@@ -145,7 +145,7 @@ def test_divisors_that_no_published_settings_give_count_themselves(tmp_path: Pat
     found = np.array(rope_spec(spec.rotary.full, 32, 512).inv_freq)
     powers = 500_000.0 ** (np.arange(0, 32, 2) / 32)
     np.testing.assert_allclose(found, 1 / (powers * divisors), rtol=1e-6)
-    assert rope_spec(spec.rotary.full, 32, 512).attention.scale == 1
+    assert rope_spec(spec.rotary.full, 32, 512).attention_scale == 1
     assert build_program(spec, dtype=DType.F32, max_positions=512).ropes
 
 

@@ -41,8 +41,9 @@ def test_a_mixed_step_becomes_one_flat_batch() -> None:
     assert second.token_ids.tolist() == [6, 23, 24, 25, 26]
     assert second.caches[0].kv_slots.tolist() == [10, 23, 24, 25, 26]
     for batch in executor.batches:
-        for name in batch.__slots__:
-            array = getattr(batch, name)
+        inner = [getattr(rows, name) for rows in batch.caches for name in rows.__slots__]
+        arrays = [getattr(batch, name) for name in batch.__slots__ if name != "caches"]
+        for array in (*arrays, *inner):
             assert array.dtype == np.int32
             assert array.flags.c_contiguous
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import json_schema
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Undecided, resolved
+from tests.conftest import SHOWN
 from tests.data import outside
 from tests.unit.structured.conftest import Accepts, told
 
@@ -92,7 +94,7 @@ def test_own_schemas_take_valid_instances_and_no_others(number: int, accepts: Ac
 
 
 def test_the_sample_compiles_and_its_instances_are_told_apart(
-    compiler: GrammarCompiler, accepts: Accepts, capsys: pytest.CaptureFixture[str]
+    compiler: GrammarCompiler, accepts: Accepts, record_property: Callable[[str, object], None]
 ) -> None:
     refused: Counter[str] = Counter()
     wrong: list[str] = []
@@ -118,9 +120,11 @@ def test_the_sample_compiles_and_its_instances_are_told_apart(
                     if is_taken != test["valid"] and case["name"] not in NOT_TAKEN:
                         wrong.append(f"{case['name']}: {told(test['data'])[:200]}")
     share = 1 - refused.total() / num_schemas
-    with capsys.disabled():
-        print(f"\nschemas: {share:.1%} of {num_schemas} compile, {num_valid} valid and ", end="")
-        print(f"{num_invalid} invalid instances; refused: {dict(refused.most_common())}")
+    record_property(
+        SHOWN,
+        f"schemas: {share:.1%} of {num_schemas} compile, {num_valid} valid and "
+        f"{num_invalid} invalid instances; refused: {dict(refused.most_common())}",
+    )
     assert wrong == []
     assert share >= LEAST_SHARE
 

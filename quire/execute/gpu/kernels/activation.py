@@ -25,9 +25,9 @@ from quire.execute.gpu.kernels.rounding import as_type
 from quire.quant.scheme import ACTIVATION_GROUP
 
 FORMS = ("silu", "gelu", "gelu_tanh", "relu")
-MOST_COLUMNS = 2048  # of one program
+MAX_COLUMNS = 2048  # of one program
 # A row that has one scale is one program's; of this form more does not fit into its registers.
-MOST_OF_A_ROW = {"gelu_tanh": 8192}
+MAX_OF_A_ROW = {"gelu_tanh": 8192}
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def activation(
     """y [R, N] = form(gate [R, N]) * up [R, N], without up where there is none.
 
     f32 or bf16, any row strides; y may be gate or up. out: room for y in bytes; without stores_y
-    nobody reads y afterwards, and its dtype is what counts.
+    y is not written; only its dtype counts.
     """
     rows, width = gate.shape
     check_rows("gate", gate)
@@ -90,14 +90,14 @@ def activation(
         check_rows("up", up, rows, width)
     if form not in FORMS:
         raise ValueError(f"activation {form!r}; {', '.join(FORMS)} exist")
-    least, most = 1, MOST_COLUMNS
+    least, most = 1, MAX_COLUMNS
     if out is not None:
         room_for(out, rows, width)
-        least, most = ACTIVATION_GROUP, MOST_COLUMNS if out.scaled != "token" else 2**30
+        least, most = ACTIVATION_GROUP, MAX_COLUMNS if out.scaled != "token" else 2**30
     if rows == 0:
         return
     block = power_of_two(width, least=least, most=most)
-    if out is not None and block > MOST_OF_A_ROW.get(form, block):
+    if out is not None and block > MAX_OF_A_ROW.get(form, block):
         activation(gate, up, y, form=form)
         quantize_rows(y, out)
         return
@@ -118,6 +118,6 @@ def activation(
         STORES_Y=stores_y,
         BYTES=out.scaled if out is not None else "",
         LARGEST=out.largest if out is not None else 0.0,
-        num_warps=power_of_two(block // 256, most=8 if block <= MOST_COLUMNS else 16),
+        num_warps=power_of_two(block // 256, most=8 if block <= MAX_COLUMNS else 16),
         **EXACT,
     )

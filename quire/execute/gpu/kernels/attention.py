@@ -1,6 +1,6 @@
 """Launches of attention over a paged cache: decode and prefill rows, any mix, by planned items.
 
-`attention` runs a list of tiles (attention_plan.py) through the kernels of attention_walk.py, whose
+`attention` runs a list of tiles (attention_plan.py) through the kernels of attention_walk.py, their
 docstring says what holds of a row's bits. Tiles of few rows (narrow) suit decode, tiles of 128
 suit prefill; both run the same recipe, so one launch of either may hold any rows. Letters: T token
 rows, S sequences, C table columns, D head_dim.

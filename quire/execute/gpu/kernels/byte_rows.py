@@ -20,7 +20,7 @@ from quire.quant.scheme import ACTIVATION_GROUP
 
 GROUP = tl.constexpr(ACTIVATION_GROUP)
 GROUPS_AT_ONCE = 8
-MOST_GROUPS = 256  # of a row with one scale: 32,768 columns
+MAX_GROUPS = 256  # of a row with one scale: 32,768 columns
 SCALES = ("block", "token", "tensor")
 
 
@@ -134,8 +134,8 @@ def room_for(out: ByteRows, rows: int, columns: int) -> ByteRows:
             f"room for values {tuple(out.values.shape)} and scales {tuple(out.scales.shape)}; "
             f"at least {rows} rows of {width} are needed"
         )
-    if out.scaled == "token" and out.groups > MOST_GROUPS:
-        raise ValueError(f"{columns} columns; up to {MOST_GROUPS * 128} may share a scale")
+    if out.scaled == "token" and out.groups > MAX_GROUPS:
+        raise ValueError(f"{columns} columns; up to {MAX_GROUPS * 128} may share a scale")
     return out.first(rows)
 
 

@@ -7,7 +7,7 @@ and min_p keep is the beginning of one order (value down, id up) and so a last v
 Counts and masses are whole numbers: no order of adding them matters.
 
 What is in the logits before (bias, penalties, bans, masks) is edit_logits.py's; which rows are not
-for the device is wishes.py's. Always holds: a row's token depends on its own logits and parameters
+for the device is params.py's. Always holds: a row's token depends on its own logits and parameters
 only; a row with NaN, +inf or nothing to choose gets -1.
 """
 
@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.execute.gpu.kernels.device_params import DeviceSamplingParams
 from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.noise import gumbel, mass, minus_log, row_key
-from quire.execute.gpu.kernels.wishes import Wishes
 
 BLOCK = 1024  # tokens
 SMALLEST_TEMPERATURE = tl.constexpr(2.0**-40)
@@ -27,7 +27,7 @@ SMALLEST_MIN_P = tl.constexpr(2.0**-126)
 NOTHING = tl.constexpr(float("-inf"))
 NO_ID = tl.constexpr(2**30)
 DIGITS = tl.constexpr(16)  # of four bits
-# Where these lie depends on how many rows there are (Wishes); a kernel is not compiled for that.
+# Their addresses depend on the number of rows (DeviceSamplingParams): not compiled in.
 OF_ROWS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "streams", "positions")
 
 
@@ -128,7 +128,7 @@ def _end_of(
         shift = 28 - 4 * place
         sums = tl.zeros([BLOCK, DIGITS], tl.int64 if BY_MASS else tl.int32)
         for block in range(BLOCKS):
-            # Blocks all of whose tokens lie lower than what is looked for are not read.
+            # Blocks in which all tokens lie below the sought value are not read.
             if (_ordered(tl.load(largest + row * BLOCKS + block)) >> (shift + 4)) >= prefix:
                 ids = block * BLOCK + at
                 values = _values(edited, row, ids, ids < V, V, temperature)
@@ -307,7 +307,7 @@ def _finish(
 
 def choose_tokens(
     logits: torch.Tensor,
-    wishes: Wishes,
+    params: DeviceSamplingParams,
     token_ids: torch.Tensor,
     *,
     edited: torch.Tensor | None = None,
@@ -315,7 +315,7 @@ def choose_tokens(
     """token_ids int32 [R] = a token of each row of logits f32 [R, V], both side by side.
 
     edited: logits after bias, penalties, bans and masks, where some row has any. Only what is in
-    `wishes` (temperature, top_k, top_p, min_p) is looked at: wishes.rows_for_the_host says which
+    `params` (temperature, top_k, top_p, min_p) is looked at: params.rows_for_the_host says which
     rows ask for more.
     """
     rows, vocabulary = logits.shape
@@ -324,10 +324,10 @@ def choose_tokens(
         check_rows(name, tensor, rows, vocabulary)
         if tensor.dtype != torch.float32 or (rows > 1 and tensor.stride(0) != vocabulary):
             raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}; f32 is needed")
-    if token_ids.shape != (rows,) or wishes.temperature.shape[0] < rows:
+    if token_ids.shape != (rows,) or params.temperature.shape[0] < rows:
         raise ValueError(
-            f"{rows} rows of logits, room for {tuple(token_ids.shape)} tokens, wishes for "
-            f"{wishes.temperature.shape[0]}"
+            f"{rows} rows of logits, room for {tuple(token_ids.shape)} tokens, params for "
+            f"{params.temperature.shape[0]}"
         )
     if rows == 0:
         return
@@ -337,13 +337,13 @@ def choose_tokens(
     best_values, fails = torch.empty_like(largest), torch.empty_like(largest, dtype=torch.int32)
     best_ids = torch.empty_like(fails)
     parameters = (
-        wishes.temperature,
-        wishes.top_k,
-        wishes.top_p,
-        wishes.min_p,
-        wishes.seeds,
-        wishes.streams,
-        wishes.positions,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.seeds,
+        params.streams,
+        params.positions,
     )
     found = (largest, best_values, best_ids, fails)
     _scan[rows, blocks](

@@ -2,10 +2,10 @@
 
 Twin: steps 2 to 4 of quire/sampling/batch.py, as sampling/reference.py does them, bit for bit. The
 host makes one entry for each token id that anything names (`entries_of`); a kernel changes these
-logits, and another goes over the rows that have a mask. A row whose last token only the device has
-gets an entry more, into which a kernel puts that token, unless the row has an entry of it. Always
-holds: an id is named once a row, so that entries may be taken in any order. Knows no rare
-parameters.
+logits, and another goes over the rows that have a mask. A row with a last token that only the
+device has gets one more entry, into which a kernel puts that token, unless the row has an entry of
+it. Always holds: an id is named once per row, so the order of entries does not matter. Knows no
+rare parameters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from quire.execute.gpu.kernels.device_params import ToDevice
 from quire.execute.gpu.kernels.launch import EXACT, cdiv
-from quire.execute.gpu.kernels.wishes import ToDevice
 from quire.sampling.batch import SampleBatch
 
 AT_ONCE = 256
@@ -83,7 +83,7 @@ def _late(
 
 
 def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
-    """Of each id that a row names; of one whose last token is late, one more at the end."""
+    """Of each id that a row names; with one more at the end where the last token is late."""
     bias = slice(batch.bias_starts[row], batch.bias_starts[row + 1])
     banned = batch.banned_ids[batch.banned_starts[row] : batch.banned_starts[row + 1]]
     history = batch.history[batch.history_starts[row] : batch.history_starts[row + 1]]

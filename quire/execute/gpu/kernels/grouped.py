@@ -70,7 +70,6 @@ def _grouped(
     y,
     slots,
     matrices,
-    factors,
     x_stride,
     matrix_stride,
     weight_stride,
@@ -82,7 +81,6 @@ def _grouped(
     BR: tl.constexpr,
     BK: tl.constexpr,
     FORM: tl.constexpr,
-    ADDS: tl.constexpr,
 ):
     matrix = tl.load(matrices + tl.program_id(0))
     if matrix >= 0:
@@ -107,10 +105,6 @@ def _grouped(
             total = activated(total, FORM) * up
         at = y + tl.maximum(slot, 0).to(tl.int64)[None, :] * y_stride + outputs[:, None]
         stored = (slot >= 0)[None, :] & (outputs < N)[:, None]
-        if ADDS:
-            before = tl.load(at, mask=stored, other=0.0).to(tl.float32)
-            factor = tl.zeros([BN, BR], tl.float32) + tl.load(factors + matrix)
-            total = tl.fma(total, factor, before)
         tl.store(at, as_type(total, y.dtype.element_ty), mask=stored)
 
 
@@ -122,13 +116,11 @@ def grouped(
     *,
     slots_a_row: int = 1,
     form: str = "",
-    factors: torch.Tensor | None = None,
 ) -> None:
     """y [S, N] of each slot s = x [S / slots_a_row, K] at row s // slots_a_row, by its matrix of
     weights [count, N, K] (with `form`: [count, 2 N, K], gate first, and y = form(gate) * up).
 
-    factors f32 [count]: y += factor * product, in place of y = product. x and weights are both bf16
-    or both f32; y is f32 or bf16. Rows may have any stride.
+    x and weights are both bf16 or both f32; y is f32 or bf16. Rows may have any stride.
     """
     columns, outputs = weights.shape[2], y.shape[1]
     check_rows("x", x, cdiv(y.shape[0], slots_a_row), columns)
@@ -152,7 +144,6 @@ def grouped(
         y,
         groups.slots,
         groups.matrices,
-        factors if factors is not None else x,
         x.stride(0),
         weights.stride(0),
         weights.stride(1),
@@ -164,7 +155,6 @@ def grouped(
         BR=groups.rows,
         BK=power_of_two(columns, least=16, most=STEP[x.dtype]),
         FORM=form,
-        ADDS=factors is not None,
         num_warps=8 if is_large else 4,
         num_stages=3 if is_large else 4,
         **EXACT,

@@ -33,8 +33,8 @@ def _keep(last, slots, token_ids, count, AT_ONCE: tl.constexpr):
 
 
 def take_last_tokens(token_ids: torch.Tensor, late_slots: torch.Tensor, last: torch.Tensor) -> None:
-    """token_ids int32 [T]: those of rows whose late_slots int32 [T] is not -1 become the last token
-    of that slot, of last int32 [slots]."""
+    """Replace token_ids int32 [T] of rows with late_slots int32 [T] other than -1 by the last token
+    of that slot, from last int32 [slots]."""
     count = len(token_ids)
     check_vector("token_ids", token_ids, count, torch.int32)
     check_vector("late_slots", late_slots, count, torch.int32)

@@ -28,7 +28,7 @@ FILL = 128  # programs that keep an H200 busy, about one for each of its multipr
 PIECE_OUTPUTS = PIECE_ROWS = 64  # of the largest tile of few rows
 # Part of the mode's numerics, with FILL and PIECE_OUTPUTS: pieces of a weight at most, and columns
 # of K of the shortest; lengths are whole numbers of PIECE_STEP.
-MOST_PIECES, SHORTEST_PIECE, PIECE_STEP = 8, 256, 128
+MAX_PIECES, SHORTEST_PIECE, PIECE_STEP = 8, 256, 128
 
 
 class Tile(NamedTuple):
@@ -60,13 +60,13 @@ TILES = {torch.bfloat16: BF16_TILES, torch.float32: F32_TILES}
 
 def piece_of(outputs: int, columns: int) -> tuple[int, int]:
     """(columns of a piece, pieces) of a weight [outputs, columns]."""
-    wanted = min(cdiv(FILL, cdiv(outputs, PIECE_OUTPUTS)), MOST_PIECES)
+    wanted = min(cdiv(FILL, cdiv(outputs, PIECE_OUTPUTS)), MAX_PIECES)
     wanted = max(min(wanted, columns // SHORTEST_PIECE), 1)
     length = cdiv(cdiv(columns, wanted), PIECE_STEP) * PIECE_STEP
     return length, cdiv(columns, length)
 
 
-def most_sums(outputs: int, columns: int, max_rows: int) -> int:
+def max_sums(outputs: int, columns: int, max_rows: int) -> int:
     """Elements that a Workspace needs for a weight's pieces to be split whenever that helps."""
     _, pieces = piece_of(outputs, columns)
     # Where FILL tiles of few rows and more are needed, nothing is split.
@@ -99,7 +99,7 @@ class Workspace:
 
     @classmethod
     def of(cls, elements: int, device: torch.device | str) -> Workspace:
-        """Room for `elements` sums, the largest of most_sums."""
+        """Room for `elements` sums, the largest of max_sums."""
         return cls(
             sums=torch.full((elements,), float("nan"), dtype=torch.float32, device=device),
             arrived=torch.zeros(FILL, dtype=torch.int32, device=device),
@@ -157,7 +157,7 @@ def _linear(
         size = tl.cast(rows, tl.int64) * N
         tl.store(at + piece * size, part, mask=stored)
         tl.debug_barrier()
-        # Whoever comes last adds all pieces, in order.
+        # The last program adds all pieces, in order.
         before = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel")
         if before == PIECES - 1:
             total = tl.zeros([BN, BR], tl.float32)

@@ -1,9 +1,10 @@
 """Log-probabilities on the device: of a target token and its rank, of the best, of listed tokens.
 
 Twin: quire/sampling/scoring.py, bit for bit. Three launches: the largest logit of each 1024 tokens;
-their masses below the row's largest, whole numbers whose sum has no order; one program a row for
-the logarithm and the best ones, taken from the blocks' largest one after the other. Always holds: a
-row with NaN, +inf or nothing above -inf fails and touches no other. Nothing waits for the device.
+their masses below the row's largest, whole numbers with an exact sum in any order; one program per
+row for the logarithm and the best ones, taken from the blocks' largest one after the other. Always
+holds: a row with NaN, +inf or nothing above -inf fails and touches no other. Nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _sums(
     most = tl.max(tl.load(largest + row * BLOCKS + at, mask=at < BLOCKS, other=NOTHING), axis=0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + ids, mask=ids < V, other=NOTHING)
-    # Failed rows have any sum: they are told apart at the end.
+    # Failed rows have any sum: they are separated at the end.
     is_usual = (most < float("inf")) & (most > NOTHING)
     below = tl.where(values < float("inf"), values - tl.where(is_usual, most, 0.0), NOTHING)
     below = tl.minimum(below, 0.0)
@@ -166,25 +167,25 @@ def score_rows(
     targets: torch.Tensor,
     num_top: torch.Tensor,
     *,
-    most_top: int,
+    max_top: int,
     needs_target: bool = False,
 ) -> DeviceScores:
     """Scores of logits f32 [R, V], tokens side by side. targets int32 [R], -1 for none; num_top
-    int32 [R], at most most_top. needs_target: a row without target fails, as one whose token
+    int32 [R], at most max_top. needs_target: a row without target fails, like a row with a token
     choice failed does."""
     rows, vocabulary = logits.shape
     check_rows("logits", logits)
     check_vector("targets", targets, rows, torch.int32)
     check_vector("num_top", num_top, rows, torch.int32)
-    if logits.dtype != torch.float32 or not 0 <= most_top <= MAX_TOP:
-        raise ValueError(f"logits of {logits.dtype}, most_top {most_top}; f32, 0 to {MAX_TOP}")
+    if logits.dtype != torch.float32 or not 0 <= max_top <= MAX_TOP:
+        raise ValueError(f"logits of {logits.dtype}, max_top {max_top}; f32, 0 to {MAX_TOP}")
     device, blocks = logits.device, cdiv(vocabulary, BLOCK)
     floats = torch.empty((4 * rows,), dtype=torch.float32, device=device)
     scores = DeviceScores(
         logprobs=floats[:rows],
         ranks=torch.empty((rows,), dtype=torch.int32, device=device),
-        top_ids=torch.empty((rows, most_top), dtype=torch.int32, device=device),
-        top_logprobs=torch.empty((rows, most_top), dtype=torch.float32, device=device),
+        top_ids=torch.empty((rows, max_top), dtype=torch.int32, device=device),
+        top_logprobs=torch.empty((rows, max_top), dtype=torch.float32, device=device),
         norms=floats[rows : 3 * rows].view(2, rows),
     )
     if rows == 0:
@@ -206,7 +207,7 @@ def score_rows(
     _rows[rows,](
         logits, targets, num_top, largest, best_ids, fails, masses, before,
         scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs, scores.norms,
-        stride, rows, vocabulary, **sizes, MANY=many, TOP=most_top, NEEDS_TARGET=needs_target,
+        stride, rows, vocabulary, **sizes, MANY=many, TOP=max_top, NEEDS_TARGET=needs_target,
         num_warps=4, **EXACT,
     )  # fmt: skip
     return scores

@@ -2,7 +2,7 @@
 
 Twin: twins.experts. Gate, up and the activation are one launch, down is one, and the experts'
 answers are summed in f32, in the order of the choices (the router's ranks). Always holds: a row's
-answer depends on its own choices only, whoever else goes to the same experts.
+answer depends on its own choices only, not on other rows of the same experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.execute.gpu.kernels.grouped import Groups, grouped
 from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type
 
-MOST_COLUMNS = 1024  # of one program
+MAX_COLUMNS = 1024  # of one program
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def experts(
     answers = torch.empty((slots, width), dtype=x.dtype, device=x.device)
     grouped(x, gate_up, hidden, groups, slots_a_row=choices, form=form)
     grouped(hidden, down, answers, groups)
-    block = power_of_two(width, most=MOST_COLUMNS)
+    block = power_of_two(width, most=MAX_COLUMNS)
     _combine[rows, cdiv(width, block)](
         answers,
         ids,

@@ -96,7 +96,7 @@ def norm(
 
     x, y, delta: f32 or bf16, any row stride. weight, bias: f32 [group or N]. group > 0: each run of
     so many columns by itself, with the same weight. y may be x. out: room for y in bytes, where
-    group is 0; without stores_y nobody reads y afterwards, and its dtype is what
+    group is 0; without stores_y y is not written, and its dtype is what
     counts.
     """
     rows, width = x.shape

@@ -14,7 +14,7 @@ from quire.execute.gpu.kernels.curves import tanh
 from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vector, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type
 
-MOST_COLUMNS = 2048  # of one program
+MAX_COLUMNS = 2048  # of one program
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def gather_rows(
         raise ValueError(f"a table of {table.dtype}: scales belong to int8 and fp8 only")
     if rows == 0:
         return
-    block = power_of_two(width, most=MOST_COLUMNS)
+    block = power_of_two(width, most=MAX_COLUMNS)
     _gather[rows, cdiv(width, block)](
         table,
         scales if scales is not None else ids,
@@ -132,7 +132,7 @@ def _launch_change(
         check_rows("other", other, rows, width)
     if rows == 0:
         return
-    block = power_of_two(width, most=MOST_COLUMNS)
+    block = power_of_two(width, most=MAX_COLUMNS)
     _change[rows, cdiv(width, block)](
         x,
         other if other is not None else x,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.engine.client.stream_backpressure import UnreadQueue
+from quire.engine.client.open_streams import UnreadQueue
 
 
 def test_too_much_is_told_once_and_few_again_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.assembly.precision import with_precision
 from quire.execute import reference_ops as ops
-from quire.execute.few_bits import in_few_bits, read_f32
+from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.models.registry import build_program, open_model
 from quire.program.tensors import DType
 from quire.quant.fp8 import Fp8Matrix
@@ -33,7 +33,7 @@ def test_a_fused_weight_is_its_parts_as_they_are_stored(kind: str, tmp_path: Pat
     binding = bind(program, checkpoint)
     for name in ("layers.0.qkv", "layers.1.gate_up", "layers.1.down"):
         weight = program.weights[name]
-        matrix, coarse = in_few_bits(weight, binding)
+        matrix, coarse = quantize_weight(weight, binding)
         assert isinstance(matrix, Fp8Matrix)
         assert coarse == 0
         assert matrix.scheme.name == ("fp8-block" if kind == "block" else "fp8")
@@ -52,7 +52,7 @@ def test_parts_share_the_largest_of_their_fixed_scales(tmp_path: Path) -> None:
     binding = bind(program, checkpoint)
     for name, largest in (("qkv", 0.03), ("gate_up", 0.025), ("down", 0.02)):
         weight = program.weights[f"layers.0.{name}"]
-        matrix, _ = in_few_bits(weight, binding)
+        matrix, _ = quantize_weight(weight, binding)
         assert isinstance(matrix, Fp8Matrix)
         assert weight.scheme == "fp8-static"
         assert matrix.input_scale == np.float32(largest)

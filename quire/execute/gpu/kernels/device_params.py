@@ -24,7 +24,7 @@ ToDevice = Callable[[NDArray[Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class DeviceSamplingParams:
     """Of R rows: f32 temperature, top_p, min_p; int32 top_k, streams, positions; int64 seeds."""
 
     words: torch.Tensor  # int32 [WORDS, R]: all of the others are views of it
@@ -37,12 +37,12 @@ class Wishes:
     seeds: torch.Tensor
 
     @classmethod
-    def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> Wishes:
+    def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> DeviceSamplingParams:
         """Those of a batch."""
         return cls.seen_in(to_device(words_of(batch)))
 
     @classmethod
-    def seen_in(cls, words: torch.Tensor) -> Wishes:
+    def seen_in(cls, words: torch.Tensor) -> DeviceSamplingParams:
         """What words_of() gave, int32 [WORDS, R]."""
         return cls(
             words=words,

@@ -25,7 +25,7 @@ def read_f32(weight: Weight, binding: Binding) -> Float32s:
     )
 
 
-def in_few_bits(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Matrix, int]:
+def quantize_weight(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Matrix, int]:
     """A weight with a scheme, and how many of its rows 8 bits are too coarse for."""
     scheme = weight.quantized
     assert scheme is not None, f"{weight.name} has no scheme"

@@ -1,0 +1,138 @@
+"""Imports among this project's own modules: no cycles, and none inside functions but listed ones.
+
+Imports under TYPE_CHECKING count: a cycle of types is a cycle for the reader as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+from tests.repository.source_files import code_files, name_of, tree_of
+
+# Cycles that are known and to be broken; the tests fail when one is gone and still listed.
+KNOWN_CYCLES = (
+    {"quire.weights.checkpoint", "quire.weights.fp8_checkpoint"},
+)
+
+# Modules and packages outside quire.cli that import own modules inside functions, and why.
+_GPU = "PyTorch and Triton are optional and slow to import"
+_FORMATS = "readers of a file format, loaded for models that come in it"
+_ON_DEMAND = "loaded only where the setting or request that needs it is given"
+LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
+    "quire": ("quire.base quire.engine", "the library's names load the engine on first use"),
+    "quire.api.openapi.routes": ("quire.api.openapi", _ON_DEMAND),
+    "quire.api.workers.supervisor": ("quire.obs", "prometheus_client: not in the supervisor alone"),
+    "quire.bench.serve": ("quire.obs", _ON_DEMAND),
+    "quire.engine.assembly.assemble": (
+        "quire.engine.assembly quire.execute quire.transfer",
+        "one executor is loaded, and the tier only where one is configured",
+    ),
+    "quire.engine.assembly.vocabulary": ("quire.text", "the tokenizers library is slow to import"),
+    "quire.engine.client.engine_client": (
+        "quire.engine.client",
+        "pyzmq for a process, the executors for a thread",
+    ),
+    "quire.execute.gpu": ("quire.execute.gpu quire.sampling quire._native", _GPU),
+    "quire.structured.compiler": ("quire.structured", _ON_DEMAND),
+    "quire.text.sources": ("quire.text", _FORMATS),
+    "quire.text.template_files": ("quire.text", _FORMATS),
+    "quire.weights.checkpoint": ("quire.weights", _FORMATS),
+    "quire.weights.content": ("quire._native", "the native extension is optional"),
+}
+
+
+@cache
+def _modules() -> dict[str, ast.Module]:
+    trees = {}
+    for file in code_files("quire"):
+        if file.suffix == ".py":
+            name = name_of(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            trees[name] = tree_of(file)
+    return trees
+
+
+def _imported(node: ast.AST, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Yield the own modules that one statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in modules)
+    elif isinstance(node, ast.ImportFrom) and node.module in modules:
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            yield inner if inner in modules or alias.name == "_native" else node.module
+
+
+def _late_imports(tree: ast.Module) -> list[ast.AST]:
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [
+        node
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
+def _dependencies() -> dict[str, set[str]]:
+    modules = _modules()
+    found = {}
+    for name, tree in modules.items():
+        late = {id(node) for node in _late_imports(tree)}
+        nodes = [node for node in ast.walk(tree) if id(node) not in late]
+        found[name] = {to for node in nodes for to in _imported(node, modules) if to in modules}
+    return found
+
+
+def cycles(dependencies: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other, directly or not."""
+    after = {name: _reached(name, dependencies) for name in dependencies}
+    found: list[set[str]] = []
+    for name, reached in after.items():
+        if name in reached and not any(name in cycle for cycle in found):
+            found.append({other for other in reached if name in after[other]})
+    return found
+
+
+def _reached(start: str, dependencies: Mapping[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    todo = list(dependencies[start])
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += dependencies[name]
+    return reached
+
+
+def test_modules_do_not_import_each_other_in_cycles() -> None:
+    found = cycles(_dependencies())
+    new = [sorted(cycle) for cycle in found if cycle not in KNOWN_CYCLES]
+    assert not new, f"import cycles: {new}; move what both sides need below them"
+    gone = [sorted(cycle) for cycle in KNOWN_CYCLES if cycle not in found]
+    assert not gone, f"no longer cycles: {gone}; take them off KNOWN_CYCLES"
+
+
+def test_a_cycle_is_found_however_long() -> None:
+    chain = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set[str]()}
+    assert cycles(chain) == [{"a", "b", "c"}]
+
+
+def test_own_modules_are_imported_in_functions_only_where_listed() -> None:
+    modules = _modules()
+    found: set[str] = set()
+    for name, tree in modules.items():
+        if name.startswith("quire.cli"):
+            continue
+        for node in _late_imports(tree):
+            for to in _imported(node, modules):
+                place = "quire.execute.gpu" if name.startswith("quire.execute.gpu.") else name
+                allowed = LATE_IMPORTS.get(place, ("", ""))[0].split()
+                assert any(f"{to}.".startswith(f"{package}.") for package in allowed), (
+                    f"{name} imports {to} in a function; import it at the top, or list it in "
+                    "LATE_IMPORTS with the reason"
+                )
+                found.add(place)
+    gone = LATE_IMPORTS.keys() - found
+    assert not gone, f"no longer import in functions: {sorted(gone)}; take them off LATE_IMPORTS"
