@@ -176,7 +176,7 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
         ),
         (
             "quire_tier_bad_blocks",
-            "KV blocks whose bytes in the tier were not those saved; they were computed again",
+            "KV blocks read from the tier with other bytes than saved; they were computed again",
             stats.tier_bad_blocks_total,
         ),
         ("quire_tier_failures", "Times the tier was put out of use", stats.tier_failures_total),

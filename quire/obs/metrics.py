@@ -1,6 +1,6 @@
 """Metrics: what a server did, in Prometheus' text format, from a registry of its own.
 
-Two sources. Requests are told by whoever serves them (`request`, `error`, ...); the engine's own
+Two sources. Requests are reported by the server (`request`, `error`, ...); the engine's own
 counters are shown as the EngineStats of its latest step has them (`see`). Knows no HTTP server, no
 engine. Always holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`;
 counters only grow. docs/metrics.md lists the names.
@@ -117,7 +117,7 @@ class Metrics:
         )
         self._disconnects = Counter(
             "quire_disconnects",
-            "Requests whose client went away before the answer was complete",
+            "Requests cancelled because the client disconnected before the answer was complete",
             registry=registry,
         )
         self._slow_readers = Counter(
@@ -125,7 +125,7 @@ class Metrics:
         )
         self._dropped_lines = Counter(
             "quire_log_lines_dropped",
-            "Log lines dropped because nobody read them",
+            "Log lines dropped because they were not read",
             registry=registry,
         )
         self._num_dropped_lines = 0
@@ -263,7 +263,7 @@ class Metrics:
 
 
 def restarts_counter() -> Counter:
-    """API processes that ended and were replaced; counted by whoever replaces them."""
+    """API processes that ended and were replaced; counted by the supervisor."""
     return Counter(
         "quire_api_process_restarts",
         "API processes that ended by themselves and were replaced",

@@ -1,4 +1,4 @@
-"""How something that takes a while tells what it does, and what came out: progress, a table, JSON.
+"""Report the progress and results of a long command: progress, a table, JSON.
 
 Progress goes to standard error; standard output holds the table, or with --json the object and
 nothing else. Knows no measurement.

@@ -1,6 +1,6 @@
 """What was measured of requests, and what is said about it: rates, percentiles, goodput.
 
-Times are seconds on one clock whose zero is the start of the run. Plain arithmetic: knows no
+Times are seconds since the start of the run. Plain arithmetic: knows no
 engine, no clock and no file.
 """
 

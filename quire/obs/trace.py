@@ -2,7 +2,7 @@
 
 Two formats are read. Azure's: CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Mooncake's: JSON
 lines with timestamp (milliseconds), input_length, output_length and hash_ids, one a block of 512
-prompt tokens: equal ids stand for equal tokens. Who replays a trace makes content up; lengths and
+prompt tokens: equal ids stand for equal tokens. A replay makes content up; lengths and
 sharing are real.
 """
 
@@ -41,7 +41,7 @@ class Arrival:
 
 
 def read_trace(path: Path, *, max_requests: int | None = None) -> list[Arrival]:
-    """The first requests of a trace, in order of arrival; the format is told by the content.
+    """The first requests of a trace, in order of arrival; the format is detected.
 
     Raises SettingError naming the line where the file is neither format.
     """
